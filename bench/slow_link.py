@@ -42,7 +42,8 @@ from headrace.plan.rates import Rates  # noqa: E402
 from headrace.runs.node import serve, work  # noqa: E402
 from headrace.terms.ceilings import Ceilings  # noqa: E402
 from headrace.terms.lanes import Lane, lane_of_worker  # noqa: E402
-from headrace.terms.options import Options, PlanOptions  # noqa: E402
+from headrace.terms.options import Options  # noqa: E402
+from headrace.terms.plan_options import PlanOptions  # noqa: E402
 from headrace.terms.program import Op  # noqa: E402
 from headrace.terms.run_options import NodeOptions  # noqa: E402
 

@@ -22,6 +22,7 @@ from headrace.model import Chain, Checkpoint, Profiles, check_whole, export_byte
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import Forecast, StepSeconds, forecast
+from headrace.plan.given import adopted, load_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
@@ -115,7 +116,7 @@ def plan_model(
         allowed_bytes=question.allowed_bytes,
     )
     try:
-        plan = planner.plan(question)
+        plan = planner.plan(question, load_plan(Path(options.plan)) if options.plan else None)
     except PlanInfeasible as error:
         deadline = time.monotonic() + variants_seconds
         found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
@@ -213,13 +214,15 @@ class _ModelPlans:
             return question
         return next((each for each in questions[:-1] if holds_states(self._problem(each))), questions[-1])
 
-    def plan(self, question: Question) -> Plan:
-        """Return the plan for `question`.
+    def plan(self, question: Question, given: Plan | None = None) -> Plan:
+        """Return the plan for `question`; a `given` one is followed, as a run does.
 
         Raises:
+            ConfigError: the given plan is for another run.
             PlanInfeasible: memory or SSD space is too small.
         """
-        return make_plan(self._problem(question), self._measured, self._seconds_of)
+        problem = self._problem(question)
+        return adopted(given, problem) if given else make_plan(problem, self._measured, self._seconds_of)
 
     def forecast(self, plan: Plan) -> Forecast:
         """Return the forecast of a plan on the machine for which it was made."""

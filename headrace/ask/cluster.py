@@ -30,7 +30,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
-from headrace.terms.options import PlanOptions
+from headrace.terms.plan_options import PlanOptions
 from headrace.update import optimizer_of, rule_of
 from headrace.update.combinations import refuse_combination
 

@@ -5,7 +5,7 @@ Invariant: nothing heavy is imported before a command runs, so that `headrace --
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,26 +25,29 @@ from headrace.cli.first_look import (
 from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
+from headrace.cli.sections import CLUSTER, PLAN, SETTINGS, SHRINK, TIDY, TRAIN, USE, SectionedCommand, SectionedGroup
 from headrace.cli.streams import guarded_streams
 from headrace.codec.table import written_codes
 from headrace.terms.compress_options import CompressOptions
-from headrace.terms.declared import Declaration
+from headrace.terms.declared import Declaration, Group
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.options import PlanOptions
+from headrace.terms.plan_options import PlanOptions
 from headrace.terms.run_options import NodeOptions, RunOptions
 
 app = typer.Typer(
     name="headrace",
-    help="Fine-tune language models many times larger than the GPU's memory: GPU, CPU and NVMe scheduled together.",
+    help="Fine-tune, compress and run language models that are larger than memory, on GPU, CPU and NVMe together.",
+    cls=SectionedGroup,
+    context_settings=SETTINGS,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
+bench_app = typer.Typer(help="Measure this machine.", cls=SectionedGroup, no_args_is_help=True, rich_markup_mode=None)
 
 WRITTEN = " or ".join(code.name for code in written_codes())
+# The section of `headrace plan`'s options that are about other things than training.
+WINGS = "Generation and compression"
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 
@@ -58,6 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code == INTERRUPTED:  # without a command, Typer swallows the exception
         leave("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)
+
+
+def command(section: str, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes a function a command in a section of `headrace --help`."""
+    return app.command(name, cls=SectionedCommand, rich_help_panel=section)
+
+
+def _in(section: str, text: str, *names: str, **more: Any) -> Any:
+    """Return an option whose help `text` stands in a section of a command's `--help`."""
+    return typer.Option(*names, help=text, rich_help_panel=section, **more)
 
 
 def _listing_codes(option: Declaration) -> Declaration:
@@ -77,7 +90,7 @@ def _common(
     pass
 
 
-@app.command()
+@command(TRAIN)
 @plainly
 @with_options(RunOptions.declarations())
 def train(
@@ -85,12 +98,15 @@ def train(
         list[str] | None,
         typer.Argument(metavar="RUN.YAML | MODEL DATA...", help="A YAML file, or model and data; then key=value."),
     ] = None,
-    node: Annotated[str | None, typer.Option(help="HOST:PORT of a node: compute for its run.")] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a node that is not there.")] = 600.0,
-    secret: Annotated[Path | None, typer.Option(help="File with the node's secret.")] = None,
+    node: Annotated[str | None, _in(Group.CLUSTER, "Compute for the run of this node, HOST:PORT.")] = None,
+    wait: Annotated[float, _in(Group.CLUSTER, "Seconds to wait for a node that is not there.", min=0)] = 600.0,
+    secret: Annotated[Path | None, _in(Group.CLUSTER, "File with the node's secret.")] = None,
     **given: Any,
 ) -> None:
-    """Fine-tune a model. Every option can also stand in the YAML file, or be given as key=value (with _ for -)."""
+    """Fine-tune a model.
+
+    Every option can also stand in the YAML file, or be given as key=value (with _ for -).
+    """
     look_at_words(() if node is not None else words or ())
     if node is not None:
         from headrace.cli.runs import work_for
@@ -108,7 +124,7 @@ def train(
         leave("Missing argument 'RUN.YAML | MODEL DATA...', or --node HOST:PORT; see `headrace train --help`", REFUSED)
 
 
-@app.command()
+@command(CLUSTER)
 @plainly
 @with_options(NodeOptions.declarations())
 def node(
@@ -117,7 +133,7 @@ def node(
     ],
     **given: Any,
 ) -> None:
-    """Own a run whose model workers compute (`headrace train --node`), or go on with it where it was begun."""
+    """Keep a run's state here while workers compute. Run the same command again to resume."""
     look_at_words(words)
     from headrace.cli.configuration import config_of
 
@@ -128,30 +144,30 @@ def node(
     serve_run(config)
 
 
-@app.command()
+@command(TRAIN)
 @plainly
 def resume(run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")]) -> None:
-    """Go on with a run after its last committed step: after a crash, Ctrl-C, a power cut."""
+    """Resume a run after its last committed step: after a crash, Ctrl-C or a power cut."""
     from headrace.cli.runs import go_on
 
     go_on(run_directory)
 
 
-@app.command()
+@command(USE)
 @plainly
 @with_options(GenerateOptions.declarations())
 def generate(
     model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, or a run, finished or not.")],
     **given: Any,
 ) -> None:
-    """Generate text with a model of any size: answer a prompt or a file of prompts, or hold a conversation."""
+    """Answer a prompt or a file of prompts, or hold a conversation."""
     look_at_place(model)
     from headrace.cli.generating import generate as run
 
     run(model, GenerateOptions.of(given))
 
 
-@app.command("eval")
+@command(USE, "eval")
 @plainly
 @with_options(EvalOptions.declarations())
 def evaluate(
@@ -160,7 +176,7 @@ def evaluate(
     as_json: Json = False,
     **given: Any,
 ) -> None:
-    """Measure the loss of held-out data under a model of any size, coded or not: nothing is trained or changed."""
+    """Measure a model's loss on held-out data. Nothing is trained or changed."""
     look_at_place(model)
     look_at_data(given.get("data") or ())
     from headrace.cli.evaluating import evaluate_model
@@ -168,21 +184,21 @@ def evaluate(
     evaluate_model(model, given, as_json=as_json)
 
 
-@app.command()
+@command(TRAIN)
 @plainly
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
-    merge: Annotated[bool, typer.Option("--merge", help="Of a run of adapters: the whole model, merged with them.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge a run's adapters into the model, and write all of it.")] = False,
 ) -> None:
-    """Write the model of a run, finished or not, as an ordinary Hugging Face directory; of a run of adapters, these."""
+    """Write a run's model, or its adapters, as an ordinary Hugging Face directory. The run need not be finished."""
     from headrace.cli.runs import export_run
 
     export_run(run_directory, out, merge=merge)
     typer.echo(f"wrote {out}")
 
 
-@app.command()
+@command(SHRINK)
 @plainly
 @with_options(_listing_codes(each) for each in CompressOptions.declarations() if each.key not in ("model", "output"))
 def compress(
@@ -190,27 +206,27 @@ def compress(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     **given: Any,
 ) -> None:
-    """Write a model with smaller weights, block by block. The same command goes on where it was stopped or killed."""
+    """Write a model with smaller weights, block by block. Run the same command again to resume."""
     look_at_model(model)
     from headrace.cli.compressing import compress_model
 
     compress_model(model, out, given)
 
 
-@app.command()
+@command(SHRINK)
 @plainly
 def decompress(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a model with coded weights.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Directory of a compressed model.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
 ) -> None:
-    """Write a model with coded weights as an ordinary directory, in 16 bits."""
+    """Write a compressed model as an ordinary directory, in 16 bits."""
     look_at_model(model)
     from headrace.cli.compressing import decompress_model
 
     decompress_model(model, out)
 
 
-@app.command()
+@command(TRAIN)
 @plainly
 def data(
     source: Annotated[str, typer.Argument(metavar="RUN_DIR | FILE", help="A run, or data as `train` takes it.")],
@@ -229,7 +245,7 @@ def data(
     )
 
 
-@app.command()
+@command(PLAN)
 @plainly
 def doctor(
     ssd: Annotated[list[Path] | None, typer.Option(help="Directory to look at and measure; repeatable.")] = None,
@@ -251,16 +267,16 @@ def doctor(
         typer.echo(sheet_text(sheet))
 
 
-@app.command()
+@command(TIDY)
 @plainly
 def clean(
     directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="SSD directories or run directories.")],
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Also remove runs that could be resumed, or are not where they were.")
+        bool, typer.Option("--unfinished", help="Also remove runs that could be resumed or were moved.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
 ) -> None:
-    """Remove state that dead runs left on SSDs. Runs in use are left alone; so are runs that can be resumed or were moved."""
+    """Remove state that dead runs left on SSDs. Runs in use, resumable or moved are kept."""
     from headrace.cli.cleaning import clean_up
 
     missing = [directory for directory in directories if not directory.is_dir()]
@@ -270,53 +286,54 @@ def clean(
         typer.echo(line)
 
 
-app.command()(report)
+command(TRAIN)(report)
+app.add_typer(bench_app, name="bench", rich_help_panel=PLAN)
 
 
-@app.command()
+@command(PLAN)
 @plainly
-@with_options(each for each in PlanOptions.declarations() if each.plan)
+@with_options(PlanOptions.declarations())
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory, config.json, or OWNER/NAME on the Hub.")],
-    data: Annotated[list[Path] | None, typer.Option(help="Data of the run: its length is one pass. Repeatable.")] = None,
-    generates: Annotated[bool, typer.Option("--generate", help="Plan generation, and not training.")] = False,
-    prompt_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt, with --generate.")] = 512,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, with --generate.")] = 128,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts, with --generate.")] = 1,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN.YAML | MODEL [DATA...]",
+            help="A YAML file; or a directory, config.json or OWNER/NAME on the Hub, and data; then key=value.",
+        ),
+    ],
+    data: Annotated[list[str] | None, _in(Group.DATA, "Data of the run: its length is one pass. Repeatable.")] = None,
+    generates: Annotated[bool, _in(WINGS, "Plan generation, not training.", "--generate")] = False,
+    prompt_length: Annotated[int, _in(WINGS, "Tokens of a prompt.", min=1)] = 512,
+    new_tokens: Annotated[int, _in(WINGS, "Tokens of an answer.", min=1)] = 128,
+    batch: Annotated[int, _in(WINGS, "Number of prompts.", min=1)] = 1,
     compress: Annotated[
-        str | None, typer.Option(help=f"Plan compressing it to {WRITTEN}; with --generate, what would come of it.")
+        str | None, _in(WINGS, f"Plan compressing the model to {WRITTEN}; with --generate, how its result would answer.")
     ] = None,
     *,
     as_json: Json = False,
     **given: Any,
 ) -> None:
-    """Say whether a model fits, how fast it will be, and what limits it. Needs config.json only, no weights."""
+    """Say whether a model fits, how fast it will be, and what limits it.
+
+    It needs config.json only, no weights. It takes a run's file and every option of `headrace train`.
+    """
     # A search makes millions of small objects and no cycles: looking for cycles would take a seventh of the time.
     gc.set_threshold(100_000, 50, 100)
-    look_at_configuration(model)
-    options = PlanOptions.of(given)
+    from headrace.cli.configuration import plan_options_of
+
+    options, asked = plan_options_of(words, data or (), given)
+    look_at_configuration(str(options.model))
+    look_at_data(options.data)
     look_at_choices(options, at_node=options.workers is not None)
-    from headrace.cli.planning import make_report, report_text
+    from headrace.cli.planning import Asked, answer
     from headrace.cli.screen import show
 
-    if generates:
-        from headrace.cli.planning import generation_report
-
-        show(generation_report(model, given, batch, prompt_length, new_tokens, compress, as_json=as_json))
-        return
-    if compress is not None:
-        from headrace.cli.planning import compression_report
-
-        show(compression_report(model, compress, given, as_json=as_json))
-        return
-    report = make_report(model, options, data or ())
-    if as_json:
-        typer.echo(report_text(report, as_json=True))
-    else:
-        show(report_text(report, as_json=False))
+    generation = Asked(prompts=batch, prompt_length=prompt_length, new_tokens=new_tokens) if generates else None
+    text = answer(options, asked, generation, compress, as_json=as_json)
+    typer.echo(text) if as_json else show(text)
 
 
-@bench_app.command("machine")
+@bench_app.command("machine", cls=SectionedCommand)
 @plainly
 def bench_machine(
     ssd: Annotated[list[Path] | None, typer.Option(help="Directory on an SSD; repeatable. Default: the current one.")] = None,

@@ -8,8 +8,10 @@ from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.first_look import split_words
 from headrace.files.yaml_options import parse_changes, read_yaml
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.plan_options import PlanOptions
+from headrace.terms.run_options import NodeOptions, RunOptions
 
+OPTIONS = "options"
 _Config = TypeVar("_Config", bound=RunOptions)
 
 
@@ -19,17 +21,42 @@ def config_of(words: Sequence[str], options: Mapping[str, Any], kind: type[_Conf
     Raises:
         ConfigError: the words are neither, or see `RunOptions.of`.
     """
-    places, changed = split_words(words)
-    changes = parse_changes(changed)
+    found, source = _values_of(words)
+    if "model" in found and "data" not in found and source == OPTIONS:
+        raise ConfigError(f"found only {found['model']!r}; give a RUN.YAML, or a MODEL directory and one or more DATA files")
     values: dict[str, Any] = {"cache": cache_directory()}
     if machine_profile_path().exists():
         values["machine"] = str(machine_profile_path())
-    source = "options"
+    return kind.of(values | found | dict(options), source=source)
+
+
+def plan_options_of(
+    words: Sequence[str], data: Sequence[str], options: Mapping[str, Any]
+) -> tuple[PlanOptions, frozenset[str]]:
+    """Return what `headrace plan` is asked by `RUN.YAML | MODEL [DATA...]`, `key=value` words and options, and the keys given.
+
+    A node's file may be planned, too: keys that only a node has say nothing about a plan, but are checked.
+
+    Raises:
+        ConfigError: there is no model, or see `PlanOptions.of`.
+    """
+    found, source = _values_of(words)
+    found |= {**({"data": tuple(data)} if data else {}), **options}
+    if not found.get("model"):
+        raise ConfigError(f"{source}: model is missing; give a RUN.YAML that has it, or a MODEL")
+    own = {key: value for key, value in found.items() if key not in NodeOptions.keys() or key in PlanOptions.keys()}  # noqa: SIM118
+    at_node = {key: value for key, value in found.items() if key not in own}
+    NodeOptions.of({"model": found["model"], "data": ("-",)} | at_node, source=source)
+    return PlanOptions.of({"cache": cache_directory()} | own, source=source), frozenset(found) - {"model"}
+
+
+def _values_of(words: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return what the words say, and where it stands for errors."""
+    places, changed = split_words(words)
+    changes = parse_changes(changed)
     if len(places) == 1 and Path(places[0]).suffix in (".yaml", ".yml"):
-        source = places[0]
-        values |= read_yaml(Path(source))
-    elif len(places) >= 2:
-        values |= {"model": places[0], "data": places[1:]}
-    elif len(places) == 1:
-        raise ConfigError(f"found only {places[0]!r}; give a RUN.YAML, or a MODEL directory and one or more DATA files")
-    return kind.of(values | changes | dict(options), source=source)
+        return read_yaml(Path(places[0])) | changes, places[0]
+    named: dict[str, Any] = {"model": places[0]} if places else {}
+    if len(places) > 1:
+        named["data"] = places[1:]
+    return named | changes, OPTIONS

@@ -42,9 +42,10 @@ def with_options(declarations: Iterable[Declaration]) -> Callable[[Callable[_P, 
 
 
 def _parameter(declaration: Declaration) -> inspect.Parameter:
+    said = typer.Option(help=declaration.command_help, rich_help_panel=declaration.section)
     return inspect.Parameter(
         declaration.key,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,  # what was not given is not passed on, because the declaration has the default
-        annotation=Annotated[declaration.kind.cli | None, typer.Option(help=declaration.command_help)],
+        annotation=Annotated[declaration.kind.cli | None, said],
     )

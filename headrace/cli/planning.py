@@ -4,12 +4,11 @@ Invariant: only this module decides where a profile is kept; a plan without `--m
 """
 
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.ask.answer import plan_model
 from headrace.ask.cluster import plan_cluster
@@ -18,87 +17,119 @@ from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.measure.kept import Wanted, alone, find_kept
+from headrace.plan.given import with_lengths_of_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.drives import Drive
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.options import Options, PlanOptions
+from headrace.terms.options import Options
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.run_options import RunOptions
+from headrace.terms.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
 # The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
+# What plans of generation and of compression go by, of the options of `plan`; data count only where passes do, and these not
+# at a node.
+_OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
+_OF_COMPRESSION = frozenset(("machine", "ssd"))
+_OF_DATA = frozenset(("epochs", "packing", "cache"))
+_OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan"))
 
 
-def make_report(model: str, options: PlanOptions, data: Sequence[Path]) -> PlanReport | ClusterReport:
-    """Return the answer for `headrace plan`'s options. With `data`, the length of the run is one pass over it.
+class _Report(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+    def explain(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A generation to plan: prompts, and the tokens of each and of its answer."""
+
+    prompts: int
+    prompt_length: int
+    new_tokens: int
+
+
+def answer(
+    options: PlanOptions, given: Collection[str], generation: Asked | None, compress: str | None, *, as_json: bool
+) -> str:
+    """Return what `headrace plan` says, as text or JSON; with `generation` or `compress` it is the plan of these. `given` are
+    the keys that were set; those that change nothing are named at the end.
+
+    Raises:
+        InputError: model, data, machine or a number cannot be used.
+        StorageError: an SSD directory cannot be used.
+        PlanInfeasible: a generation does not fit.
+    """
+    report: PlanReport | ClusterReport | _Report
+    if generation is not None:
+        acting, report = _OF_GENERATION, _generation(options, given, generation, compress)
+    elif compress is not None:
+        acting, report = _OF_COMPRESSION, _compression(options, compress)
+    else:
+        acting, report = _of_training(options), make_report(options)
+    idle = sorted(set(given) - acting)
+    if as_json:
+        return json.dumps(report.to_json() | {"without_effect": idle}, indent=2)
+    lines = [f"{'no effect':<10}on the plan: {', '.join(idle)}"] if idle else []
+    return "\n".join((_text(report), *lines))
+
+
+def make_report(options: PlanOptions) -> PlanReport | ClusterReport:
+    """Return the plan of a training. With data, and no number of steps, the run is as long as its passes over the data.
 
     Raises:
         InputError: model, data, machine or a number cannot be used.
         StorageError: an SSD directory cannot be used.
     """
-    here = options.machine is None
+    here, model = options.machine is None, str(options.model)
+    options = with_lengths_of_plan(options)
     if here:
         options = replace(options, ssd=options.ssd or (Path.cwd(),))
         options = replace(options, machine=_measured_machine(options))
-    if data and options.max_steps is None:
-        options = _of_one_epoch(Path(model), data, options)
+    if _reads_data(options):
+        options = _of_its_passes(options)
     return plan_model(model, options, here=here) if options.workers is None else plan_cluster(model, options, here=here)
 
 
-def generation_report(
-    model: str,
-    given: Mapping[str, Any],
-    prompts: int,
-    prompt_length: int,
-    new_tokens: int,
-    compress: str | None,
-    *,
-    as_json: bool,
-) -> str:
-    """Return the plan of a generation as text or JSON, with `compress` of what the model would be compressed to.
-
-    Those options of training that generation also has count, too.
-
-    Raises:
-        InputError, PlanInfeasible: see `plan_generation`.
-    """
+def _generation(options: PlanOptions, given: Collection[str], asked: Asked, compress: str | None) -> _Report:
     from headrace.generate.planner import plan_generation  # late: plans of training do without it
 
-    known = frozenset(GenerateOptions.keys())
-    options = GenerateOptions.of({key: value for key, value in given.items() if key in known})
-    here, machine = options.machine is None, options.machine
+    own = GenerateOptions.of({key: getattr(options, key) for key in given if key in _OF_GENERATION})
+    here, machine = own.machine is None, own.machine
     if here:
-        machine = _measured_machine(PlanOptions.of(given))
+        machine = _measured_machine(options)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
-    asked: dict[str, Any] = {"prompts": prompts, "prompt_length": prompt_length, "new_tokens": new_tokens}
-    plan = plan_generation(model, options, ceilings, here=here, compress=compress, **asked)
-    return json.dumps(plan.to_json(), indent=2) if as_json else plan.explain()
+    return plan_generation(str(options.model), own, ceilings, here=here, compress=compress, **vars(asked))
 
 
-def compression_report(model: str, code: str, given: Mapping[str, Any], *, as_json: bool) -> str:
-    """Return the plan of a compression to `code` as text or JSON, for `machine`, else for this one, a nominal one of its
-    size if it was not measured.
-
-    Raises:
-        InputError: model, code or machine cannot be used.
-    """
+def _compression(options: PlanOptions, code: str) -> _Report:
     from headrace.compress.planner import plan_compression  # late: plans of training do without it
 
-    options = PlanOptions.of(given)
     machine = options.machine or _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),)))
-    report = plan_compression(model, code, machine)
-    return json.dumps(report.to_json(), indent=2) if as_json else report.explain()
+    return plan_compression(str(options.model), code, machine)
 
 
-def report_text(report: PlanReport | ClusterReport, *, as_json: bool) -> str:
-    """Return the report as JSON or as the table."""
-    if as_json:
-        return json.dumps(report.to_json(), indent=2)
-    return explain(report) if isinstance(report, PlanReport) else explain_cluster(report)
+def _of_training(options: PlanOptions) -> frozenset[str]:
+    """Return the keys that can change a plan of training."""
+    acting = {each.key for each in PlanOptions.declarations() if each.plan}
+    acting = acting - _OF_ONE_MACHINE if options.workers is not None else acting
+    return frozenset(acting | {"data"} if _reads_data(options) else acting - _OF_DATA)
+
+
+def _reads_data(options: PlanOptions) -> bool:
+    return bool(options.data) and options.max_steps is None
+
+
+def _text(report: PlanReport | ClusterReport | _Report) -> str:
+    """Return a report as the table that people read."""
+    if isinstance(report, PlanReport):
+        return explain(report)
+    return explain_cluster(report) if isinstance(report, ClusterReport) else report.explain()
 
 
 def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: float, as_json: bool) -> str:
@@ -187,17 +218,14 @@ def _measured_machine(options: Options) -> Ceilings | None:
     return find_kept(cache_directory(), Wanted(directories=options.budget.ssd, compute_dtype=options.compute_dtype))
 
 
-def _of_one_epoch(model: Path, data: Sequence[Path], options: PlanOptions) -> PlanOptions:
-    """Return the options with tokens per step, sequence length and the steps of one pass over the data, as in training."""
-    from headrace.data.open_data import open_stream, with_lengths  # late: it brings the data libraries
+def _of_its_passes(options: PlanOptions) -> PlanOptions:
+    """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training."""
+    from headrace.data.open_data import open_stream, total_steps, with_lengths  # late: it brings the data libraries
 
-    if not model.is_dir():
-        raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {model} is no model directory")
-    places = {"model": model, "data": [str(path) for path in data], "cache": cache_directory()}
-    known = {key: value for key, value in vars(options).items() if key in RunOptions.keys()}  # noqa: SIM118 (no mapping)
-    run = with_lengths(RunOptions(**known | places))
-    steps = max(1, math.ceil(open_stream(run).steps_per_epoch))
-    return replace(options, tokens_per_step=run.tokens_per_step, sequence_length=run.sequence_length, max_steps=steps)
+    if not options.model.is_dir():
+        raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
+    options = with_lengths(options)
+    return replace(options, max_steps=total_steps(options, open_stream(options)))
 
 
 def _say(event: Event) -> None:

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AutoTokenizer
@@ -18,6 +18,8 @@ from headrace.files.model_directory import refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.run_options import RunOptions
+
+_Config = TypeVar("_Config", bound=RunOptions)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -93,7 +95,7 @@ def open_tokenizer(model: Path) -> Any:
         raise ModelError(f"{model}: the tokenizer cannot be read ({type(error).__name__}: {error})") from error
 
 
-def with_lengths(config: RunOptions) -> RunOptions:
+def with_lengths(config: _Config) -> _Config:
     """Return `config` with `sequence_length` and `tokens_per_step` decided.
 
     Raises:

@@ -45,7 +45,7 @@ def check_architecture(config: Any) -> None:
     if text is not config:
         reason = (
             f"transformers has no causal language model for its text part ({type(text).__name__}) alone, which is what is "
-            "trained of such models; take one whose text part has, such as those that the README names"
+            "trained of such models; take one whose text part has, such as those that docs/models.md names"
         )
         if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
             reason = f"its architectures ({config.architectures}) are no class of the installed transformers for it"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.plan.footprint import runtime_row, with_footprint
 from headrace.plan.placement import Problem, operators_of
@@ -18,6 +18,8 @@ from headrace.plan.results import PLAN_NAME
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes
+
+_Config = TypeVar("_Config", bound=RunOptions)
 
 
 def load_plan(path: Path) -> Plan:
@@ -48,7 +50,7 @@ def load_plan(path: Path) -> Plan:
     return plan
 
 
-def with_lengths_of_plan(config: RunOptions) -> RunOptions:
+def with_lengths_of_plan(config: _Config) -> _Config:
     """Return `config`; if a plan is given, lengths that are not are the plan's.
 
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.terms.declared import Declared, option
+from headrace.terms.declared import Declared, Group, option
 from headrace.terms.option_kinds import Listed, Place, Size, Whole
 
 
@@ -15,38 +15,54 @@ class BudgetOptions(Declared):
     output: str | Path | None = option(
         None,
         Place(),
-        "Run directory; must not exist.",
+        "Run directory to write; it must not exist yet.",
         row="run directory; refused if it has anything in it",
         words="`runs/MODEL-DATA`",
+        plan=True,
         fixed=False,
+        group=Group.RUN,
     )
     ssd: str | Path | Sequence[str | Path] = option(
         (),
         Listed(Place()),
-        "Directory on an SSD for the state; give several to stripe.",
+        "Directory on an SSD for the training state; give it several times to stripe.",
         row="directories for the state; several are striped by their measured speed; a tenth of the free space stays free",
         words="run directory",
         plan=True,
         fixed=False,
+        group=Group.MEMORY,
+        often=True,
     )
     host_memory: str | int | None = option(
         None,
         Size(),
-        "Main memory the process may use, such as 16GiB.",
+        "Main memory that the process may use, such as 16GiB.",
         row="bytes this process may use, Python and libraries included. By default control groups and resource limits count, "
         "page cache is free, and under WSL with a GPU it is half of memory at most",
         words="70 % of what this process may still take",
         plan=True,
+        group=Group.MEMORY,
+        often=True,
     )
     device_memory: str | int | None = option(
         None,
         Size(),
-        "GPU memory; without a GPU, a device tier of that size.",
+        "GPU memory that the process may use; without a GPU, a device tier of that size.",
         row="without a GPU, a value makes a separate device tier inside host memory (for tests)",
         words="90 % of what is free on the GPU",
         plan=True,
+        group=Group.MEMORY,
+        often=True,
     )
-    sequence_length: int | None = option(None, Whole(2), "Tokens of one row.", words="2048 or the model's limit", plan=True)
+    sequence_length: int | None = option(
+        None,
+        Whole(2),
+        "Tokens of one row; longer samples are cut.",
+        words="2048 or the model's limit",
+        plan=True,
+        group=Group.DATA,
+        often=True,
+    )
     tokens_per_step: int | None = option(
         None,
         Whole(),
@@ -54,12 +70,16 @@ class BudgetOptions(Declared):
         row="tokens of one optimizer step; costs SSD space for activations, and the hidden states of one block in memory",
         words="8 rows",
         plan=True,
+        group=Group.LEARNING,
+        often=True,
     )
     max_steps: int | None = option(
         None,
         Whole(),
-        "Steps of the run; wins over epochs.",
+        "Number of steps; wins over epochs.",
         row="length of the run; wins over `epochs`",
         words="by `epochs`",
         plan=True,
+        group=Group.LEARNING,
+        often=True,
     )

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.terms.declared import Declared, option, option_as
-from headrace.terms.option_kinds import Flag, Listed, Number, Place, PlaceOrName, Text, Whole
+from headrace.terms.declared import Declared, Group, option, option_as
+from headrace.terms.option_kinds import Flag, Listed, Number, Place, Text, Whole
 from headrace.terms.run_options import RunOptions
 
 
@@ -12,25 +12,35 @@ from headrace.terms.run_options import RunOptions
 class CompressOptions(Declared):
     """What `headrace compress` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
 
-    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False)
-    output: Path = option(kind=Place(), help="Directory to write; must not exist.", row="directory to write", cli=False)
+    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False, group=Group.DATA)
+    output: Path = option(
+        kind=Place(), help="Directory to write; must not exist.", row="directory to write", cli=False, group=Group.RUN
+    )
     to: str = option(
         kind=Text(),
         help="Code for the weights, such as int4.",
-        row="code for the weights, such as `int4`: one that [codes](docs/codes.md) has as written",
+        row="code for the weights, such as `int4`: one that [codes](codes.md) has as written",
+        group=Group.RESULT,
+        often=True,
     )
     data: tuple[str, ...] = option(
         kind=Listed(PlaceOrName(), 1),
         help="Calibration data; may be given twice.",
         row="calibration data, as for training: inputs of matrices are taken from part of it, held-out loss from the rest",
+        group=Group.CALIBRATION,
+        often=True,
     )
-    experts_only: bool = option(False, Flag(), "Leave all but experts as they are.", row="code the matrices of experts alone")
+    experts_only: bool = option(
+        False, Flag(), "Compress only the experts of a mixture.", row="code the matrices of experts alone", group=Group.RESULT
+    )
     most_loss: float | None = option(
         None,
         Number(),
-        "Refuse a result whose held-out loss rises more than this.",
+        "Write nothing if held-out loss rises by more than this.",
         row="write nothing where held-out loss rises by more than this, in nats per token",
         words="no limit",
+        group=Group.RESULT,
+        often=True,
     )
     group_size: int = option(
         128,
@@ -38,23 +48,31 @@ class CompressOptions(Declared):
         "Columns that share a scale, where a code has such scales.",
         row="columns that share a scale, where a code has such scales; a matrix whose width it does not divide gets half as "
         "many, down to 32",
+        group=Group.RESULT,
     )
-    sequence_length: int | None = option_as(RunOptions, "sequence_length")
-    template_date: str | None = option_as(
-        RunOptions, "template_date", row="the day, YYYY-MM-DD, that a chat template gets which asks for the date"
-    )
-    calibration_rows: int = option(128, Whole(), "Rows that calibrate.")
+    sequence_length: int | None = option_as(RunOptions, "sequence_length", group=Group.CALIBRATION, often=False)
+    calibration_rows: int = option(128, Whole(), "Number of rows that calibrate.", group=Group.CALIBRATION)
     held_out_rows: int = option(
         32,
         Whole(),
-        "Rows that only measure.",
+        "Number of rows that only measure the loss.",
         row="rows that only measure the loss, before and after; a quarter of all at most",
+        group=Group.CALIBRATION,
     )
     host_memory: int | None = option_as(
         RunOptions,
         "host_memory",
         row="bytes this process may use; if the sums over inputs of all experts do not fit, rows pass a block several times",
+        group=Group.MEMORY,
+        often=True,
     )
-    compute_dtype: str = option_as(RunOptions, "compute_dtype", row="dtype of hidden states; or `float32`, `float16`")
-    seed: int = option(0, Whole(0), "Which rows calibrate.")
-    cache: Path = option_as(RunOptions, "cache", row="")
+    compute_dtype: str = option_as(
+        RunOptions,
+        "compute_dtype",
+        row="dtype of hidden states; or `float32`, `float16`",
+        group=Group.MEMORY,
+        often=False,
+        help="Dtype of the hidden states: bfloat16, float32 or float16.",
+    )
+    seed: int = option(0, Whole(0), "Seed that chooses the rows that calibrate.", group=Group.CALIBRATION)
+    cache: Path = option_as(RunOptions, "cache", row="", group=Group.CALIBRATION, often=False)

@@ -5,8 +5,9 @@ To add an option, add one field to a class of options (`terms/method_options.py`
     momentum: float = option(0.9, Number(0, 1), "How much of the last update stays.")
 
 Its name is the key of the YAML file and, with `-` for `_`, the option on the command line; its kind reads and checks values,
-whoever gives them; its help stands in `--help` and in README's table (`row` says more there). What a run was begun with is
-written into its record and must not change in `config.yaml`, unless the option is declared with `fixed=False`.
+whoever gives them; its help stands in `--help`, in the section of its `group`, and in docs/options.md (`row` says more there).
+What a run was begun with is written into its record and must not change in `config.yaml`, unless the option is declared with
+`fixed=False`.
 Invariant: an instance that exists is valid in itself.
 """
 
@@ -14,6 +15,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,12 +25,31 @@ from headrace.terms.option_kinds import Kind, Text
 _KEY = "option"
 
 
+class Group(StrEnum):
+    """The sections of `--help`, in the order in which they are shown."""
+
+    OFTEN = "Most used"
+    DATA = "Model and data"
+    PROMPTS = "Prompts and answers"
+    SAMPLING = "Sampling"
+    DRAFTS = "Drafting"
+    RESULT = "Result"
+    CALIBRATION = "Calibration"
+    MEMORY = "Memory"
+    LEARNING = "Learning"
+    METHOD = "Method"
+    RUN = "Run"
+    CLUSTER = "Several machines"
+    OTHER = "Other options"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
     """One option: what it is called, what it may be, and how it is explained.
 
     `default` is None where the program chooses, and `default_words` say what it chooses; `required`: there is no default at
-    all. `flag` is its name on the command line, None where it is a key of the file only; `plan`: `headrace plan` has it too.
+    all. `flag` is its name on the command line, None where it is a key of the file only; `plan`: it changes what
+    `headrace plan` says. `group` is its section of `--help`; those that are used `often` stand above all sections.
     """
 
     key: str
@@ -42,6 +63,8 @@ class Declaration:
     on_command_line: bool
     plan: bool
     fixed: bool
+    group: Group
+    often: bool
 
     @property
     def flag(self) -> str | None:
@@ -49,8 +72,13 @@ class Declaration:
         return f"--{self.key.replace('_', '-')}" if self.on_command_line and self.kind.cli is not None else None
 
     @property
-    def readme_row(self) -> str:
-        """The line of README's table."""
+    def section(self) -> Group:
+        """Its section of `--help`."""
+        return Group.OFTEN if self.often else self.group
+
+    @property
+    def docs_row(self) -> str:
+        """The line of the table in the docs."""
         begins = self.help[:1] if self.help[1:2].isupper() else self.help[:1].lower()  # "GPU memory" keeps its capitals
         meaning = self.row or begins + self.help[1:].rstrip(".")
         return f"| `{self.key}` | {self.default_words} | {meaning} |"
@@ -78,12 +106,15 @@ def option(
     cli: bool = True,
     plan: bool = False,
     fixed: bool = True,
+    group: Group = Group.OTHER,
+    often: bool = False,
 ) -> Any:
     """Return the dataclass field of an option.
 
-    `help` is for the command line, `row` for README where that says more; `words` say the default where the value does not.
-    `optional`: None may be given although it is not the default. `cli=False`: a key only. `plan`: also an option of
-    `headrace plan`. `fixed=False`: it may change when the run goes on.
+    `help` is for the command line, `row` for the docs where that says more; `words` say the default where the value does not.
+    `optional`: None may be given although it is not the default. `cli=False`: a key only. `plan`: it
+    changes what `headrace plan` says. `fixed=False`: it may change when the run goes on. `group` and `often` say where
+    `--help` has it.
     """
     metadata = {
         _KEY: {
@@ -95,6 +126,8 @@ def option(
             "on_command_line": cli,
             "plan": plan,
             "fixed": fixed,
+            "group": group,
+            "often": often,
         }
     }
     if factory is not None:

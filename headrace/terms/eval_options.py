@@ -5,7 +5,7 @@ from pathlib import Path
 
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.declared import Declared, option, option_as
+from headrace.terms.declared import Declared, Group, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import NO_PLACE, GenerateOptions
 from headrace.terms.option_kinds import Listed, PlaceOrName
@@ -17,9 +17,11 @@ class EvalOptions(Declared):
     """What `headrace eval` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
 
     data: tuple[str, ...] = option(
-        kind=Listed(PlaceOrName(), 1),
-        help="Data that was held out; may be given twice.",
+        kind=Listed(Text(), 1),
+        help="Held-out data; may be given twice.",
         row="one or more files, as for training: samples are marked, cut and packed as there",
+        group=Group.DATA,
+        often=True,
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
     template_date: str | None = option_as(
@@ -31,8 +33,10 @@ class EvalOptions(Declared):
     ssd: tuple[Path, ...] = option_as(
         GenerateOptions,
         "ssd",
-        help="Directory on an SSD for a copy of the weights; give several to stripe.",
+        help="Directory on an SSD for a copy of the weights; give it several times to stripe.",
         row="directories on SSDs where a copy of the weights may lie, striped",
+        group=Group.MEMORY,
+        often=False,
     )
     copy_weights: bool | None = option_as(GenerateOptions, "copy_weights")
     compute_dtype: str | None = option_as(GenerateOptions, "compute_dtype")

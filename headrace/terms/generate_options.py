@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.declared import Declared, option, option_as
+from headrace.terms.declared import Declared, Group, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.option_kinds import Duration, Flag, Listed, Number, OneOf, Place, Text, Whole
 from headrace.terms.options import Options
@@ -24,9 +24,11 @@ class GenerateOptions(Declared):
     prompt: str | None = option(
         None,
         Text(),
-        "Answer this and end; - reads standard input.",
+        "Answer this text and end; - reads standard input.",
         row="text to answer; `-` reads standard input; without it, in a terminal: a conversation",
         words="-",
+        group=Group.PROMPTS,
+        often=True,
     )
     input: str | Path | None = option(
         None,
@@ -34,65 +36,96 @@ class GenerateOptions(Declared):
         "Answer the lines of this JSONL file.",
         row="JSONL with a `prompt` (text) or `messages` in each line, or lines of OpenAI's Batch files",
         words="-",
+        group=Group.PROMPTS,
+        often=True,
     )
     output: str | Path | None = option(
-        None, Place(), "Where the answers go.", row="JSONL of the answers, in the order of `input`", words="-"
+        None,
+        Place(),
+        "JSONL file that the answers go to.",
+        row="JSONL of the answers, in the order of `input`",
+        words="-",
+        group=Group.PROMPTS,
+        often=True,
     )
-    max_new_tokens: int | None = option(None, Whole(), "The most tokens of an answer.", words="the model's, or 512", plan=False)
+    max_new_tokens: int | None = option(
+        None, Whole(), "Most tokens of an answer.", words="the model's, or 512", plan=False, group=Group.SAMPLING, often=True
+    )
     temperature: float | None = option(
         None,
         Number(),
         "Temperature of sampling; 0 is greedy.",
         row="of sampling; 0 takes the likeliest token each time",
         words="the model's",
+        group=Group.SAMPLING,
+        often=True,
     )
     top_p: float | None = option(
-        None, Number(0, 1, above=True), "Sample from the likeliest tokens that make up this share.", words="the model's"
+        None,
+        Number(0, 1, above=True),
+        "Sample from the likeliest tokens that make up this share.",
+        words="the model's",
+        group=Group.SAMPLING,
     )
-    top_k: int | None = option(None, Whole(), "Sample from this many likeliest tokens.", words="the model's")
+    top_k: int | None = option(
+        None, Whole(), "Sample from this many likeliest tokens.", words="the model's", group=Group.SAMPLING
+    )
     seed: int = option(
         0,
         Whole(0, _MOST_SEED),
         "Seed of sampling.",
         row="seed of sampling: micro-batch k draws as after `torch.manual_seed(seed + k)`",
+        group=Group.SAMPLING,
     )
-    stop: tuple[str, ...] = option((), Listed(Text()), "End an answer before this text; repeatable.", words="none")
-    system: str | None = option(None, Text(), "The system message of conversations.", words="the chat template's")
+    stop: tuple[str, ...] = option(
+        (), Listed(Text()), "End an answer before this text; repeatable.", words="none", group=Group.PROMPTS
+    )
+    system: str | None = option(
+        None, Text(), "System message of conversations.", words="the chat template's", group=Group.PROMPTS
+    )
     raw: bool = option(
-        False, Flag(), "Take prompts as they are, without chat template.", row="prompts as they are, without the chat template"
+        False,
+        Flag(),
+        "Take prompts as they are, without the chat template.",
+        row="prompts as they are, without the chat template",
+        group=Group.PROMPTS,
     )
     adapter: str | Path | None = option(
         None,
         Place(),
-        "Adapters of peft, beside the model's weights.",
+        "Directory of a PEFT adapter (LoRA or DoRA) to apply.",
         row="a directory of peft's adapters (LoRA, DoRA) for this model, computed beside its weights: such as `RUN_DIR/final`",
         words="none",
+        group=Group.METHOD,
     )
     assistant: str | Path | None = option(
         None,
         Place(),
-        "A small model that drafts (assisted decoding).",
+        "Small model that drafts tokens (assisted decoding).",
         row="a small model of the same tokenizer, kept in memory, that drafts several tokens for one pass over the weights; "
         "one row at a time",
         words="-",
+        group=Group.DRAFTS,
     )
     prompt_lookup: int | None = option(
         None,
         Whole(),
-        "Draft up to so many tokens out of the prompt.",
+        "Draft up to this many tokens out of the prompt.",
         row="draft up to so many tokens out of the prompt itself; one row at a time",
         words="-",
+        group=Group.DRAFTS,
     )
-    host_memory: str | int | None = option_as(Options, "host_memory", row="", plan=True)
-    device_memory: str | int | None = option_as(Options, "device_memory", row="", plan=True)
+    host_memory: str | int | None = option_as(Options, "host_memory", row="", plan=True, group=Group.MEMORY, often=True)
+    device_memory: str | int | None = option_as(Options, "device_memory", row="", plan=True, group=Group.MEMORY, often=True)
     ssd: str | Path | Sequence[str | Path] = option(
         (),
         Listed(Place()),
-        "Directory on an SSD, for keys and values and a copy of the weights; give several to stripe.",
+        "Directory on an SSD for keys, values and a copy of the weights; give it several times to stripe.",
         row="directories on SSDs where caches of keys and values may wait between two passes, striped, in files that vanish "
         "at the end, whatever ends the process; without one they stay in memory. A copy of the weights may lie there, too",
         words="-",
         plan=True,
+        group=Group.MEMORY,
     )
     copy_weights: bool | None = option(
         None,
@@ -100,6 +133,7 @@ class GenerateOptions(Declared):
         "Copy the weights to the SSD directories, striped, and keep the copy.",
         row="copy the weights to the directories of `ssd` once, striped, and keep the copy for the next call",
         words="where passes get faster by it",
+        group=Group.MEMORY,
     )
     packed_products: bool | None = option(
         None,
@@ -108,6 +142,7 @@ class GenerateOptions(Declared):
         row="multiply few rows (8; 32 where products are widened) with four-bit weights that stay packed in memory beside "
         "decoded ones; bits are others than those of decoded weights",
         words="where tokens come faster by it",
+        group=Group.METHOD,
     )
     attention: str = option(
         AUTO,
@@ -116,22 +151,38 @@ class GenerateOptions(Declared):
         row="where attention of new tokens is computed: on the `device`, or on the `host`, which then holds all keys and "
         "values that may lie there; `auto` plans what is faster, with a GPU",
         plan=True,
+        group=Group.METHOD,
     )
     compute_dtype: str | None = option_as(
-        Options, "compute_dtype", default=None, row="", words="that of most weights", optional=True, plan=True
+        Options,
+        "compute_dtype",
+        default=None,
+        row="",
+        words="that of most weights",
+        optional=True,
+        plan=True,
+        group=Group.METHOD,
+        often=False,
+        help="Dtype of activations: bfloat16, float32 or float16.",
     )
-    rows: int | None = option(None, Whole(), "Rows of a micro-batch.", words="planned", plan=True)
+    rows: int | None = option(None, Whole(), "Number of rows in a micro-batch.", words="planned", plan=True, group=Group.MEMORY)
     seats: int | None = option(
-        None, Whole(1, 64), "Micro-batches that go through the model together.", words="planned", plan=True
+        None,
+        Whole(1, 64),
+        "Number of micro-batches that go through the model together.",
+        words="planned",
+        plan=True,
+        group=Group.MEMORY,
     )
     most_lost: float = option(
         1800.0,
         Duration(),
-        "The most work that a kill may cost, such as 30m.",
+        "Most work that a kill may cost, such as 30m.",
         row="the most work that a kill may cost, such as `30m`: it bounds the answers that are under way at once",
         words="`30m`",
+        group=Group.RUN,
     )
-    machine: str | Ceilings | None = option_as(Options, "machine", plan=True)
+    machine: str | Ceilings | None = option_as(Options, "machine", plan=True, group=Group.MEMORY, often=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

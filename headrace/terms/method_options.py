@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.terms.declared import Declared, option
+from headrace.terms.declared import Declared, Group, option
 from headrace.terms.optimizer import ALL, MATRICES, ParameterGroup, Schedule
 from headrace.terms.option_kinds import Listed, Number, OneOf, Record, Text, Whole
 from headrace.terms.summing import SEQUENTIAL, TREE
@@ -19,42 +19,49 @@ class MethodOptions(Declared):
     optimizer: str = option(
         "adamw",
         Text(),
-        "The rule of updates, NAME or NAME:KEY=VALUE,KEY=VALUE.",
+        "Update rule and its settings: NAME or NAME:KEY=VALUE,KEY=VALUE.",
         row="the rule of updates and its settings: `NAME`, or `NAME:KEY=VALUE,KEY=VALUE` as in the table below; `adamw8bit` is "
         "`adamw:moments=int8`; fixed for a run",
         plan=True,
+        group=Group.METHOD,
+        often=True,
     )
     gradient: str = option(
         "dense",
         Text(),
-        "How gradients travel, dense or lsp:KEY=VALUE,KEY=VALUE.",
+        "`dense` trains full weights; `lsp` trains low-dimensional subspaces (LSP-Offload).",
         row="how gradients travel, and so what is trained: `dense`, all of it; or `lsp`, subspaces of the matrices of blocks "
         "(LSP-Offload), with settings as in the table below; fixed for a run",
         plan=True,
+        group=Group.METHOD,
     )
     train: str = option(
         ALL,
         OneOf((ALL, MATRICES)),
-        "all, or matrices: those of blocks alone.",
+        "What to train: all parameters, or only the weight matrices of the blocks.",
         row="`all` parameters, or the `matrices` of blocks: then embeddings, norms, biases and the head stay as they are, and "
         "do not count for clipping",
         plan=True,
+        group=Group.METHOD,
     )
     adapter: str | None = option(
         None,
         Text(),
-        "Train adapters beside frozen weights, lora:rank=16 or dora:rank=16.",
+        "Train adapters beside frozen weights, such as lora:rank=16 or dora:rank=16.",
         row="train small matrices beside frozen ones, with settings as in the table below; `final/` then has "
         "peft's files; fixed for a run",
         words="none",
         plan=True,
+        group=Group.METHOD,
+        often=True,
     )
-    learning_rate: float = option(1e-5, Number(), "Of the optimizer, after the warm-up.")
+    learning_rate: float = option(1e-5, Number(), "Learning rate after the warm-up.", group=Group.LEARNING, often=True)
     weight_decay: float = option(
         0.0,
         Number(),
-        "Not applied to norms and biases.",
+        "Weight decay; norms and biases have none.",
         row="of the optimizer; norms and biases are not decayed, nor what has no gradient whatever the input (indexers)",
+        group=Group.LEARNING,
     )
     parameter_groups: tuple[ParameterGroup, ...] = option(
         (),
@@ -62,40 +69,51 @@ class MethodOptions(Declared):
         "Parameters with a decay and a learning rate of their own.",
         row="list of `{pattern, weight_decay, learning_rate_scale}`, first match wins",
         cli=False,
+        group=Group.LEARNING,
     )
-    warmup_steps: int = option(0, Whole(0), "Steps of linear rise of the learning rate.")
+    warmup_steps: int = option(0, Whole(0), "Steps in which the learning rate rises linearly.", group=Group.LEARNING)
     lr_schedule: str = option(
-        "constant", OneOf(Schedule.KINDS), "constant, linear or cosine.", row="`constant`, `linear` or `cosine`"
+        "constant",
+        OneOf(Schedule.KINDS),
+        "How the learning rate falls after the warm-up: constant, linear or cosine.",
+        row="`constant`, `linear` or `cosine`",
+        group=Group.LEARNING,
     )
     max_grad_norm: float | None = option(
         1.0,
         Number(),
-        "Clip to this global norm; 0 for none.",
+        "Clip gradients to this global norm; 0 for none.",
         row="exact global-norm clipping; 0 for none. Where clipping is rare, updates start before the norm is known, and a "
         "wrong guess is taken back: same bits",
         words="1.0",
         optional=True,
         plan=True,
+        group=Group.LEARNING,
     )
     compute_dtype: str = option(
         "bfloat16",
         OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
-        "bfloat16, float32 or float16.",
+        "Dtype of forward and backward: bfloat16, float32 or float16. Master weights stay float32.",
         row="or `float32`, `float16` (dynamic loss scaling); the master weights are always fp32",
         plan=True,
+        group=Group.METHOD,
     )
     gradient_dtype: str | None = option(
         None,
         OneOf(("bfloat16", "float32", "float16"), DTYPE_NAMES),
-        "Dtype of drained gradients.",
+        "Dtype in which gradients leave the device.",
         row="dtype of drained gradients; `float32` leaves them unrounded; micro-batches are summed in fp32 either way",
         words="`compute_dtype`; `float32` for adapters",
         cli=False,
+        plan=True,
+        group=Group.METHOD,
     )
     gradient_sum: str = option(
         SEQUENTIAL,
         OneOf((SEQUENTIAL, TREE)),
-        "sequential or tree.",
+        "Order in which micro-batch gradients are added; `tree` gives the same bits for any number of workers.",
         row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers under "
         "one `plan`; it takes more memory, and for tied weights one fp32 gradient of the embedding for each micro-batch",
+        plan=True,
+        group=Group.METHOD,
     )

@@ -1,7 +1,8 @@
 """The options of training, each declared once (`terms/declared.py` says how to add one).
 
 `Options` is what an engine and a plan need; `RunOptions` is what a whole run needs besides. Either is carried whole, from the
-command line or a program down to the record of the run. From here come the command line, README's table, and the record.
+command line or a program down to the record of the run. From here come the command line, docs/options.md,
+and the record.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,12 @@ from headrace.terms.budget import Budget
 from headrace.terms.budget_options import BudgetOptions
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.contradictions import refuse_contradictions
-from headrace.terms.declared import option
+from headrace.terms.declared import Group, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.method_options import MethodOptions
 from headrace.terms.named import named_text, parse_named
 from headrace.terms.optimizer import Schedule
-from headrace.terms.option_kinds import Either, Flag, OneOf, Place, PlaceOrName, Rate, Whole
+from headrace.terms.option_kinds import Either, Flag, OneOf, Place, Text, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
@@ -32,7 +33,7 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
     Sizes are bytes, lengths and counts are tokens or steps. None stands for "choose for me".
     """
 
-    seed: int = option(0, Whole(0, _MOST_SEED), "Order of the data and dropout.")
+    seed: int = option(0, Whole(0, _MOST_SEED), "Seed of the data order and of dropout.", group=Group.LEARNING)
     checkpoint_every: int | None = option(
         None,
         Whole(),
@@ -40,6 +41,8 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         row="commit only every so many steps; more than 1 pays only where states live in memory (`headrace plan` says how "
         "much). Where updates do not wait for the norm, every step is committed",
         words="1",
+        plan=True,
+        group=Group.RUN,
     )
     compile_blocks: bool = option(
         False,
@@ -47,19 +50,22 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         "Run blocks under torch.compile.",
         row="run blocks under `torch.compile`: needs a C++ compiler (CPU) or Triton (GPU), and a model without dropout; "
         "nothing is replayed. The first step takes longer, and memory that no plan counts",
+        group=Group.METHOD,
     )
     liger: bool = option(
         False,
         Flag(),
-        "Liger's kernels in the blocks, on a GPU.",
+        "Run Liger's kernels in the blocks, on a GPU.",
         row="run Liger's norms, gated products and rotations in blocks, on a GPU with `liger-kernel`; nothing is replayed",
+        group=Group.METHOD,
     )
     leave_out_blocks: bool = option(
         False,
         Flag(),
-        "Train fewer blocks than have weights.",
+        "Ignore blocks in the weight files that config.json does not declare.",
         row="train only the blocks that `config.json` has, though the files hold weights of more blocks; those go into "
         "`final/` as they came. Without this option such a model is refused",
+        group=Group.DATA,
     )
     plan: str | Path | None = option(
         None,
@@ -68,23 +74,27 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         row="the plan of another run (its directory), or a file with the output of `headrace plan --json`: the same plan, "
         "data and seed give the same bits, even if free memory has changed",
         words="the planner's",
+        plan=True,
         fixed=False,
+        group=Group.RUN,
     )
     machine: str | Ceilings | None = option(
         None,
-        Either(Ceilings, PlaceOrName()),
-        "Machine profile: a name such as rtx4090-4ssd, or a file.",
+        Either(Ceilings, Text()),
+        "Machine profile to plan for: a name such as rtx4090-4ssd, or a file.",
         row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
         words="what was measured, if anything",
         plan=True,
         fixed=False,
+        group=Group.MEMORY,
     )
     interpreter: str = option(
         "overlapped",
         OneOf(("overlapped", "plain")),
-        "overlapped or plain.",
+        "Order of operations; `plain` runs one after the other.",
         row="`plain` runs one operation after the other: same bits, for tests",
         cli=False,
+        group=Group.RUN,
     )
 
     def __post_init__(self) -> None:
@@ -132,43 +142,3 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
     def from_record(values: Mapping[str, Any]) -> "Options":
         """Return the options of which `to_record` made `values`."""
         return Options.of(values, source="the run's record")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanOptions(Options):
-    """What `headrace plan` is asked besides: workers and a node, where states live on another machine than compute."""
-
-    workers: int | None = option(
-        None,
-        Whole(1, 4096),
-        "Workers that share a node; each is a --machine.",
-        row="so many workers, each a `machine`, that hold nothing durable: weights and states live at a node",
-        words="no node",
-        plan=True,
-    )
-    link: str | float | None = option(
-        None,
-        Rate(),
-        "Link of each worker and node, each way, such as 100Gbit.",
-        row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
-        words="10Gbit",
-        plan=True,
-    )
-    node_ssds: int = option(12, Whole(1, 1024), "SSDs of each node.", plan=True)
-    nodes: int = option(1, Whole(1, 1024), "Nodes, each with its part of every unit.", plan=True)
-    node_machine: str | Ceilings = option(
-        "luwu-node",
-        Either(Ceilings, PlaceOrName()),
-        "Profile of a node: a name or a file.",
-        row="profile of a node: a name, or a file; of its SSDs the first counts, `node_ssds` times",
-        plan=True,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for each in self.declarations():
-            if each.key in _OF_NODES and getattr(self, each.key) != each.default and self.workers is None:
-                raise ConfigError(f"{each.key}: given without workers; say how many workers share a node, or leave it out")
-
-
-_OF_NODES = ("link", "node_ssds", "nodes", "node_machine")

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.terms.declared import option
-from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
+from headrace.terms.declared import Group, option
+from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Text, Whole
 from headrace.terms.options import Options
 
 
@@ -15,51 +15,65 @@ class RunOptions(Options):
     The `config.yaml` of a run directory has what was chosen where an option is None.
     """
 
-    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False)
+    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False, group=Group.DATA)
     data: tuple[str, ...] = option(
-        kind=Listed(PlaceOrName(), 1), help="Files or directories.", row="one or more files or directories", cli=False
+        kind=Listed(Text(), 1),
+        help="Data to train on: files or directories.",
+        row="one or more files or directories",
+        cli=False,
+        group=Group.DATA,
     )
     epochs: float | None = option(
-        None, Number(0, 1e9, above=True), "Passes over the data.", row="length of the run in passes over the data", words="1"
+        None,
+        Number(0, 1e9, above=True),
+        "Passes over the data.",
+        row="length of the run in passes over the data",
+        words="1",
+        plan=True,
+        group=Group.LEARNING,
+        often=True,
     )
     packing: bool | None = option(
         None,
         Flag(),
-        "Several samples in a row.",
+        "Put several samples into one row.",
         row="put several samples into one row; they do not see one another",
         words="where the model can",
+        plan=True,
+        group=Group.DATA,
     )
-    shuffle: bool = option(True, Flag(), "Another order of the data in each pass.", cli=False)
-    template_date: str | None = option(
-        None,
-        Day(),
-        "The day, YYYY-MM-DD, for a chat template that asks for it.",
-        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date; a run keeps its own",
-        words="today",
-    )
+    shuffle: bool = option(True, Flag(), "Take the data in another order in each pass.", cli=False, group=Group.DATA)
     report_to: tuple[str, ...] = option(
         (),
         Listed(OneOf(("tensorboard", "trace"))),
-        "tensorboard or trace; may be given twice.",
+        "Also write logs for tensorboard, or a trace; may be given twice.",
         row="`tensorboard`, `trace` (timeline for ui.perfetto.dev)",
+        group=Group.RUN,
     )
     measure: bool = option(
         True,
         Flag(),
-        "Measure this machine before a long run, once.",
+        "Measure this machine once, before a long run.",
         row="measure this machine, if nobody has, before a run that is forecast to take over two minutes; it takes ten "
         "seconds at most, and is kept in `cache` for later runs",
+        group=Group.RUN,
     )
     keep_state: bool = option(
-        False, Flag(), "Keep the state on the SSDs after the end.", row="keep the state on the SSDs after the end"
+        False,
+        Flag(),
+        "Keep the state on the SSDs after the end.",
+        row="keep the state on the SSDs after the end",
+        group=Group.RUN,
     )
     cache: Path = option(
         kind=Place(),
-        help="Tokenised data.",
+        help="Directory for tokenised data.",
         row="directory of tokenised data, and of what was measured about this machine",
         words="`~/.cache/headrace`",
         cli=False,
         factory=lambda: Path.home() / ".cache" / "headrace",
+        plan=True,
+        group=Group.DATA,
     )
 
 
@@ -70,12 +84,18 @@ class NodeOptions(RunOptions):
     listen: str = option(
         "127.0.0.1:29500",
         Text(),
-        "HOST:PORT for workers to connect to.",
+        "Address HOST:PORT that workers connect to.",
         row="address for workers, HOST:PORT; any but 127.0.0.1 needs a `secret`",
         fixed=False,
+        group=Group.CLUSTER,
     )
     workers: int = option(
-        1, Whole(), "Workers to wait for.", row="workers that the run waits for; others wait joined, as spares", fixed=False
+        1,
+        Whole(),
+        "Number of workers to wait for.",
+        row="workers that the run waits for; others wait joined, as spares",
+        fixed=False,
+        group=Group.CLUSTER,
     )
     secret: Path | None = option(
         None,
@@ -84,4 +104,5 @@ class NodeOptions(RunOptions):
         row="file with the secret that workers must have too",
         words="none",
         fixed=False,
+        group=Group.CLUSTER,
     )

@@ -14,7 +14,7 @@ from headrace.ask.cluster_report import ClusterReport, explain_cluster
 from headrace.plan.cluster import NODE, WORKER
 from headrace.plan.machine_profiles import load_bare_profile
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import PlanOptions
+from headrace.terms.plan_options import PlanOptions
 from headrace.terms.program import Verb
 from headrace.terms.summing import partial_sums
 

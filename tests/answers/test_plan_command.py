@@ -3,17 +3,23 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from planned_models import llama_small, saved
 from tiers import sampled
 from typer.testing import CliRunner, Result
 
 from headrace.cli.app import app
+from headrace.cli.configuration import plan_options_of
 from headrace.measure.kept import Wanted, keep
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.declared import Declaration
 from headrace.terms.method_options import DTYPE_NAMES
+from headrace.terms.option_kinds import Flag, Kind, Number, OneOf, Place, Size, Text, Whole
+from headrace.terms.run_options import RunOptions
 from headrace.update.rules.moment_planes import OTHER_NAMES
 
 
@@ -21,6 +27,11 @@ from headrace.update.rules.moment_planes import OTHER_NAMES
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
     return saved(tmp_path / "model", llama_small())
+
+
+def command_of(name: str) -> Any:
+    group: Any = typer.main.get_command(app)
+    return group.commands[name]
 
 
 def run(*words: object) -> Result:
@@ -45,6 +56,107 @@ def test_json_has_what_scripts_ask_for(model: Path) -> None:
     ):
         assert name in values
     assert values["fits"]
+
+
+STEP = {"machine": "rtx3090-1ssd", "tokens_per_step": 1024, "sequence_length": 512}
+
+
+def planned(*words: object, **options: object) -> dict[str, Any]:
+    flags = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    result = run("plan", *words, *flags, "--json")
+    assert result.exit_code == 0, result.output
+    values: dict[str, Any] = json.loads(result.stdout)
+    return values
+
+
+def test_the_file_of_a_run_is_planned_as_its_options_are(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    lines = [f"{key}: {value}" for key, value in {**STEP, "model": model, "max_steps": 7, "seed": 3}.items()]
+    file.write_text("\n".join([*lines, "listen: 0.0.0.0:29500", "parameter_groups: [{pattern: norm, weight_decay: 0}]"]))
+    found, expected = planned(file), planned(model, **STEP, max_steps=7)
+    assert found.pop("without_effect") == ["listen", "parameter_groups", "seed"]
+    assert expected.pop("without_effect") == []
+    assert found == expected
+    assert planned(file, "max_steps=8", max_steps=9)["num_steps"] == 9
+    assert "no effect on the plan: listen, parameter_groups, seed" in run("plan", file).stdout
+    file.write_text("model: m\nlearning_rat: 1\n")
+    assert "did you mean 'learning_rate'?" in run("plan", file).stderr
+    file.write_text("data: d.jsonl\n")
+    assert "model is missing" in run("plan", file).stderr
+
+
+# A value of each option that is not its default.
+VALUES: dict[type[Kind], object] = {
+    Whole: 3,
+    Number: 0.5,
+    Size: "8GiB",
+    Place: "x",
+    Text: "x",
+}
+OWN_VALUES = {
+    "optimizer": "lion",
+    "gradient": "lsp",
+    "adapter": "lora",
+    "gradient_dtype": "float32",
+    "machine": "h100-1ssd",
+    "sequence_length": 256,
+    "tokens_per_step": 768,
+    "report_to": "trace",
+    "ssd": "/tmp",
+    "data": "d.jsonl",
+    "parameter_groups": [{"pattern": "norm"}],
+    "compute_dtype": "float32",
+}
+
+
+def value_of(each: Declaration) -> object:
+    if isinstance(each.kind, OneOf):
+        return next(name for name in each.kind.names if name != each.default)
+    if isinstance(each.kind, Flag):
+        return not each.default
+    return OWN_VALUES.get(each.key, VALUES.get(type(each.kind), "x"))
+
+
+@pytest.mark.parametrize("key", [each.key for each in RunOptions.declarations() if not each.required])
+def test_plan_takes_every_option_of_train(key: str) -> None:
+    """Also one that is declared tomorrow."""
+    each = next(each for each in RunOptions.declarations() if each.key == key)
+    value = OWN_VALUES[key] if key in OWN_VALUES else value_of(each)
+    options, given = plan_options_of(["m", f"{key}={json.dumps(value)}"], (), {})
+    assert given == {key}
+    assert getattr(options, key) == getattr(RunOptions.of({"model": "m", "data": "d", key: value}), key)
+    flags = {name for option in command_of("plan").params for name in (*option.opts, *option.secondary_opts)}
+    assert each.flag is None or each.flag in flags
+
+
+def test_what_is_named_without_effect_changes_nothing(model: Path) -> None:
+    known = {each.key: each for each in RunOptions.declarations() if not each.plan and not each.required}
+    given = {key: OWN_VALUES.get(key, value_of(each)) for key, each in known.items() if key != "liger"}
+    found = planned(model, *(f"{key}={json.dumps(value)}" for key, value in given.items()), **STEP)
+    assert found.pop("without_effect") == sorted(given)
+    expected = planned(model, **STEP)
+    expected.pop("without_effect")
+    assert found == expected
+
+
+def test_how_often_is_committed_acts(model: Path, tmp_path: Path) -> None:
+    seldom, offered = (
+        planned(model, **STEP, host_memory="16GiB", checkpoint_every=10),
+        planned(model, **STEP, host_memory="16GiB"),
+    )
+    assert (seldom["plan"]["checkpoint_every"], offered["plan"]["checkpoint_every"]) == (10, 1)
+    assert seldom["ssd_bytes_written_per_step"] < offered["ssd_bytes_written_per_step"]
+    assert seldom["without_effect"] == []
+
+
+def test_a_plan_that_was_made_before_is_followed(model: Path, tmp_path: Path) -> None:
+    given = tmp_path / "plan.json"
+    given.write_text(json.dumps(planned(model, **STEP, host_memory="16GiB", checkpoint_every=10)))
+    found = planned(model, machine=STEP["machine"], host_memory="16GiB", plan=given)
+    assert found["plan"]["checkpoint_every"] == 10
+    assert (found["tokens_per_step"], found["sequence_length"]) == (1024, 512)
+    refused = run("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 512, "--plan", given)
+    assert "tokens_per_step 1024 in the plan, 512 here" in refused.stderr
 
 
 def test_moments_are_a_setting_of_the_rule(model: Path) -> None:

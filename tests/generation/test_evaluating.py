@@ -149,7 +149,7 @@ def test_what_cannot_be_measured_is_said(model: Path, tmp_path: Path) -> None:
 def test_the_page_has_every_option_once() -> None:
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [each.readme_row for each in EvalOptions.declarations()]
+    assert rows == [each.docs_row for each in EvalOptions.declarations()]
 
 
 def test_token_ids_need_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_an_unknown_end_and_a_missing_template_are_said(model: Path, run: Run, t
 def test_the_page_has_every_option_once() -> None:
     page = (Path(__file__).parents[2] / "docs/generation.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [each.readme_row for each in GenerateOptions.declarations()]
+    assert rows == [each.docs_row for each in GenerateOptions.declarations()]
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "assistant"])

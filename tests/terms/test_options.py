@@ -1,4 +1,4 @@
-"""Options are declared once: the file, the command line, README and the record of a run say what the declaration says.
+"""Options are declared once: the file, the command line, docs/options.md and the record of a run say what the declaration says.
 
 Run: pytest tests/terms/test_options.py
 """
@@ -21,14 +21,14 @@ from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ParameterGroup
 from headrace.terms.option_kinds import Number
-from headrace.terms.options import Options, PlanOptions
+from headrace.terms.options import Options
+from headrace.terms.plan_options import PlanOptions
 from headrace.terms.run_options import NodeOptions, RunOptions
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.table import RULES, optimizer_of
 from headrace.update.wires import WIRES
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-OPTIONS = README[README.index("## Options") : README.index("## Data")]
+OPTIONS = (Path(__file__).parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
 # What `plan` alone is asked: of data, of a generation, of a compression, of a node and its workers.
 PLAN_ALONE = {"--data", "--json", "--generate", "--prompt-length", "--new-tokens", "--batch", "--compress"}
 
@@ -55,26 +55,24 @@ def test_an_option_is_one_declaration() -> None:
     assert (given[0].momentum, given[0].packing, given[0].learning_rate) == (0.8, False, 1e-5)
     with pytest.raises(ConfigError, match="momentum: expected a number >= 0 and <= 1, found 2"):
         replace(given[0], momentum=2)
-    row = next(each.readme_row for each in WithMomentum.declarations() if each.key == "momentum")
+    row = next(each.docs_row for each in WithMomentum.declarations() if each.key == "momentum")
     assert row == "| `momentum` | 0.9 | how much of the last update stays |"
 
 
-def test_the_table_of_the_readme_is_the_declaration() -> None:
+def test_the_tables_of_the_options_page_are_the_declarations() -> None:
     rows = [line for line in OPTIONS.splitlines() if line.startswith("| `")]
-    settings = [
-        f"| `{kind.name}` {each.readme_row}" for kind in (*RULES, *WIRES, *ADAPTERS.values()) for each in kind.settings()
-    ]
-    assert rows == [each.readme_row for each in RunOptions.declarations()] + settings
+    settings = [f"| `{kind.name}` {each.docs_row}" for kind in (*RULES, *WIRES, *ADAPTERS.values()) for each in kind.settings()]
+    assert rows == [each.docs_row for each in RunOptions.declarations()] + settings
 
 
 def test_the_table_of_a_node_is_the_declaration() -> None:
     page = (Path(__file__).parents[2] / "docs" / "node.md").read_text()
     known = RunOptions.keys()
     own = [each for each in NodeOptions.declarations() if each.key not in known]
-    assert [line for line in page.splitlines() if line.startswith("| `")] == [each.readme_row for each in own]
+    assert [line for line in page.splitlines() if line.startswith("| `")] == [each.docs_row for each in own]
 
 
-def test_the_readme_names_the_keys_that_are_no_options() -> None:
+def test_the_options_page_names_the_keys_that_are_no_options() -> None:
     said = re.search(r"only (.*) have no option", OPTIONS)
     assert said
     keys_only = {each.key for each in RunOptions.declarations() if each.flag is None and not each.required}
@@ -85,14 +83,15 @@ def test_the_readme_names_the_keys_that_are_no_options() -> None:
 def test_the_help_of_a_command_is_the_declaration(command: str) -> None:
     from headrace.cli.app import app
 
-    told = " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
-    all_options = RunOptions.declarations() if command == "train" else PlanOptions.declarations()
-    declared: Iterator[Declaration] = (each for each in all_options if command == "train" or each.plan)
+    # So wide that no line is broken, which is also done within words that have a hyphen.
+    told = " ".join(CliRunner().invoke(app, [command, "--help"], terminal_width=1000).output.split())
+    declared: Iterator[Declaration] = iter(RunOptions.declarations() if command == "train" else PlanOptions.declarations())
     flags = {each.flag: each for each in declared if each.flag is not None}
     for flag, each in flags.items():
         assert re.search(rf"{flag} [^.]*{re.escape(each.command_help)}", told), flag
+    shown = {word.replace("--no-", "--") for word in re.findall(r"--[a-z][a-z-]+", told.split("Most used:")[1])}
     others = {"--help"} | (PLAN_ALONE if command == "plan" else {"--node", "--wait", "--secret"})
-    assert {word.replace("--no-", "--") for word in re.findall(r"--[a-z][a-z-]+", told)} == flags.keys() | others
+    assert shown == flags.keys() | others
 
 
 def test_the_record_has_all_that_a_run_goes_on_with() -> None:

@@ -1,0 +1,60 @@
+"""The options of `headrace plan`: those of a run, so that its file can be planned, and those of a node and its workers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.declared import Group, option, option_as
+from headrace.terms.errors import ConfigError
+from headrace.terms.option_kinds import Either, Listed, Rate, Text, Whole
+from headrace.terms.run_options import RunOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions):
+    """What `headrace plan` is asked: all that a run is, and workers and a node, where states live on another machine than
+    compute. `model` is None where a program has it already; without `data` there are no passes to count.
+    """
+
+    model: Path = option_as(RunOptions, "model", default=None, optional=True)
+    data: tuple[str, ...] = option_as(RunOptions, "data", default=(), kind=Listed(Text()))
+
+    workers: int | None = option(
+        None,
+        Whole(1, 4096),
+        "Number of workers that share a node; each is a --machine.",
+        row="so many workers, each a `machine`, that hold nothing durable: weights and states live at a node",
+        words="no node",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+    link: str | float | None = option(
+        None,
+        Rate(),
+        "Speed of each worker's and node's link, each way, such as 100Gbit.",
+        row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
+        words="10Gbit",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+    node_ssds: int = option(12, Whole(1, 1024), "Number of SSDs in each node.", plan=True, group=Group.CLUSTER)
+    nodes: int = option(
+        1, Whole(1, 1024), "Number of nodes; each keeps its part of every unit.", plan=True, group=Group.CLUSTER
+    )
+    node_machine: str | Ceilings = option(
+        "luwu-node",
+        Either(Ceilings, Text()),
+        "Machine profile of a node: a name or a file.",
+        row="profile of a node: a name, or a file; of its SSDs the first counts, `node_ssds` times",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for each in self.declarations():
+            if each.key in _OF_NODES and getattr(self, each.key) != each.default and self.workers is None:
+                raise ConfigError(f"{each.key}: given without workers; say how many workers share a node, or leave it out")
+
+
+_OF_NODES = ("link", "node_ssds", "nodes", "node_machine")
