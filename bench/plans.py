@@ -4,7 +4,7 @@
     python bench/plans.py --output docs/plans.md      # write
 
 Each cell is what `headrace plan` says for a profile of the package with another amount of memory; no weights, no GPU. Minutes.
-The sentences between the tables are made from the same numbers. Cells in which more SSDs, memory or tokens per second go the
+Cells in which more SSDs, memory or tokens per second go the
 wrong way are listed on stderr: they are faults of the planner.
 """
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,12 @@ def tokens_of(cells: Iterable[Cell]) -> list[int]:
 
 
 SECTIONS = (
-    Section("Llama-3-70B on an RTX 4090", LLAMA_70B, "23 GiB of the card's 24 are allowed.", grid((16384, 65536))),
+    Section("Llama-3-70B on an RTX 4090", LLAMA_70B, "", grid((16384, 65536))),
     Section(
         "GPT-3 175B on an RTX 4090",
         GPT3_175B,
-        "GPT-2's architecture with `n_embd` 12288, 96 layers and 96 heads, and `activation_function` `gelu_pytorch_tanh` "
-        "instead of `gelu_new`: the same function, but `gelu_new` is a chain of operators that save eight tensors of four "
-        "hidden sizes per token for backward, which the device has to hold. 23 GiB of the card's 24 are allowed.",
+        "GPT-2's architecture: `n_embd` 12288, 96 layers, 96 heads. `activation_function` is `gelu_pytorch_tanh`: "
+        "`gelu_new` is the same function, but saves eight tensors of four hidden sizes per token.",
         grid((16384, 65536)),
     ),
 )
@@ -150,142 +149,54 @@ def limit_of(found: Answer) -> tuple[str, float]:
     return words, int(match[2]) / 100
 
 
-HEADER = (
-    "| RAM GiB | SSDs | tokens a step | sequences | s a step | unclipped | at best | tokens/s | busiest | device, host GiB "
-    "| SSD TB | read, written TB a step | wear of 1000 steps | the plan |"
-)
+def tables_of(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
+    """Yield the lines of the tables: for each number of tokens the time of a step, then what SSDs and the device hold."""
+    found = {(cell.tokens, cell.ram_gib, cell.ssds): got for cell, got in answers}
+    rams, ssds = (sorted({key[place] for key in found}) for place in (1, 2))
+    for tokens in tokens_of(cell for cell, _ in answers):
+        yield f"**{tokens} tokens a step**: time of a step, tokens/s, the busiest part."
+        yield ""
+        yield from _table(["main memory", *map(_drives, ssds)])
+        for ram in rams:
+            yield _row([f"{ram} GiB", *(cell_words(found[tokens, ram, count]) for count in ssds)])
+        yield ""
+    yield from _table(["SSDs", "device memory", "SSD space", "written a step", f"worn by {STEPS} steps", "over the bound"])
+    for count in ssds:
+        fitting = [got for key, got in found.items() if key[2] == count and got["fits"]]
+        yield _row([_drives(count), *(ranges_of(fitting) if fitting else ["does not fit", *[""] * 4])])
 
 
-def row_of(cell: Cell, found: Answer) -> str:
-    """Return a line of the table."""
-    head = f"| {cell.ram_gib} | {cell.ssds} | {cell.tokens} | {SEQUENCE_LENGTH} |"
+def cell_words(found: Answer) -> str:
+    """Return a cell: how long a step takes, or what is missing."""
     if not found["fits"]:
-        lacking = ", ".join(f"{tier} needs {size / GIB:.1f} GiB" for tier, size in found["peak_bytes"].items())
-        nearest = found["alternatives"][:1]
-        instead = f"; nearest: {nearest[0]['change']}, {format_seconds(nearest[0]['step_seconds'])} a step" if nearest else ""
-        return f"{head} does not fit: {lacking}{instead} |" + " |" * 9
-    limit, share = limit_of(found)
-    peaks = found["peak_bytes"]
-    return (
-        f"{head} {found['step_seconds']:.0f} | {unclipped_seconds(found):.0f} "
-        f"| {found['lower_bound_seconds']:.0f} | {found['tokens_per_second']:.0f} "
-        f"| {limit} {share:.0%} | {peaks['device'] / GIB:.1f}, {peaks['host'] / GIB:.0f} | {peaks['ssd'] / TB:.2f} "
-        f"| {found['ssd_bytes_read_per_step'] / TB:.2f}, {found['ssd_bytes_written_per_step'] / TB:.2f} "
-        f"| {found['share_of_endurance']:.1%} | {plan_words(found['plan'])} |"
-    )
+        lacking = ", ".join(f"{size / GIB:.0f} GiB of {tier}" for tier, size in found["peak_bytes"].items())
+        return f"does not fit: needs {lacking}"
+    return f"{format_seconds(found['step_seconds'])}, {found['tokens_per_second']:.0f}, {limit_of(found)[0]}"
 
 
-def unclipped_seconds(found: Answer) -> float:
-    """Return the seconds of a step while no gradient is clipped, and updates need not wait for the norm."""
-    speculation = found.get("plan", {}).get("results", {}).get("speculation")
-    return min(found["step_seconds"], speculation["hit_seconds"]) if speculation else found["step_seconds"]
+def ranges_of(answers: Sequence[Answer]) -> list[str]:
+    """Return the least and the most of these answers: device, SSD space, bytes written, wear, and time over the bound."""
+    return [
+        _range([got["peak_bytes"]["device"] / GIB for got in answers], "{:.1f}", " GiB"),
+        _range([got["peak_bytes"]["ssd"] / TB for got in answers], "{:.1f}", " TB"),
+        _range([got["ssd_bytes_written_per_step"] / TB for got in answers], "{:.2f}", " TB"),
+        _range([got["share_of_endurance"] for got in answers], "{:.1%}", ""),
+        _range([got["step_seconds"] / got["lower_bound_seconds"] for got in answers], "{:.2f}", ""),
+    ]
 
 
-def plan_words(plan: Answer) -> str:
-    """Return the choices of a plan that differ from cell to cell."""
-    blocks, kept = plan["num_blocks"], sum(len(each) for each in plan["kept"])
-    homes = [f"{plan['stash_tiers'].count(tier)} {tier}" for tier in ("device", "host", "ssd") if tier in plan["stash_tiers"]]
-    words = [f"weights of {min(plan['host_slots'], blocks)} of {blocks} blocks in memory"]
-    if plan["resident_states"]:
-        words.append(f"states of {len(plan['resident_states'])}")
-    words.append(f"inputs {', '.join(homes)}")
-    words.append(f"{plan['num_micro_batches']} x {plan['micro_batch_sequences']} rows")
-    if plan["update_policy"] == "deferred":
-        words.append(f"gradients held on {plan['held_gradients']}")
-    if kept:
-        words.append(f"{kept} outputs kept")
-    return "; ".join(words)
+def _range(values: Sequence[float], form: str, unit: str) -> str:
+    least, most = form.format(min(values)), form.format(max(values))
+    return f"{least}{unit}" if least == most else f"{least} to {most}{unit}"
 
 
-def sentences(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
-    """Yield what the numbers of a table say: what limits where, and what more of each resource buys."""
-    fitting = {(cell.tokens, cell.ram_gib, cell.ssds): found for cell, found in answers if found["fits"]}
-    seconds = {key: found["step_seconds"] for key, found in fitting.items()}
-    all_tokens = tokens_of(cell for cell, _ in answers)
-    fewest, most = all_tokens[0], all_tokens[-1]
-    yield from _missing(answers)
-    for tokens in all_tokens:
-        own = {key[1:]: found for key, found in fitting.items() if key[0] == tokens}
-        if not own:
-            continue
-        limits: dict[str, list[tuple[int, int]]] = {}
-        for place, found in own.items():
-            limits.setdefault(limit_of(found)[0], []).append(place)
-        where = "; ".join(
-            f"{words} {'in all cells' if len(places) == len(own) else 'with ' + _places(places)}"
-            for words, places in limits.items()
-        )
-        best, worst = min(own, key=lambda key: own[key]["step_seconds"]), max(own, key=lambda key: own[key]["step_seconds"])
-        yield (
-            f"At {tokens} tokens a step it takes from {format_seconds(own[best]['step_seconds'])} ({_place(best)}) to "
-            f"{format_seconds(own[worst]['step_seconds'])} ({_place(worst)}). The busiest part: {where}."
-        )
-        yield from (text for text in (_gain(own, 1), _gain(own, 0)) if text)
-    more = [seconds[most, ram, ssds] / seconds[fewest, ram, ssds] for ram, ssds in _both(fitting, fewest, most)]
-    if more:
-        factor = most // fewest
-        yield (
-            f"{factor} times the tokens cost {min(more):.1f} to {max(more):.1f} times the seconds, "
-            f"so that tokens per second rise {factor / max(more):.1f} to {factor / min(more):.1f} times."
-        )
-    if fitting:
-        waits = [found["step_seconds"] / found["lower_bound_seconds"] for found in fitting.values()]
-        unclipped = [unclipped_seconds(found) / found["lower_bound_seconds"] for found in fitting.values()]
-        yield f"Steps take {min(waits):.2f} to {max(waits):.2f} times what is possible at best: the rest is waiting."
-        # Not the same bytes: updates that do not wait for the norm hold no gradients.
-        yield f"Unclipped, they take {min(unclipped):.2f} to {max(unclipped):.2f} times what clipped ones take at best."
-        written = [found["ssd_bytes_written_per_step"] for found in fitting.values()]
-        worn = {key[2]: max(found["share_of_endurance"] for k, found in fitting.items() if k[2] == key[2]) for key in fitting}
-        wear = ", ".join(f"{share:.0%} of the rated life of {_drives(ssds)}" for ssds, share in sorted(worn.items()))
-        yield f"A step writes {min(written) / TB:.2f} to {max(written) / TB:.2f} TB; {STEPS} steps use at most {wear}."
+def _table(heads: Sequence[str]) -> Iterator[str]:
+    yield _row(heads)
+    yield "|" + "---|" * len(heads)
 
 
-def _missing(answers: Sequence[tuple[Cell, Answer]]) -> Iterator[str]:
-    """Say how many cells lack what, by tokens and tier."""
-    lacking: dict[tuple[int, str], list[int]] = {}
-    for cell, found in answers:
-        if not found["fits"]:
-            for tier, size in found["peak_bytes"].items():
-                lacking.setdefault((cell.tokens, tier), []).append(size)
-    for (tokens, tier), sizes in lacking.items():
-        of = sum(cell.tokens == tokens for cell, _ in answers)
-        space = "SSD space" if tier == "ssd" else f"{tier} memory"
-        yield (
-            f"At {tokens} tokens a step {len(sizes)} of {of} cells do not fit for lack of {space}: "
-            f"at least {min(sizes) / GIB:.1f} GiB are needed."
-        )
-
-
-def _both(fitting: dict[tuple[int, int, int], Answer], fewest: int, most: int) -> list[tuple[int, int]]:
-    return [key[1:] for key in fitting if key[0] == fewest and (most, *key[1:]) in fitting]
-
-
-def _gain(own: dict[tuple[int, int], Answer], axis: int) -> str:
-    """Say how much faster steps get with more SSDs (axis 1) or more memory (axis 0), at each amount of the other."""
-    subject, unit = (("More main memory", "GiB"), ("Having more SSDs", "SSDs"))[axis]
-    gains = []
-    for other in sorted({place[1 - axis] for place in own}):
-        line = sorted((place[axis], found["step_seconds"]) for place, found in own.items() if place[1 - axis] == other)
-        if len(line) > 1:
-            steps = ", ".join(f"{before / after:.2f}" for (_, before), (_, after) in pairwise(line))
-            beside = f"{other} GiB" if axis else _drives(other)
-            gains.append(f"{steps} times with {beside}")
-    amounts = sorted({place[axis] for place in own})
-    if not gains:
-        return ""
-    row = ", ".join(map(str, amounts))
-    return f"{subject} ({row} {unit}) makes a step faster, each amount over the one before, {'; '.join(gains)}."
-
-
-def _places(places: Sequence[tuple[int, int]]) -> str:
-    by_ssds: dict[int, list[int]] = {}
-    for ram, ssds in places:
-        by_ssds.setdefault(ssds, []).append(ram)
-    return " and ".join(f"{_drives(ssds)} ({', '.join(map(str, rams))} GiB)" for ssds, rams in sorted(by_ssds.items()))
-
-
-def _place(place: tuple[int, int]) -> str:
-    return f"{place[0]} GiB, {_drives(place[1])}"
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _drives(ssds: int) -> str:
@@ -321,13 +232,12 @@ def odd_cells(answers: Sequence[tuple[Cell, Answer]]) -> list[str]:
 
 PREFACE = f"""# What it would take: 70 and 175 billion parameters on one GPU
 
-Answers of `headrace plan` for the packaged profile `{GPU}` with other amounts of memory: a server with PCIe 4, DDR4 and
-data-centre SSDs of 3.84 TB, 6.25 GB/s read and 3.2 GB/s written each; every figure with its source in
-`headrace/plan/machines/{GPU}.json`. They are plans: computed from shapes and declared rates, not measured. Full fine-tuning in
-bfloat16 with exact AdamW and gradient clipping, every step a checkpoint; {HOST_SHARE:.1%} of main memory may be used.
-"Unclipped" are the seconds while no gradient is clipped, so that updates need not wait for the norm (docs/decisions/0007); "at
-best" is what no machine with these rates can beat while updates wait; "wear" is the share of the rated life of the drive that
-wears out first.
+Plans, not measurements: what `headrace plan` answers for the packaged profile `{GPU}` with other amounts of memory.
+Full fine-tuning in bfloat16 with exact AdamW and clipping; every step is a checkpoint; rows have {SEQUENCE_LENGTH} tokens.
+
+- A server with PCIe 4 and DDR4; {HOST_SHARE:.1%} of main memory may be used, and {DEVICE_GIB} GiB of the card's {CARD_GIB}.
+- SSDs of 3.84 TB, 6.25 GB/s read and 3.2 GB/s written each. Sources of all figures: `headrace/plan/machines/{GPU}.json`.
+- "Worn" is the share of a drive's rated life; "the bound" is the time that nothing with these rates can beat.
 
 Made by `python bench/plans.py --output docs/plans.md`.
 """
@@ -338,11 +248,8 @@ def page_of(sections: Sequence[tuple[Section, list[tuple[Cell, Answer]]]]) -> st
     parts = [PREFACE]
     for section, answers in sections:
         parameters = answers[0][1]["parameters"]
-        table = [HEADER, "|" + "---|" * (HEADER.count("|") - 1), *(row_of(cell, found) for cell, found in answers)]
-        parts.append(f"## {section.title}\n\n{parameters / 1e9:.1f} billion parameters. {section.remark}\n")
-        parts.append("\n".join(table) + "\n")
-        if len(answers) > len(RAM_GIB):
-            parts.append(" ".join(sentences(answers)) + "\n")
+        parts.append(f"## {section.title}\n\n{parameters / 1e9:.1f} billion parameters. {section.remark}".rstrip() + "\n")
+        parts.append("\n".join(tables_of(answers)) + "\n")
     return "\n".join(parts)
 
 

@@ -4,7 +4,8 @@ Values come from where they are declared (rules, ways for gradients, adapters), 
 choices that are not refused here work together; `tests/equivalence/test_combinations.py` walks the table.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from headrace.terms.adapter import ADAPTERS
@@ -87,24 +88,40 @@ def refused() -> Iterator[tuple[str, str, str]]:
 
 
 def combinations_page() -> str:
-    """Return docs/combinations.md: all choices, and the pairs that are refused."""
+    """Return docs/combinations.md: all choices, and those that are refused together."""
     lines = [
         "# What combines with what",
         "",
-        "Each choice of a row with each of another row, and with every placement (states on SSDs or in memory), packing,",
-        "accumulation and resuming, but for the pairs below. They are refused before anything is read or written.",
-        "This page is generated (`headrace/update/combinations.py`); `tests/equivalence/test_combinations.py` walks it.",
+        "Every choice goes with every choice of another row, and with all placements, packing, accumulation and resuming.",
+        "The exceptions are below. They are refused before anything is read or written, and the refusal says why.",
         "",
         "| axis | choices |",
         "|---|---|",
         *(f"| {axis} | {', '.join(f'`{value}`' for value in values)} |" for axis, values in choices().items()),
         "",
-        "| not together | | what is said |",
+        "| this | not with | instead |",
         "|---|---|---|",
-        *(f"| `{one}` | `{other}` | {why} |" for one, other, why in refused()),
+        *(f"| {_code(ones)} | {_code(others)} | {advice} |" for ones, others, advice in _alike()),
+        "",
+        "This page is generated (`headrace/update/combinations.py`); `tests/equivalence/test_combinations.py` walks it.",
         "",
     ]
     return "\n".join(lines)
+
+
+def _alike() -> Iterator[tuple[tuple[str, ...], tuple[str, ...], str]]:
+    """Yield the refused pairs by what is advised: these choices go with none of those."""
+    others_of: dict[tuple[str, str], list[str]] = {}
+    for one, other, why in refused():
+        others_of.setdefault((one, re.split(r"[;:] ", why)[-1]), []).append(other)
+    ones_of: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for (one, advice), others in others_of.items():
+        ones_of.setdefault((tuple(others), advice), []).append(one)
+    yield from ((tuple(ones), others, advice) for (others, advice), ones in ones_of.items())
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _rules() -> Iterator[str]:
