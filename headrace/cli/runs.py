@@ -65,7 +65,7 @@ def serve_run(config: NodeOptions) -> None:
 
 def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wait_seconds: float, secret: Path | None) -> None:
     """Compute for the run of the node at `node`. Only the options that belong to this process may be given. A RUN.YAML may be
-    given, too: of its options, those that belong to this process are used, and those that decide numbers must be the node's.
+    given, too: its budgets are used here, and options that affect results must match the node's.
 
     Raises:
         ConfigError: other options are given, or one differs.

@@ -14,8 +14,7 @@ from headrace.terms.events import Event, OpDone, Sink
 from headrace.terms.lanes import Lane, lane_of_worker
 from headrace.terms.program import label_of
 
-# What is told of a step at most, some 20 KB; of more operations, neighbours on a lane are told as one.
-MOST_ROWS = 400
+MAX_LANE_ROWS_PER_STEP = 400  # about 20 KB; neighbours are merged beyond that
 
 
 class LaneDiary:
@@ -68,8 +67,8 @@ def ops_of(rows: Sequence[Sequence[Any]], *, step: int, rank: int, begin_seconds
 
 
 def _joined(ops: Sequence[OpDone]) -> list[OpDone]:
-    """Return at most about `MOST_ROWS` operations: where there are more, neighbours of one lane and verb become one."""
-    together = -(-len(ops) // MOST_ROWS)
+    """Return at most about `MAX_LANE_ROWS_PER_STEP` operations: beyond that, neighbours of one lane and verb are merged."""
+    together = -(-len(ops) // MAX_LANE_ROWS_PER_STEP)
     kinds: dict[tuple[str, str], list[OpDone]] = {}
     for op in sorted(ops, key=lambda op: op.start_seconds):
         kinds.setdefault((op.lane, op.verb), []).append(op)

@@ -95,8 +95,8 @@ def write_weights(state: StepState, op: Op) -> None:
 
 
 def _is_written(state: StepState, op: Op, *, stays: bool) -> bool:
-    """Return whether an update's write has anything to write. A step without effect has nothing, but what stays in memory may
-    still have the effects of steps that were no checkpoints.
+    """True if this write is needed: always after a real update; after a skipped step only for memory-resident units with
+    unsaved earlier steps.
     """
     return not state.verdict_of(op).void or (stays and op.late)
 

@@ -2,7 +2,8 @@
 
 Every token reads the same part of a mixture's block: attention, norms, router, shared experts. That part is the unit that
 streams; the block's other experts come a few at a time, in *rounds*. They are either those that tokens were sent to, once that
-is known (*routed*), or all of them, ahead of compute, where most are wanted anyway. No block is in memory as a whole.
+is known (*routed*), or all of them, ahead of compute, where almost every expert is needed (prefill). No block is in memory as a
+whole.
 
 Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are equally likely.
 """

@@ -119,8 +119,8 @@ class Bank:
 
 
 def find_experts(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[BlockExperts | None, ...]:
-    """Return the experts of each block: the one module all of whose parameters are stacks of equally many. None where there is
-    none, or where there are several such modules.
+    """Return the experts of each block: the only module whose parameters all have the same leading size, one slice per
+    expert. None where there is none, or where there are several such modules.
     """
     names = {(id(module), attribute): name for name, places in parameter_owners(model).items() for module, attribute in places}
     found = []

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,12 @@ def test_commands_stand_under_what_one_wants_to_do() -> None:
     assert "\nCommands:" not in told, "a command without a section"
 
 
+def test_the_page_of_commands_has_them_all() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "commands.md").read_text(encoding="utf-8")
+    missing = [" ".join(path) for path, command in commands() if f"`headrace {' '.join(path)} " not in page]
+    assert missing == []
+
+
 @pytest.mark.parametrize(("command", "often"), [("train", 10), ("plan", 10), ("node", 10), ("generate", 7), ("compress", 4)])
 def test_options_stand_in_groups_the_most_used_first(command: str, often: int) -> None:
     told = CliRunner().invoke(app, [command, "-h"]).output
@@ -101,6 +108,13 @@ def test_options_stand_in_groups_the_most_used_first(command: str, often: int) -
     known = [name for name in names if name in list(Group)]
     assert known == [str(group) for group in Group if group in known]
     assert re.findall(r"^  (-\S+)", sections[Group.OTHER], re.MULTILINE) <= ["-h,", "--json"], "an option without a group"
+
+
+def test_the_readme_is_a_first_screen() -> None:
+    lines = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 115
+    assert [line for line in lines if len(line) > 128] == []
+    assert sum(len(line.split()) for line in lines) <= 1450
 
 
 def test_help_imports_neither_rich_nor_what_computes() -> None:

@@ -209,7 +209,7 @@ def test_what_is_told_of_a_step_is_bounded() -> None:
                 )
             )  # fmt: skip
     told = diary.told()
-    assert len(told["ops"]) <= lane_diary.MOST_ROWS
+    assert len(told["ops"]) <= lane_diary.MAX_LANE_ROWS_PER_STEP
     ops = list(lane_diary.ops_of(told["ops"], step=0, rank=2, begin_seconds=0.0))
     assert sum(op.bytes for op in ops) == 2 * 3000 * 7
     assert told["compute_seconds"] == pytest.approx(1.5)
