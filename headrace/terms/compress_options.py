@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.declared import Declared, Group, option, option_as
-from headrace.terms.option_kinds import Flag, Listed, Number, Place, Text, Whole
+from headrace.terms.option_kinds import Flag, Listed, Number, Place, PlaceOrName, Text, Whole
 from headrace.terms.run_options import RunOptions
 
 
@@ -51,6 +51,12 @@ class CompressOptions(Declared):
         group=Group.RESULT,
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length", group=Group.CALIBRATION, often=False)
+    template_date: str | None = option_as(
+        RunOptions,
+        "template_date",
+        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date",
+        group=Group.CALIBRATION,
+    )
     calibration_rows: int = option(128, Whole(), "Number of rows that calibrate.", group=Group.CALIBRATION)
     held_out_rows: int = option(
         32,

@@ -17,7 +17,7 @@ class EvalOptions(Declared):
     """What `headrace eval` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
 
     data: tuple[str, ...] = option(
-        kind=Listed(Text(), 1),
+        kind=Listed(PlaceOrName(), 1),
         help="Held-out data; may be given twice.",
         row="one or more files, as for training: samples are marked, cut and packed as there",
         group=Group.DATA,

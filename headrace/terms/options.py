@@ -20,7 +20,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.method_options import MethodOptions
 from headrace.terms.named import named_text, parse_named
 from headrace.terms.optimizer import Schedule
-from headrace.terms.option_kinds import Either, Flag, OneOf, Place, Text, Whole
+from headrace.terms.option_kinds import Either, Flag, OneOf, Place, PlaceOrName, Whole
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
@@ -80,7 +80,7 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
     )
     machine: str | Ceilings | None = option(
         None,
-        Either(Ceilings, Text()),
+        Either(Ceilings, PlaceOrName()),
         "Machine profile to plan for: a name such as rtx4090-4ssd, or a file.",
         row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
         words="what was measured, if anything",

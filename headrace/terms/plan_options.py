@@ -6,7 +6,7 @@ from pathlib import Path
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Group, option, option_as
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import Either, Listed, Rate, Text, Whole
+from headrace.terms.option_kinds import Either, Listed, PlaceOrName, Rate, Text, Whole
 from headrace.terms.run_options import RunOptions
 
 
@@ -43,7 +43,7 @@ class PlanOptions(RunOptions):
     )
     node_machine: str | Ceilings = option(
         "luwu-node",
-        Either(Ceilings, Text()),
+        Either(Ceilings, PlaceOrName()),
         "Machine profile of a node: a name or a file.",
         row="profile of a node: a name, or a file; of its SSDs the first counts, `node_ssds` times",
         plan=True,

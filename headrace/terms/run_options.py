@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.declared import Group, option
-from headrace.terms.option_kinds import Flag, Listed, Number, OneOf, Place, Text, Whole
+from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
 from headrace.terms.options import Options
 
 
@@ -17,7 +17,7 @@ class RunOptions(Options):
 
     model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False, group=Group.DATA)
     data: tuple[str, ...] = option(
-        kind=Listed(Text(), 1),
+        kind=Listed(PlaceOrName(), 1),
         help="Data to train on: files or directories.",
         row="one or more files or directories",
         cli=False,
@@ -43,6 +43,14 @@ class RunOptions(Options):
         group=Group.DATA,
     )
     shuffle: bool = option(True, Flag(), "Take the data in another order in each pass.", cli=False, group=Group.DATA)
+    template_date: str | None = option(
+        None,
+        Day(),
+        "Give this day, YYYY-MM-DD, to a chat template that asks for it.",
+        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date; a run keeps its own",
+        words="today",
+        group=Group.DATA,
+    )
     report_to: tuple[str, ...] = option(
         (),
         Listed(OneOf(("tensorboard", "trace"))),

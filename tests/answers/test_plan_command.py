@@ -18,7 +18,7 @@ from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declaration
 from headrace.terms.method_options import DTYPE_NAMES
-from headrace.terms.option_kinds import Flag, Kind, Number, OneOf, Place, Size, Text, Whole
+from headrace.terms.option_kinds import Day, Flag, Kind, Number, OneOf, Place, Size, Text, Whole
 from headrace.terms.run_options import RunOptions
 from headrace.update.rules.moment_planes import OTHER_NAMES
 
@@ -90,6 +90,7 @@ VALUES: dict[type[Kind], object] = {
     Whole: 3,
     Number: 0.5,
     Size: "8GiB",
+    Day: "2026-01-02",
     Place: "x",
     Text: "x",
 }
