@@ -181,7 +181,7 @@ def merged_like_adapted(path: Path, folder: Path, adapter: str) -> tuple[Any, to
     ("name", "modules"),
     [
         ("mixtral-aux", "q_proj+experts"),
-        ("gpt-oss", "down_proj"),
+        pytest.param("gpt-oss", "down_proj", marks=pytest.mark.deep),
         pytest.param("mixtral-aux", "gate_up_proj", marks=pytest.mark.deep),
     ],
 )

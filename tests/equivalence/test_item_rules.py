@@ -74,7 +74,7 @@ class Plain(torch.optim.Optimizer):
             p.sub_(1e-2 * buffer)
 
 
-@pytest.mark.parametrize("rule", sampled(["row_scaled", "matrix_scaled", "muon"], ["matrix_scaled"]))
+@pytest.mark.parametrize("rule", sampled(["row_scaled", "matrix_scaled", "muon"], []))
 def test_placement_changes_nothing(rule: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("mixtral-aux", "bfloat16")
     base, weights = train(path, tmp_path / "base", **GIVEN, optimizer=rule, adjust=SPLIT)

@@ -120,6 +120,7 @@ def test_the_class_of_the_module_that_owns_it_says_what_a_matrix_is(case: str) -
     assert {spec.name for spec in specs if spec.is_matrix} == {spec.name for spec in specs if is_decayed(model, spec.name)}
 
 
+@pytest.mark.deep
 def test_adapters_of_what_nothing_reaches_stay_as_they_begin(tmp_path: Path) -> None:
     path = saved("indexer", tmp_path / "model")
     options: dict[str, Any] = {"adapter": "lora:rank=2", "learning_rate": 1e-2, "compute_dtype": "float32", "adjust": SPLIT}
