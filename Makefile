@@ -46,7 +46,7 @@ QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data 
 	$(addprefix tests/cli/test_,cli_clean.py cli_report.py cli_commands.py train_parts.py) \
 	$(addprefix tests/equivalence/test_,moments.py rerun.py update_counts.py damage_on_the_way.py node_refusals.py nothing_is_left.py)
 
-quick: $(STAMP)  ## some tests of each room, for the inner loop (under a minute)
+quick: $(STAMP)  ## some tests of each room, for the inner loop (a minute; the first time one and a half)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not process and $(USUAL)" $(QUICK)
 
 test: $(STAMP)  ## all usual tests (six minutes)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, ROWS, SPLIT, PlainTrainer, batch_of, is_decayed, train
+from plain import LENGTH, MODELS, ROWS, SPLIT, PlainTrainer, batch_of, is_decayed, train
 from safetensors.torch import load_file
 from tiers import sampled
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -38,19 +38,7 @@ BERT = {key: value for key, value in SHAPE.items() if key != "num_key_value_head
     "attention_probs_dropout_prob": 0.0,
 }
 LATENT = {
-    **SHAPE,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 1,
+    **{name: value for name, value in MODELS["deepseek"].items() if name != "model_type"},
     "index_head_dim": 16,
     "index_n_heads": 2,
 }
