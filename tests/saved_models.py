@@ -1,10 +1,12 @@
 """Save stock models, and import what was saved."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from tiny_architectures import CONFIGS, make_config, make_plain
 
 from headrace.model import Chain, Checkpoint, import_unit
@@ -24,6 +26,17 @@ def save(tmp_path: Path, name: str = "llama", dtype: str = "bfloat16", **options
                 buffer.copy_(torch.rand_like(buffer))
     model.save_pretrained(tmp_path / "model", **options)
     return tmp_path / "model", config
+
+
+def add_unused(directory: Path, count: int) -> list[str]:
+    """Add tensors that no model has to the sharded files of `directory`; return their names."""
+    tensors = {f"model.extra.{each}.weight": torch.full((3,), float(each)) for each in range(count)}
+    save_file(tensors, directory / "more.safetensors", metadata={"format": "pt"})
+    index = directory / "model.safetensors.index.json"
+    found = json.loads(index.read_text(encoding="utf-8"))
+    found["weight_map"] |= dict.fromkeys(tensors, "more.safetensors")
+    index.write_text(json.dumps(found), encoding="utf-8")
+    return list(tensors)
 
 
 def import_all(directory: Path, compute_dtype: str) -> tuple[Checkpoint, Chain, list[Any], list[bool]]:

@@ -114,6 +114,7 @@ def plan_model(
         machine=planner.ceilings.name,
         measured=ceilings is not None,
         allowed_bytes=question.allowed_bytes,
+        unused_tensors=chain.unused_tensors if checkpoint else None,
     )
     try:
         plan = planner.plan(question, load_plan(Path(options.plan)) if options.plan else None)

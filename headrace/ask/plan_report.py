@@ -37,6 +37,7 @@ class PlanReport:
     `reason` says why it does not fit. `needed_bytes` and `allowed_bytes` are per tier; `needed_bytes` are the plan's peaks, or,
     if there is no plan, what the leanest one would need in the tier that lacks most. `doubled` maps a resource, in words, to
     the seconds per step with twice of it. `measured` is false where the machine is a nominal one, because there is no profile.
+    `unused_tensors` are stored with the model, which has no place for them; None where no files were opened.
     """
 
     model: str
@@ -55,6 +56,7 @@ class PlanReport:
     endurance: Endurance | None = None
     doubled: dict[str, float] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
+    unused_tensors: tuple[str, ...] | None = None
 
     @property
     def fits(self) -> bool:
@@ -90,6 +92,8 @@ class PlanReport:
             "plan": plan.to_json() if plan else None,
             "alternatives": [alternative.to_json() for alternative in self.alternatives],
         }
+        if self.unused_tensors is not None:
+            values["unused_tensors"] = list(self.unused_tensors)
         if endurance is not None:
             values |= {
                 "num_steps": endurance.num_steps,

@@ -245,6 +245,7 @@ class _Run:
             "bytes_after": result.bytes_after,
             "matrices": [asdict(report) for report in result.reports],
             "left": dict(result.left),
+            "unused_tensors": list(self.quantiser.chain.unused_tensors),
         }
         config = quantisation_config(self.quantiser.weights, self.target, groups, decodes_at_load=self.decodes_at_load)
         self.files.finish({"quantization_config": config}, {COMPRESSION_NOTE_NAME: json.dumps(note, indent=1) + "\n"})

@@ -35,7 +35,10 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What was measured: the mean `loss` of `tokens` tokens in nats; `tokens_in_rows` counts all tokens of the `rows` rows."""
+    """What was measured: the mean `loss` of `tokens` tokens in nats; `tokens_in_rows` counts all tokens of the `rows` rows.
+
+    `unused_tensors` are stored with the model, which has no place for them.
+    """
 
     model: str
     data: tuple[str, ...]
@@ -47,6 +50,7 @@ class Scored:
     seconds: float
     bytes_read: int
     adapter: str | None = None
+    unused_tensors: tuple[str, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -66,6 +70,7 @@ class Scored:
             **counts,
             "seconds": self.seconds,
             "bytes_read": self.bytes_read,
+            "unused_tensors": list(self.unused_tensors),
         }
 
     def explain(self) -> str:
@@ -146,6 +151,7 @@ def evaluate(
             seconds=time.perf_counter() - started,
             bytes_read=evaluator.bytes_read,
             adapter=None if adapter is None else str(adapter),
+            unused_tensors=model.chain.unused_tensors,
         )
 
 

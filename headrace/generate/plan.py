@@ -54,6 +54,7 @@ class GenerationPlan:
     where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Products of blocks with up
     to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones.
     `uncoded` is what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
+    `unused_tensors` are stored with the model, which has no place for them; None where no files were opened for the plan.
     """
 
     compute_dtype: str
@@ -77,6 +78,7 @@ class GenerationPlan:
     results: Results = field(default_factory=Results)
     forecast: PassForecast | None = None
     uncoded: PassForecast | None = None
+    unused_tensors: tuple[str, ...] | None = None
 
     @property
     def planes(self) -> PlaneSet:
@@ -186,7 +188,7 @@ class GenerationPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
         """Return the plan in words, one line for each thing."""

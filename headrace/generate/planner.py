@@ -250,6 +250,8 @@ def plan_generation(
     elif checkpoint is not None:
         coded = GenerationUnits(*units_of_files(chain, checkpoint, on_cpu=not has_device))
     plan = planned(coded or plain)
+    if checkpoint is not None:
+        plan = replace(plan, unused_tensors=chain.unused_tensors)
     if coded is not None:
         try:
             plan = replace(plan, uncoded=planned(plain).forecast)

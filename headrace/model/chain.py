@@ -188,6 +188,11 @@ class Chain:
                 self.notes += (f"{describe_unknown(weights.unknown)}: not trained, and exported as they came",)
         return self._attached
 
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Names of the stored tensors that the model does not use; none before `attach`."""
+        return () if self._attached is None else tuple(self._attached.unused)
+
     def move_buffers(self, device: torch.device | str) -> None:
         """Move all buffers (rotary tables, scales, router corrections) to `device`, where the chain runs from here on."""
         self.device = torch.device(device)

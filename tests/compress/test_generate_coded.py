@@ -4,6 +4,7 @@ Run: pytest tests/compress/test_generate_coded.py
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from banked_plans import with_banks, with_whole_blocks
 from coded_models import KINDS, write_coded
 from compressing import run, write_data
+from saved_models import add_unused
 from tiers import sampled
 from transformers import AutoModelForCausalLM
 
@@ -220,3 +222,14 @@ def test_held_out_loss_is_that_of_the_decoded_directory(dense_int4: Any, tmp_pat
         given = {"data": [str(tmp_path / "a.jsonl")], "cache": tmp_path, "host_memory": "4GiB", "sequence_length": 32}
         losses.append(evaluate(place, EvalOptions.of({**given, "compute_dtype": "float32"})).loss)
     assert losses[0] == losses[1]
+
+
+def test_what_a_coded_directory_has_besides_is_named(dense_int4: Any, tmp_path: Path, capfd: Any) -> None:
+    """By the plans of both kinds, and by the note of what compressed a model with such tensors."""
+    assert json.loads((dense_int4[0] / "out" / "compression.json").read_text())["unused_tensors"] == []
+    coded = tmp_path / "coded"
+    shutil.copytree(dense_int4[0] / "out", coded)
+    names = add_unused(coded, 5)
+    for more in (("--generate",), ("--adapter", "lora:rank=4", "--max-steps", 1)):
+        called("plan", coded, *more, "--machine", "a6000-1ssd", "--json")
+        assert json.loads(capfd.readouterr().out)["unused_tensors"] == names

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_models import add_unused
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import headrace
@@ -195,3 +196,18 @@ def test_a_weight_that_is_no_number_is_named(
     out = capsys.readouterr()
     assert not out.out
     assert f"{where}: NaN or infinity" in out.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_every_stored_tensor_that_is_not_used_is_named(count: int, model: Path, tmp_path: Path, capsys: Any) -> None:
+    """As a script gets it; people get their number and some names."""
+    more = tmp_path / "more"
+    shutil.copytree(model, more)
+    names = add_unused(more, count)
+    words = ("--data", texts(tmp_path / "a.jsonl"), "--host-memory", "4GiB", "--sequence-length", "48", "--json")
+    with pytest.raises(SystemExit) as left:
+        main(["eval", str(more), *words])
+    out = capsys.readouterr()
+    assert not left.value.code, out.err
+    assert json.loads(out.out)["unused_tensors"] == names
+    assert (f"{count} stored tensors that the model does not have" in out.err) is (count > 0)
