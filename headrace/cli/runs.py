@@ -163,7 +163,7 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
 
 def _ended(config: RunOptions, out: Path) -> None:
     """Let answers of the exported model end where turns of its conversations do."""
-    from headrace.runs.turn_end import add_turn_end  # late: it brings the tokenizer
+    from headrace.data.turn_end import add_turn_end  # late: it brings the tokenizer
 
     try:
         note = add_turn_end(config, out.absolute())

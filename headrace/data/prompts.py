@@ -18,11 +18,15 @@ STOP, LENGTH = "stop", "length"
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes token ids of prompts with a tokenizer. `raw`: text is taken as it is; `system` opens conversations without one."""
+    """Makes token ids of prompts with a tokenizer. `raw`: text is taken as it is; `system` opens conversations without one.
+
+    A chat template that asks for the time gets the beginning of `day` (YYYY-MM-DD); None: it gets the time.
+    """
 
     tokenizer: Any
     raw: bool = False
     system: str | None = None
+    day: str | None = None
 
     def of_text(self, text: str) -> list[int]:
         """Return the ids of a text. If the tokenizer has a chat template, it is what a user says, unless `raw`.
@@ -69,7 +73,7 @@ class Prompts:
 
     @cached_property
     def _template(self) -> Template:
-        return Template.of(self.tokenizer)
+        return Template.of(self.tokenizer, self.day)
 
 
 def answer_of(tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], stops: Sequence[str]) -> tuple[str, str]:

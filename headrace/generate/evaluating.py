@@ -190,7 +190,7 @@ class _Rows:
             model=model.directory,
             data=options.data,
             sequence_length=options.sequence_length,
-            template_date=options.template_date,
+            template_date=options.template_date or model.template_date,
             cache=options.cache,
         )
         config = with_lengths(asked)

@@ -15,12 +15,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headrace.data.chat_template import asks_for_time
 from headrace.data.open_data import open_tokenizer
 from headrace.data.prompt_lines import PromptLine, read_line
 from headrace.data.prompts import Prompts
@@ -80,14 +82,15 @@ def run_job(
         raise RunDirectoryError(f"output: {output} exists; name a file that does not, or remove it")
     tokenizer = open_tokenizer(generator.model.directory)
     changes = changes_of(generator, options, tokenizer)
-    lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system))
+    day = options.template_date or generator.model.template_date or _day_of(folder, tokenizer)
+    lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day))
     lines = [_fitting(line, generator, changes) for line in lines]
     answered = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
     if answered:
         begun = _begun(folder, answered, generator.model.generation_config.max_length is not None)
         plan = _plan(generator, answered, options, changes, begun)
-        job = _job(folder, digest, options, answered, plan, begun, sink)
+        job = _job(folder, digest, replace(options, template_date=day), answered, plan, begun, sink)
         tell_plan(plan)
         sink(Notice(text=_most_lost(plan), level="info"))
         by_number = {line.number: line for line in answered}
@@ -179,6 +182,17 @@ def _most_lost(plan: GenerationPlan) -> str:
     return f"a kill costs at most the answers under way: about {format_seconds(_micro_batch_seconds(plan))} of work"
 
 
+def _day_of(folder: Path, tokenizer: Any) -> str | None:
+    """Return the day of a job for templates that ask for it: today, or the one on which it was begun; None where none asks."""
+    if not asks_for_time(tokenizer):
+        return None
+    try:
+        found = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("template_date")
+    except (OSError, ValueError, AttributeError):  # not begun; or damaged, which is said where all of it is read
+        return date.today().isoformat()
+    return found if isinstance(found, str) else None
+
+
 def _begun(folder: Path, lines: Sequence[PromptLine], bounded: bool) -> dict[str, Any] | None:
     """Return what a job that was begun has written down; `lines` are those that can be answered. `bounded`: the model has a
     `max_length`, which earlier versions passed over, as they did `tools`.
@@ -241,6 +255,7 @@ def _job(
         own = {line.number: line.settings.get("seed") for line in lines}
         seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
         found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds, "prompts": _digest(lines)}
+        found["template_date"] = options.template_date
         found["prefill_chunk"], found["packed_rows"] = plan.costs.prefill_chunk, plan.packed_rows
         found["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
         with _writing(folder):

@@ -35,7 +35,8 @@ _CONFIG = "generation_config.json"
 class GenerationModel:
     """A model that is ready to generate. `source` has its weights; `directory` has its configuration and tokenizer.
 
-    `generation_config` is what the model's directory says, or transformers' own.
+    `generation_config` is what the model's directory says, or transformers' own. `template_date` is the day (YYYY-MM-DD) that a
+    run has for chat templates that ask for it; None where it is no run's model, or the run's template does not ask.
     """
 
     directory: Path
@@ -44,6 +45,7 @@ class GenerationModel:
     machine: Machine
     generation_config: Any
     notes: tuple[str, ...] = ()
+    template_date: str | None = None
     closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _tried: str = ""
 

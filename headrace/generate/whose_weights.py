@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.data.turn_end import ends_of_run
 from headrace.generate.generator import Generator
 from headrace.generate.opened import GenerationModel
 from headrace.model.adapter_files import is_adapter_directory
@@ -15,9 +16,10 @@ from headrace.store.manifest import MANIFEST_NAME
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import ConfigError, RunDirectoryError
+from headrace.terms.errors import ConfigError, InputError, RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.run_options import RunOptions
 
 
 def open_model(
@@ -36,20 +38,45 @@ def open_model(
         InputError: the place is neither, or cannot be used; or the run is in progress, or has committed nothing.
     """
     run = RunDirectory(place)
-    if adapter is not None:
-        if run.config.exists():
-            place = run.final
-        if is_adapter_directory(place):
-            raise ConfigError(f"adapter: {place} is an adapter itself; give the model directory that both are of")
-        found = partial(read_adapters, adapter)
-        return GenerationModel.of_directory(place, budget, compute_dtype, sink, check, adapters=found, beside=adapter)
     if not run.config.exists():
+        return _of_directory(place, budget, compute_dtype, sink, check, adapter)
+    config = _options_of(run)
+    if adapter is not None or run.final.is_dir():
+        found = _of_directory(run.final, budget, compute_dtype, sink, check, adapter)
+    elif (place / MANIFEST_NAME).exists():
+        found = GenerationModel.of_store(place, budget, compute_dtype, sink, check)
+        ends, note = (None, "") if config is None else ends_of_run(config)
+        if ends is not None:
+            found.generation_config.eos_token_id = ends
+        found.notes += (note,) if note else ()
+    else:
+        raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` goes on with it")
+    found.template_date = None if config is None else config.template_date
+    return found
+
+
+def _of_directory(
+    place: Path,
+    budget: Budget,
+    compute_dtype: str | None,
+    sink: Sink | None,
+    check: Callable[[Any], None],
+    adapter: Path | None,
+) -> GenerationModel:
+    if adapter is None:
         return GenerationModel.of_directory(place, budget, compute_dtype, sink, check)
-    if run.final.is_dir():
-        return GenerationModel.of_directory(run.final, budget, compute_dtype, sink, check)
-    if (place / MANIFEST_NAME).exists():
-        return GenerationModel.of_store(place, budget, compute_dtype, sink, check)
-    raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` goes on with it")
+    if is_adapter_directory(place):
+        raise ConfigError(f"adapter: {place} is an adapter itself; give the model directory that both are of")
+    found = partial(read_adapters, adapter)
+    return GenerationModel.of_directory(place, budget, compute_dtype, sink, check, adapters=found, beside=adapter)
+
+
+def _options_of(run: RunDirectory) -> RunOptions | None:
+    """Return the options of a run; None where a program began it, or another version, whose options cannot be read."""
+    try:
+        return run.read_config()
+    except InputError:
+        return None
 
 
 def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:

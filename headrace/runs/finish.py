@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
 from headrace.runs.protocols import RunningEngine
-from headrace.runs.turn_end import turn_end_file
+from headrace.data.turn_end import turn_end_file
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
 from headrace.terms.provenance import PROVENANCE_NAME

@@ -25,7 +25,10 @@ class EvalOptions(Declared):
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
     template_date: str | None = option_as(
-        RunOptions, "template_date", row="the day, YYYY-MM-DD, that a chat template gets which asks for the date"
+        RunOptions,
+        "template_date",
+        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date",
+        words="a run's own, or today",
     )
     packing: bool | None = option_as(RunOptions, "packing")
     host_memory: str | int | None = option_as(GenerateOptions, "host_memory")

@@ -11,6 +11,7 @@ from headrace.terms.declared import Declared, Group, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.option_kinds import Duration, Flag, Listed, Number, OneOf, Place, Text, Whole
 from headrace.terms.options import Options
+from headrace.terms.run_options import RunOptions
 
 _MOST_SEED = (1 << 63) - 1
 # Where attention of new tokens is computed.
@@ -88,6 +89,13 @@ class GenerateOptions(Declared):
         Flag(),
         "Take prompts as they are, without the chat template.",
         row="prompts as they are, without the chat template",
+        group=Group.PROMPTS,
+    )
+    template_date: str | None = option_as(
+        RunOptions,
+        "template_date",
+        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date",
+        words="a run's own, or now",
         group=Group.PROMPTS,
     )
     adapter: str | Path | None = option(

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headrace.generate.opened import GenerationModel
 from headrace.generate.whose_weights import open_model
 from headrace.runs import train
-from headrace.runs.turn_end import add_turn_end, turn_end
+from headrace.data.turn_end import add_turn_end, turn_end
 from headrace.terms.budget import Budget
 from headrace.terms.run_options import RunOptions
 

@@ -40,23 +40,37 @@ def turn_end_file(config: RunOptions, out: Path | None = None) -> tuple[dict[str
     """Return generation_config.json of what a run leaves in `out` (None: of its model), by its name, if the token that ends
     turns is new in it; and a note, or "" where nothing changes.
     """
+    values, note = _with_turn_end(config, *([out] if out else []))
+    return ({} if values is None else {_NAME: json.dumps(values, indent=2) + "\n"}), note
+
+
+def ends_of_run(config: RunOptions) -> tuple[Any, str]:
+    """Return `eos_token_id` with which the unfinished run `config` is to answer, None for its model's own; and a note, or "".
+
+    It is what `turn_end_file` will write when the run ends.
+    """
+    values, note = _with_turn_end(config)
+    return (None if values is None else values["eos_token_id"]), note
+
+
+def _with_turn_end(config: RunOptions, *beside: Path) -> tuple[dict[str, Any] | None, str]:
+    """Return the settings of generation with the token that ends turns, None where nothing changes; and a note, or ""."""
     try:
         if not _is_of_conversations(config):
-            return {}, ""
+            return None, ""
         tokenizer = open_tokenizer(config.model)
         mark, token = turn_end(tokenizer)
-        values = _values(config.model, *([out] if out else []))
+        values = _values(config.model, *beside)
     except (InputError, OSError, ValueError) as error:
-        return {}, f"whether turns end with a token that ends texts was not found out: {error}"
+        return None, f"whether turns end with a token that ends texts was not found out: {error}"
     if token is None:
-        return {}, f"turns end with {mark!r}, which is no single token: no answer ends there by itself; give it as --stop"
+        return None, f"turns end with {mark!r}, which is no single token: no answer ends there by itself; give it as --stop"
     found = values.get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if token in ends:
-        return {}, ""
-    values = {**values, "eos_token_id": [*ends, token] if ends else token}
-    note = f"turns end with {mark!r}: token {token} is added to eos_token_id in {_NAME}, so that answers end there"
-    return {_NAME: json.dumps(values, indent=2) + "\n"}, note
+        return None, ""
+    note = f"turns end with {mark!r}: token {token} is added to eos_token_id, so that answers end there"
+    return {**values, "eos_token_id": [*ends, token] if ends else token}, note
 
 
 def turn_end(tokenizer: Any) -> tuple[str, int | None]:
