@@ -26,11 +26,15 @@ _HELD_OUT_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class CalibrationData:
-    """Micro-batches, calibrating ones first; `digest` is that of the samples in them."""
+    """Micro-batches, calibrating ones first; `digest` is that of the samples in them.
+
+    `template_date` is the day that the chat template got; None where it does not ask.
+    """
 
     rows: tuple[Rows, ...]
     digest: str
     sequence_length: int
+    template_date: str | None = None
 
 
 def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str], None]) -> CalibrationData:
@@ -75,7 +79,7 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
             f"padding, chat template and special tokens), and a matrix has {widest} inputs; give at least as many, better 100 "
             "times as many"
         )
-    return CalibrationData(tuple(rows), tokens.info.digest, length)
+    return CalibrationData(tuple(rows), tokens.info.digest, length, spec.template_date)
 
 
 def _row(stream: BatchStream, marks: torch.Tensor, templated: bool) -> tuple[dict[str, Any], torch.Tensor]:

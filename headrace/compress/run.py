@@ -69,11 +69,12 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
     refuse_coded(options.model)
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
-    data = open_calibration(options, chain, say)
-    options = replace(options, sequence_length=data.sequence_length)
-    _refuse_replaced(options, chain)
-    identity = {"model": _digest_of_model(checkpoint), "data": data.digest, "form": _FORM, **_fixed(options)}
     work = output.with_name(output.name + _UNFINISHED)
+    options = replace(options, template_date=options.template_date or _day_of(work))
+    data = open_calibration(options, chain, say)
+    options = replace(options, sequence_length=data.sequence_length, template_date=data.template_date)
+    _refuse_replaced(options, chain)
+    identity = {"model": _digest_of_model(checkpoint), "form": _FORM, **_fixed(options), "data": data.digest}
     work_is_new = not work.exists()
     if work_is_new:
         _check_space(work, checkpoint, data, chain)
@@ -92,6 +93,15 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
         if done:
             shutil.rmtree(work, ignore_errors=True)
     return result
+
+
+def _day_of(work: Path) -> str | None:
+    """Return the day on which a compression was begun, for a chat template that asks for it; None where nothing has one."""
+    try:
+        found = json.loads((work / _RECORD).read_text(encoding="utf-8"))["identity"]["template_date"]
+    except (OSError, ValueError, KeyError, TypeError):  # not begun; or damaged, which is said where all of it is read
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:

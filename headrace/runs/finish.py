@@ -8,10 +8,10 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from headrace.data.turn_end import turn_end_file
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record
 from headrace.runs.protocols import RunningEngine
-from headrace.data.turn_end import turn_end_file
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
 from headrace.terms.provenance import PROVENANCE_NAME

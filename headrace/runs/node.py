@@ -109,6 +109,8 @@ def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
     pairs: list[tuple[str, Any, Any]] = [(key, getattr(config, key), getattr(found, key)) for key in keys]
     here, there = ([str(Path(path).absolute()) for path in each.data] for each in (config, found))
     pairs.append(("data", here, there))
+    if found.template_date is not None:  # else no template asks
+        pairs.append(("template_date", config.template_date, found.template_date))
     others = [f"{key} {now} here, {then} there" for key, now, then in pairs if now is not None and now != then]
     if others:
         raise RunDirectoryError(

@@ -1,6 +1,7 @@
 """What was tuned on conversations ends its answers where their turns end."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headrace.data.turn_end import add_turn_end, turn_end
 from headrace.generate.opened import GenerationModel
 from headrace.generate.whose_weights import open_model
 from headrace.runs import train
-from headrace.data.turn_end import add_turn_end, turn_end
 from headrace.terms.budget import Budget
 from headrace.terms.run_options import RunOptions
 
@@ -81,15 +82,20 @@ def test_it_is_added_where_conversations_were_trained(form: str, own: Any, tmp_p
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
 def test_a_run_leaves_it_and_generating_reads_it(adapter: str | None, tmp_path: Path) -> None:
+    """So does generating from a run that is not finished: its answers end as those of its export will."""
     model = make_model(tmp_path / "model", "<|im_end|>\n")
     (tmp_path / "data.jsonl").write_text((json.dumps(CHAT) + "\n") * 8)
     values = {"model": model, "data": (str(tmp_path / "data.jsonl"),), "output": tmp_path / "run", "cache": tmp_path / "cache"}
-    finished = train(
-        RunOptions.of({**values, "max_steps": 1, "sequence_length": 32, "adapter": adapter, "host_memory": "2GiB"})
-    )
+    values |= {"max_steps": 1, "sequence_length": 32, "adapter": adapter, "host_memory": "2GiB", "keep_state": True}
+    finished = train(RunOptions.of(values))
     assert 4 in json.loads((finished.final / "generation_config.json").read_text())["eos_token_id"]
     places: list[tuple[Path, Path | None]] = [(tmp_path / "run", None)]
     for place, beside in [*places, (model, finished.final)] if adapter else places:
         found: GenerationModel = open_model(place, Budget(host="2GiB"), None, None, adapter=beside)
         assert 4 in found.generation_config.eos_token_id
         found.close()
+    shutil.rmtree(finished.final)
+    unfinished: GenerationModel = open_model(tmp_path / "run", Budget(host="2GiB"), None, None)
+    assert 4 in unfinished.generation_config.eos_token_id
+    assert any("token 4 is added" in note for note in unfinished.notes)
+    unfinished.close()
