@@ -20,6 +20,7 @@ from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.given import with_lengths_of_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.compress_options import CompressOptions
 from headrace.terms.drives import Drive
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
@@ -34,7 +35,7 @@ _WAIT_SECONDS = 100.0
 # What plans of generation and of compression go by, of the options of `plan`; data count only where passes do, and these not
 # at a node.
 _OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
-_OF_COMPRESSION = frozenset(("machine", "ssd"))
+_OF_COMPRESSION = frozenset(("machine", "host_memory"))
 _OF_DATA = frozenset(("epochs", "packing", "cache"))
 _OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan"))
 
@@ -69,7 +70,7 @@ def answer(
     if generation is not None:
         acting, report = _OF_GENERATION, _generation(options, given, generation, compress)
     elif compress is not None:
-        acting, report = _OF_COMPRESSION, _compression(options, compress)
+        acting, report = _of_compression(options), _compression(options, compress)
     else:
         acting, report = _of_training(options), make_report(options)
     idle = sorted(set(given) - acting)
@@ -110,8 +111,16 @@ def _generation(options: PlanOptions, given: Collection[str], asked: Asked, comp
 def _compression(options: PlanOptions, code: str) -> _Report:
     from headrace.compress.planner import plan_compression  # late: plans of training do without it
 
-    machine = options.machine or _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),)))
-    return plan_compression(str(options.model), code, machine)
+    machine, dtype = options.machine, CompressOptions.compute_dtype
+    if machine is None:
+        machine = _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),), compute_dtype=dtype))
+    return plan_compression(str(options.model), code, machine, here=options.machine is None, budget=options.budget)
+
+
+def _of_compression(options: PlanOptions) -> frozenset[str]:
+    """Return the keys that can change a plan of compression; drives count where they choose among what runs measured."""
+    by_drives = options.machine is None and not machine_profile_path().exists()
+    return _OF_COMPRESSION | {"ssd"} if by_drives else _OF_COMPRESSION
 
 
 def _of_training(options: PlanOptions) -> frozenset[str]:

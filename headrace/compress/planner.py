@@ -9,6 +9,7 @@ size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of c
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,13 @@ from headrace.ask.model_config import read_parts
 from headrace.ask.place import Place
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
+from headrace.compress.room import Room, groups_of_sums, room_in
 from headrace.model import Chain
+from headrace.model.bank_check import why_no_banks
+from headrace.model.banks import find_experts
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine
+from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import format_bytes, format_seconds
@@ -31,11 +36,15 @@ _EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
 # So many weights per second and core become words (docs/log/ternary).
 _ENCODED_PER_SECOND = 1e8
 _BYTES = 2
+_UNSAID = Budget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionReport:
-    """What compressing takes: parameters, bytes by part of the result, seconds by term, and bytes that must fit."""
+    """What compressing takes: parameters, bytes by part of the result, seconds by term, and bytes that must fit.
+
+    `warning` says that it takes more memory than is allowed, "" where it does not; None: nobody said how much is.
+    """
 
     model: str
     code: str
@@ -47,6 +56,7 @@ class CompressionReport:
     modern_bytes: int | None
     seconds: dict[str, float]
     memory_bytes: dict[str, int]
+    warning: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -66,7 +76,8 @@ class CompressionReport:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         sums = {name: getattr(self, name) for name in ("total_bytes", "bits_per_parameter", "total_seconds")}
-        return {name: getattr(self, name) for name in self.__slots__} | sums
+        found = {name: getattr(self, name) for name in self.__slots__} | sums
+        return found if self.warning is not None else {name: value for name, value in found.items() if name != "warning"}
 
     def explain(self) -> str:
         """Return lines for people."""
@@ -89,6 +100,8 @@ class CompressionReport:
         yield ""
         for label, seconds in self.seconds.items():
             yield f"{'time':<10}{label:<34}{format_seconds(seconds):>12}"
+        if self.warning:
+            yield f"{'note':<10}{self.warning}"
         yield f"{'':<10}{'one after the other':<34}{format_seconds(self.total_seconds):>12}"
 
 
@@ -107,19 +120,28 @@ class _Matrix:
 
 
 def plan_compression(
-    model: str | Path, name: str, machine: str | Ceilings | None, *, tokens: int | None = None
+    model: str | Path,
+    name: str,
+    machine: str | Ceilings | None,
+    *,
+    tokens: int | None = None,
+    here: bool = False,
+    budget: Budget = _UNSAID,
 ) -> CompressionReport:
     """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to the code `name` takes on a
     machine, None for a nominal one of this size.
 
-    `tokens` is the number of calibration tokens; by default each matrix sees as many tokens as it has inputs.
+    `tokens` is the number of calibration tokens; by default each matrix sees as many tokens as it has inputs. Of the `budget`
+    host memory counts: with little of it, experts come one at a time, and rows pass a block several times. `here` says that it
+    is this machine.
 
     Raises:
-        ConfigError: there is no such code or machine.
+        ConfigError: there is no such code or machine, or the machine has less host memory than the budget.
         ModelError: there is no configuration, or its architecture cannot be run block by block.
     """
     code = code_to_write("compress", name)
-    ceilings = load_profile(machine) if isinstance(machine, str) else machine
+    measured = load_profile(machine) if isinstance(machine, str) else machine
+    ceilings = measured
     if ceilings is None:
         here = Place.of(None, here=True)
         ceilings = nominal_machine(here.cores, host_bytes=here.host_bytes, device_bytes=None)
@@ -137,6 +159,25 @@ def plan_compression(
     hidden = _BYTES * tokens * config.get_text_config().hidden_size
     largest = max(_BYTES * layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1])
     result = {f"{name} matrices": size, "what stays in 16 bits": _BYTES * rest}
+    memory = {
+        "the largest block in 16 bits": largest,
+        "sums of inputs of 16 experts": max(4 * min(_EXPERTS_AT_ONCE, each.count) * each.inputs**2 for each in coded),
+    }
+    room, passes = None, 1.0
+    if budget.host_bytes is not None:
+        room = _room(chain, Place.of(measured, here=here or machine is None), budget)
+        sums = [[size for each in block for size in [4 * each.inputs**2] * each.count] for block in blocks]
+        groups = [groups_of_sums(each, room.sums_bytes) for each in sums]
+        passes = sum(map(len, groups)) / len(groups)
+        memory = {
+            "what lies around the blocks": room.ends_bytes,
+            "a block, but one expert, twice" if room.by_experts else "the largest block, twice": 2 * room.block_bytes,
+            "sums of inputs, at once": max(
+                sum(each[start : start + count])
+                for each, found in zip(sums, groups, strict=True)
+                for start, count in zip(accumulate(found, initial=0), found, strict=False)
+            ),
+        }
     return CompressionReport(
         model=type(chain.model).__name__,
         code=name,
@@ -146,13 +187,18 @@ def plan_compression(
         tokens=tokens,
         result_bytes=result,
         modern_bytes=other + _BYTES * rest if code.other_bits is not None else None,
-        seconds=_seconds(ceilings, coded, chain.num_parameters, tokens, hidden, sum(result.values()), blocks=len(blocks)),
-        memory_bytes={
-            "the largest block in 16 bits": largest,
-            "sums of inputs of 16 experts": max(4 * min(_EXPERTS_AT_ONCE, each.count) * each.inputs**2 for each in coded),
-            "hidden states, in tiers": hidden,
-        },
+        seconds=_seconds(ceilings, blocks, chain.num_parameters, tokens, hidden, sum(result.values()), passes),
+        memory_bytes=memory | {"hidden states, in tiers": hidden},
+        warning=None if room is None else room.warning,
     )
+
+
+def _room(chain: Chain, place: Place, budget: Budget) -> Room:
+    """Return what memory is for in the host's part of `budget`."""
+    allowed = place.allowance(budget, ssd_bytes=None, import_workspace_bytes=None).host_bytes
+    experts = find_experts(chain.model, chain.runner.blocks)
+    singly = any(experts) and not why_no_banks(chain.config)
+    return room_in(chain, experts, allowed, _BYTES, come_singly=singly)
 
 
 def _matrices(parameters: Any, config: Any, code: Code) -> list[_Matrix]:
@@ -169,9 +215,16 @@ def _matrices(parameters: Any, config: Any, code: Code) -> list[_Matrix]:
 
 
 def _seconds(
-    ceilings: Ceilings, coded: list[_Matrix], parameters: int, tokens: int, hidden: int, written: int, *, blocks: int
+    ceilings: Ceilings,
+    blocks: list[list[_Matrix]],
+    parameters: int,
+    tokens: int,
+    hidden: int,
+    written: int,
+    passes: float,
 ) -> dict[str, float]:
-    """Return the seconds of each term."""
+    """Return the seconds of each term; before they are coded, rows pass a block so many times (`passes`, on average)."""
+    coded = [matrix for block in blocks for matrix in block]
     products = ceilings.flops_per_second["bfloat16"]
     single = ceilings.flops_per_second["float32"]
     read = sum(drive.read_bytes_per_second for drive in ceilings.drives)
@@ -184,8 +237,8 @@ def _seconds(
     found = {
         "weights read": _BYTES * parameters / read,
         "weights to the device": _BYTES * parameters / ceilings.host_to_device_bytes_per_second if ceilings.has_device else 0.0,
-        "hidden states read and written": 2.0 * blocks * hidden * (1 / read + 1 / write),
-        "passes, before and after": 2 * 2.0 * tokens * passed / products,
+        "hidden states read and written": len(blocks) * hidden * ((1 + passes) / read + 2.0 / write),
+        "passes, before and after": (1 + passes) * 2.0 * tokens * passed / products,
         "sums of inputs": sums / single,
         "GPTQ's factors and corrections": rounding / (single * _GPTQ_SHARE),
         "errors of products, for the report": sum(3.0 * each.weights * each.inputs for each in coded) / single,

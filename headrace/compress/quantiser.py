@@ -19,6 +19,7 @@ import torch
 from headrace.codec.targets import Target, with_one_group
 from headrace.compress.block_weights import BlockByExperts, BlockWeights, WholeBlock
 from headrace.compress.hidden_rows import HiddenRows
+from headrace.compress.room import room_in
 from headrace.compress.rounding import BlockCode, BlockRounder, Coded, catch_groups, choose
 from headrace.engine.open_model import Purpose, open_model
 from headrace.machine.here import this_machine
@@ -27,7 +28,6 @@ from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
 from headrace.model.caught import CatchInputs, Matrix
 from headrace.model.stock_loading import reads_weights_at_load
-from headrace.model.stored_experts import expert_layout, without
 from headrace.terms.errors import ModelError
 from headrace.terms.layout import UnitLayout, planes_with
 from headrace.terms.sizes import MIB
@@ -35,8 +35,6 @@ from headrace.terms.sizes import MIB
 # Experts with many tokens are given at most so many times the mean (QMoE, section 3.2).
 _MOST_OF_MEAN = 4
 _LOGIT_BYTES = 64 * MIB
-# Sums of inputs get this fraction (1 / n) of the memory beside weights; the rest is for rounding and what blocks compute.
-_SHARE_OF_SUMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,7 @@ class Quantiser:
 
     Attributes:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
+        room: what memory is for.
         decodes_at_load: whether stock transformers has to decode matrices while it reads the files.
 
     Raises:
@@ -96,22 +95,8 @@ class Quantiser:
         self._resident: list[torch.Tensor] = []
         self._folder = folder
         self._experts = find_experts(self.chain.model, self.chain.runner.blocks)
-        ends = sum(layout.num_elements for layout in self.chain.layouts[:1] + self.chain.layouts[-1:])
-        largest = max(layout.num_elements for layout in self.chain.layouts[1:-1])
-        each = self._plane.bytes_per_element
-        too_large = 2 * largest * each > host_bytes // 2
-        self._by_experts = (too_large if by_experts is None else by_experts) and self._come_singly()
-        if self._by_experts:
-            largest = max(map(self._elements_by_experts, range(self.num_blocks)))
-        self._allowed_bytes = max(64 * MIB, host_bytes - (ends + 2 * largest) * each) // _SHARE_OF_SUMS
-
-    def _elements_by_experts(self, block: int) -> int:
-        """Return the elements of a block in memory while experts come one at a time: its common part, and one expert."""
-        layout, experts = self.chain.layouts[block + 1], self._experts[block]
-        if experts is None:
-            return layout.num_elements
-        names = frozenset(experts.names.values())
-        return without(layout, names).num_elements + expert_layout(layout, names, 0).num_elements
+        each, single = self._plane.bytes_per_element, self._come_singly()
+        self.room = room_in(self.chain, self._experts, host_bytes, each, come_singly=single, by_experts=by_experts)
 
     def _come_singly(self) -> bool:
         """Return whether experts can come one at a time: the architecture asks for them so, and each is stored by itself."""
@@ -177,7 +162,7 @@ class Quantiser:
     def _open(self, block: int) -> BlockWeights:
         """Return the weights of a block; by experts, if both of its forms would take more than half of memory."""
         unit, experts = block + 1, self._experts[block]
-        if experts is None or not self._by_experts:
+        if experts is None or not self.room.by_experts:
             return WholeBlock(self.chain, unit, self._load)
         return BlockByExperts(self.chain, self.weights, unit, experts, self._load, self._folder / "rounded")
 
@@ -229,10 +214,10 @@ class Quantiser:
         calibrating = [index for index, each in enumerate(self._passes) if not each.rows.held_out]
         seen = self._caught(block, calibrating[:1], read, weights, CatchInputs(weights.places, ())).seen
         coded, left = choose(self.weights, specs, seen, self._target, experts_only=self._experts_only)
-        rounder = BlockRounder(self.weights, weights.rounded, self._target, self._allowed_bytes)
+        rounder = BlockRounder(self.weights, weights.rounded, self._target, self.room.sums_bytes)
         by_name = {parameter.spec.name: parameter for parameter in coded}
         most = self._most_tokens(coded, seen, calibrating)
-        for group in catch_groups(coded, self._allowed_bytes):
+        for group in catch_groups(coded, self.room.sums_bytes):
             mode = CatchInputs(weights.places, group, lambda matrix: most.get(matrix.name))
             self._caught(block, calibrating, read, weights, mode)
             for name in dict.fromkeys(matrix.name for matrix in group):

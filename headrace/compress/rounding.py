@@ -7,6 +7,7 @@ that the code can hold. Routers are left alone: matrices with one row for each e
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 from headrace.codec import Grid, Rounded, gptq, nearest, product_errors
 from headrace.codec.targets import Target
+from headrace.compress.room import groups_of_sums
 from headrace.model import WeightMap
 from headrace.model.caught import Caught, Matrix
 from headrace.model.encoding import float32_of
@@ -122,17 +124,10 @@ def _is_matrix(stored: StoredTensor) -> bool:
 
 def catch_groups(coded: Sequence[Coded], allowed_bytes: int) -> list[list[Matrix]]:
     """Return the matrices in groups whose sums of inputs together fit into `allowed_bytes`; a single one may be larger."""
-    groups: list[list[Matrix]] = []
-    room = -1
-    for parameter in coded:
-        for matrix in parameter.matrices():
-            num_bytes = 4 * matrix.shape[1] ** 2
-            if num_bytes > room:
-                groups.append([])
-                room = allowed_bytes
-            groups[-1].append(matrix)
-            room -= num_bytes
-    return groups
+    matrices = [matrix for parameter in coded for matrix in parameter.matrices()]
+    found = iter(matrices)
+    sizes = groups_of_sums((4 * matrix.shape[1] ** 2 for matrix in matrices), allowed_bytes)
+    return [list(islice(found, size)) for size in sizes]
 
 
 class Rounding(Protocol):

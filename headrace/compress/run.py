@@ -74,7 +74,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
     data = open_calibration(options, chain, say)
     options = replace(options, sequence_length=data.sequence_length, template_date=data.template_date)
     _refuse_replaced(options, chain)
-    identity = {"model": _digest_of_model(checkpoint), "form": _FORM, **_fixed(options), "data": data.digest}
+    identity = {"form": _FORM, "model": _digest_of_model(checkpoint), **_fixed(options), "data": data.digest}
     work_is_new = not work.exists()
     if work_is_new:
         _check_space(work, checkpoint, data, chain)
@@ -169,6 +169,8 @@ class _Run:
             host_bytes=host_bytes,
             experts_only=options.experts_only,
         )
+        if self.quantiser.room.warning:
+            say(self.quantiser.room.warning)
         of_transformers = CODES[options.to].stock_loads
         self.decodes_at_load = of_transformers and self.quantiser.decodes_at_load
         self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain, stacks=of_transformers)
@@ -267,8 +269,15 @@ class _Run:
         try:
             record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             begun = record["identity"]
-        except (ValueError, KeyError) as error:
+            if not isinstance(begun, dict):
+                raise ValueError(f"expected an object, found {type(begun).__name__}")
+        except (ValueError, KeyError, TypeError) as error:
             raise RunDirectoryError(f"{path}: is damaged ({error!r}); remove {self.work} and begin again") from error
+        if begun.get("form") != _FORM:
+            raise RunDirectoryError(
+                f"{self.work}: was begun by another version, which writes other bytes: go on with that version, or remove the "
+                "directory to begin anew"
+            )
         for name, value in identity.items():
             if begun.get(name) != value:
                 raise RunDirectoryError(

@@ -5,12 +5,14 @@ Run: pytest tests/answers/test_plan_compression.py
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.compress.planner import CompressionReport, plan_compression
+from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
 
 C2048 = {
@@ -86,3 +88,36 @@ def test_a_machine_that_nobody_measured_is_a_nominal_one(c2048: Path) -> None:
     found = plan_compression(c2048, "ternary", None)
     assert "a nominal machine (`headrace bench machine` measures this one)" in found.explain()
     assert found.total_bytes == plan_compression(c2048, "ternary", "a6000-1ssd").total_bytes
+
+
+def test_less_host_memory_takes_more_passes_and_never_less_time(c2048: Path) -> None:
+    unsaid = plan_compression(c2048, "ternary", "a6000-1ssd")
+    found = [plan_compression(c2048, "ternary", "a6000-1ssd", budget=Budget(host=each)) for each in ("60GiB", "8GiB", "200MiB")]
+    assert unsaid.warning is None
+    assert "warning" not in unsaid.to_json()
+    seconds = [each.total_seconds for each in found]
+    assert unsaid.total_seconds < seconds[0] < seconds[1] < seconds[2], "its two forms of a block alone take more than 60 GiB"
+    assert all("a block, but one expert, twice" in each.memory_bytes for each in found)
+    assert [bool(each.warning) for each in found] == [False, False, True]
+    assert found[-1].warning
+    assert found[-1].warning in found[-1].explain()
+    with pytest.raises(ConfigError, match=r"host memory: 9 TiB given, .* has .*; give less"):
+        plan_compression(c2048, "ternary", "a6000-1ssd", budget=Budget(host="9TiB"))
+
+
+def test_the_command_takes_host_memory_and_names_what_it_ignores(c2048: Path) -> None:
+    words = ["plan", str(c2048), "--compress", "ternary", "--machine", "a6000-1ssd", "--json"]
+
+    def asked(*more: str) -> dict[str, Any]:
+        said = CliRunner().invoke(app, [*words, *more])
+        assert said.exit_code == 0, said.output
+        values: dict[str, Any] = json.loads(said.output)
+        return values
+
+    plain, small = asked(), asked("--host-memory", "8GiB")
+    assert plain["without_effect"] == small["without_effect"] == []
+    assert small["seconds"] != plain["seconds"]
+    ignored = ["--compute-dtype", "float32", "--device-memory", "8GiB", "--ssd", str(c2048.parent), "--learning-rate", "1e-3"]
+    found = asked(*ignored)
+    assert found.pop("without_effect") == ["compute_dtype", "device_memory", "learning_rate", "ssd"]
+    assert found == {name: value for name, value in plain.items() if name != "without_effect"}

@@ -4,11 +4,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from compressing import run
+from compressing import options, run
 from tiers import sampled
 
 from headrace.compress import run as compression
+from headrace.compress.planner import plan_compression
 from headrace.compress.quantiser import Quantiser
+from headrace.terms.budget import Budget
 
 
 @pytest.mark.parametrize("to", sampled(["ternary", "int4"], ["ternary"]))
@@ -24,3 +26,11 @@ def test_the_bytes_are_those_of_whole_blocks(to: str, mixture: Path, tmp_path: P
         assert (whole / name).read_bytes() == (apart / name).read_bytes()
     assert found[0].reports == found[1].reports
     assert found[0].loss_after == found[1].loss_after
+
+
+def test_too_little_memory_is_said_as_a_plan_says_it(dense: Path, tmp_path: Path) -> None:
+    lines: list[str] = []
+    compression.compress(options(dense, tmp_path, host_memory="8MiB"), say=lines.append)
+    planned = plan_compression(dense, "int4", "a6000-1ssd", budget=Budget(host="8MiB"))
+    assert [line.split(":")[0] for line in lines if "at least" in line] == ["host memory"]
+    assert planned.warning

@@ -1,5 +1,6 @@
 """A compression that is killed at any moment and begun again ends with the bytes of one that nobody disturbed."""
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,36 @@ def test_other_options_do_not_go_on(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         compress(options(dense, tmp_path), say=stop_after(2))
     assert (tmp_path / "out.unfinished" / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("marker", "lines"), sampled([(marker, lines) for marker in (None, 1, 3, "2", {}) for lines in (1, 2)], [(None, 1), (1, 2)])
+)
+def test_what_another_version_began_is_refused_in_one_line(
+    marker: Any, lines: int, dense: Path, dense_int4: Any, tmp_path: Path
+) -> None:
+    """Its blocks may have other bytes. What this version began goes on, also from before there were days in the record."""
+    with pytest.raises(Stopped):
+        compress(options(dense, tmp_path), say=stop_after(lines))
+    path = tmp_path / "out.unfinished" / "record.json"
+    record = json.loads(path.read_text())
+    identity = {name: value for name, value in record["identity"].items() if name not in ("form", "template_date")}
+    older = identity if marker is None else identity | {"form": marker}
+    path.write_text(json.dumps({**record, "identity": older}))
+    left = {each: each.read_bytes() for each in path.parent.rglob("*") if each.is_file()}
+    with pytest.raises(RunDirectoryError, match=r"was begun by another version, .* begin anew") as refused:
+        run(dense, tmp_path)
+    assert "\n" not in str(refused.value)
+    assert {each: each.read_bytes() for each in path.parent.rglob("*") if each.is_file()} == left
+    path.write_text(json.dumps({**record, "identity": {**identity, "form": record["identity"]["form"]}}))
+    run(dense, tmp_path)
+    assert files_of(tmp_path) == files_of(dense_int4[0])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"identity": []}', '{"identity": null, "blocks": []}'])
+def test_a_damaged_record_is_refused_in_one_line(content: str, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        compress(options(dense, tmp_path), say=stop_after(1))
+    (tmp_path / "out.unfinished" / "record.json").write_text(content)
+    with pytest.raises(RunDirectoryError, match=r"is damaged .* begin again"):
+        run(dense, tmp_path)

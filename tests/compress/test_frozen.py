@@ -34,7 +34,7 @@ def batch_of(seed: int = 0) -> dict[str, torch.Tensor]:
 def evaluated(model: Path, run: Path, **options: Any) -> tuple[float, int, list[OpDone]]:
     """Return the loss, the bytes on the drive of the first block, and the operations."""
     done: list[Any] = []
-    given = {"output": run, "sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "float32", "host_memory": "1GiB"}
+    given = {"output": run, "sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "float32", "host_memory": "4GiB"}
     with Engine.open(model, headrace.Options(**{**given, **options}), done.append, seams=Seams(FrozenWire())) as engine:
         loss = engine.evaluate(batch_of()).loss
         assert engine.evaluate(batch_of()).loss == loss
@@ -86,7 +86,7 @@ def test_coded_weights_are_not_trained_in_place(dense_int4: Any, tmp_path: Path)
 def test_a_plan_knows_what_the_files_hold(dense_int4: Any, tmp_path: Path) -> None:
     """Of coded weights the plan has their own bytes, as a run has; to train them in place is refused as a run does."""
     options = headrace.Options(
-        output=tmp_path / "run", adapter="lora:rank=4", sequence_length=24, tokens_per_step=96, host_memory="1GiB"
+        output=tmp_path / "run", adapter="lora:rank=4", sequence_length=24, tokens_per_step=96, host_memory="4GiB"
     )
     found = plan_model(dense_int4[0] / "out", options)
     with Engine.open(dense_int4[0] / "out", options) as engine:
@@ -101,7 +101,7 @@ def test_a_plan_knows_what_the_files_hold(dense_int4: Any, tmp_path: Path) -> No
 
 def adapted(model: Path, run: Path) -> tuple[list[float], bytes]:
     """Return losses of two steps of LoRA in bfloat16, and the bytes of what came of it: less the gradients."""
-    given = {"sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "bfloat16", "host_memory": "1GiB"}
+    given = {"sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "bfloat16", "host_memory": "4GiB"}
     options = headrace.Options(output=run, adapter="lora:rank=4", optimizer="sgd:momentum=0", learning_rate=1.0, **given)
     with Engine.open(model, options) as engine:
         losses = [engine.step(batch_of(seed)).loss for seed in range(2)]

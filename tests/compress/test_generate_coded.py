@@ -151,7 +151,7 @@ def test_a_job_goes_on(dense_int4: Any, tmp_path: Path) -> None:
 def test_a_plan_is_that_of_the_run(model: str, request: pytest.FixtureRequest, capfd: Any) -> None:
     """Of the files' headers alone; and beside it what plain weights would take."""
     coded = request.getfixturevalue(model)[0] / "out"
-    options, how = GenerateOptions.of({"host_memory": "1GiB"}), {"prompts": 3, "prompt_length": 9, "new_tokens": 4}
+    options, how = GenerateOptions.of({"host_memory": "4GiB"}), {"prompts": 3, "prompt_length": 9, "new_tokens": 4}
     plan = plan_generation(str(coded), options, None, here=True, **how)
     with open_generator(coded, options, None, None) as generator:
         own = generator.plan_only(3, 9, 4)

@@ -120,7 +120,7 @@ def test_words_that_do_not_make_their_rows_are_refused_where_a_block_is_decoded(
 
 def trained(model: Path, run: Path, device_memory: str | None) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Return losses, exported weights and the bytes of the first block on the drive, after three steps of a trained family."""
-    given: dict[str, Any] = {"output": run, "sequence_length": 24, "tokens_per_step": 96, "host_memory": "1GiB"}
+    given: dict[str, Any] = {"output": run, "sequence_length": 24, "tokens_per_step": 96, "host_memory": "4GiB"}
     options = headrace.Options(learning_rate=1e-2, device_memory=device_memory, **given)
     ids = torch.randint(1, 300, (4, 24), generator=torch.Generator().manual_seed(1))
     with Engine.open(model, options, seams=Seams(RowWire(ends=False))) as engine:

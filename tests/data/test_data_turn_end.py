@@ -86,16 +86,16 @@ def test_a_run_leaves_it_and_generating_reads_it(adapter: str | None, tmp_path: 
     model = make_model(tmp_path / "model", "<|im_end|>\n")
     (tmp_path / "data.jsonl").write_text((json.dumps(CHAT) + "\n") * 8)
     values = {"model": model, "data": (str(tmp_path / "data.jsonl"),), "output": tmp_path / "run", "cache": tmp_path / "cache"}
-    values |= {"max_steps": 1, "sequence_length": 32, "adapter": adapter, "host_memory": "2GiB", "keep_state": True}
+    values |= {"max_steps": 1, "sequence_length": 32, "adapter": adapter, "host_memory": "4GiB", "keep_state": True}
     finished = train(RunOptions.of(values))
     assert 4 in json.loads((finished.final / "generation_config.json").read_text())["eos_token_id"]
     places: list[tuple[Path, Path | None]] = [(tmp_path / "run", None)]
     for place, beside in [*places, (model, finished.final)] if adapter else places:
-        found: GenerationModel = open_model(place, Budget(host="2GiB"), None, None, adapter=beside)
+        found: GenerationModel = open_model(place, Budget(host="4GiB"), None, None, adapter=beside)
         assert 4 in found.generation_config.eos_token_id
         found.close()
     shutil.rmtree(finished.final)
-    unfinished: GenerationModel = open_model(tmp_path / "run", Budget(host="2GiB"), None, None)
+    unfinished: GenerationModel = open_model(tmp_path / "run", Budget(host="4GiB"), None, None)
     assert 4 in unfinished.generation_config.eos_token_id
     assert any("token 4 is added" in note for note in unfinished.notes)
     unfinished.close()

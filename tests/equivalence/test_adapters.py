@@ -194,7 +194,7 @@ def test_merged_experts_give_the_logits_of_adapted_ones(
     with torch.no_grad():
         want = model.generate(ids, max_new_tokens=6, do_sample=False)[:, LENGTH:].tolist()
     given = partial(open_model, adapter=tmp_path / "adapter")
-    with Generator.open(path, Budget(host="2GiB"), compute_dtype="float32", opened=given) as generator:
+    with Generator.open(path, Budget(host="4GiB"), compute_dtype="float32", opened=given) as generator:
         found = dict(generator.generate(ids.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
     assert [list(found[row]) for row in range(2)] == want
 
@@ -297,7 +297,7 @@ def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir
         (path, given),
     ]
     for place, opened in places:
-        with Generator.open(place, Budget(host="2GiB"), compute_dtype="float32", opened=opened) as generator:
+        with Generator.open(place, Budget(host="4GiB"), compute_dtype="float32", opened=opened) as generator:
             found = dict(generator.generate(ids.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
         assert [list(found[row]) for row in range(2)] == want, place.name
 

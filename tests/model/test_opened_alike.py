@@ -51,7 +51,7 @@ FAULTS: list[tuple[Callable[[Path], Path], str]] = [
     (of_more_blocks, "model.layers.1"),
 ]
 WAYS: dict[str, Callable[[Path], Any]] = {
-    "train": lambda path: Engine.open(path, Options(host_memory="2GiB")),
+    "train": lambda path: Engine.open(path, Options(host_memory="4GiB")),
     "generate": lambda path: Generator.open(path),
     "eval": lambda path: Generator.open(path, opened=_to_score),
     "compress": lambda path: open_model(path, CpuMachine(), Purpose(compute_dtype="bfloat16", reads_codes=False)),
