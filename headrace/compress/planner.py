@@ -143,8 +143,8 @@ def plan_compression(
     measured = load_profile(machine) if isinstance(machine, str) else machine
     ceilings = measured
     if ceilings is None:
-        here = Place.of(None, here=True)
-        ceilings = nominal_machine(here.cores, host_bytes=here.host_bytes, device_bytes=None)
+        place = Place.of(None, here=True)
+        ceilings = nominal_machine(place.cores, host_bytes=place.host_bytes, device_bytes=None)
     config, _ = read_parts(model)
     chain = Chain.from_config(config, "bfloat16", Optimizer())
     blocks = [_matrices(layout.parameters, config, code) for layout in chain.layouts[1 : chain.num_blocks + 1]]
