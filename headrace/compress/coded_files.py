@@ -5,9 +5,11 @@ Invariant: a file that has its final name is whole. Tensors that are not coded h
 
 import hashlib
 import json
+import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from headrace.codec.ternary_target import is_table
 from headrace.files.durable import sync, write_whole
 from headrace.model import Chain, WeightMap
 from headrace.model.export import copy_files, stored_keys
+from headrace.model.matching import Conversion, read_whole, run_conversion
 from headrace.model.safetensors_file import StoredTensor, read_bytes, read_header
 from headrace.model.shard_writer import ShardWriter
 from headrace.model.text_part import names_in_whole
@@ -40,12 +43,12 @@ _DIGEST_BYTES = 16
 class CodedFiles:
     """Writes the files of a compressed model into `folder`, in any order; `finish` adds what makes them a model directory."""
 
-    def __init__(self, folder: Path, weights: WeightMap, chain: Chain, *, stacks: bool = False) -> None:
-        """`stacks`: whether experts that are not coded are written as one stack, under the name that it has in the model:
-        transformers drops single ones where others may be coded.
+    def __init__(self, folder: Path, weights: WeightMap, chain: Chain, *, joined: bool = False) -> None:
+        """`joined`: whether weights that are not coded, and that transformers joins as it reads them (experts into one stack,
+        convolutions into one), are written as it joins them: where others may be coded, its joining drops such as are not.
         """
         self.folder, self._weights = folder, weights
-        self._stacks = _stacks_of(weights) if stacks else {}
+        self._joined = _joined_of(weights) if joined else {}
         self._blocks = chain.num_blocks
         of_blocks = [[key for _, key in stored_keys(weights, layout)] for layout in chain.layouts[1 : chain.num_blocks + 1]]
         inside = {key for keys in of_blocks for key in keys}
@@ -61,30 +64,23 @@ class CodedFiles:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
         tensors = self._weights.checkpoint.tensors
-        order: list[tuple[StoredTensor, torch.Tensor | None]] = []
+        order: list[tuple[StoredTensor, Callable[[], Iterable[np.ndarray]]]] = []
         for key in self._keys[unit]:
-            stack = None if key in parts else self._stacks.get(key)
-            if stack is not None:
-                if key == stack.keys[0]:
-                    order.append((stack.described(tensors), None))
-            elif key in parts:
+            if key in parts:
                 stem = key.removesuffix("weight")
                 names = {name: f"{name}.{unit}" if is_table(name) else stem + name for name in parts[key]}
                 known = {stored.key for stored, _ in order}  # a table is written once, however many matrices need it
-                order += [
-                    (_described(names[name], part), part) for name, part in parts[key].items() if names[name] not in known
-                ]
-            else:
-                order.append((tensors[key], None))
-        stacked = {each.name: each for each in self._stacks.values()}
+                for name, part in parts[key].items():
+                    if names[name] not in known:
+                        order.append((_described(names[name], part), partial(_pieces_of, part)))
+            elif (joined := self._joined.get(key)) is None:
+                order.append((tensors[key], partial(read_bytes, tensors[key])))
+            elif key == joined[0].keys[0]:
+                order += [(each.described(tensors), partial(each.read, self._weights)) for each in joined]
         writer = ShardWriter(beside, [[stored for stored, _ in order]] if order else [])
         try:
-            for stored, tensor in order:
-                if tensor is not None:
-                    writer.write(stored.key, [_bytes_of(tensor)])
-                else:
-                    several = stacked[stored.key].keys if stored.key in stacked else (stored.key,)
-                    writer.write(stored.key, (piece for key in several for piece in read_bytes(tensors[key])))
+            for stored, read in order:
+                writer.write(stored.key, read())
             writer.finish()
         finally:
             writer.close()
@@ -113,32 +109,49 @@ class CodedFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stack:
-    """A parameter of packed experts whose tensors are stored one by one: its `name` in the model, and their `keys` in order."""
+class _Joined:
+    """A tensor that transformers makes of several stored ones: its `name` in the model, and their `keys`.
+
+    `conversion` makes it; without one, it is what they are one after another.
+    """
 
     name: str
     keys: tuple[str, ...]
     shape: tuple[int, ...]
+    conversion: Conversion | None = None
 
     def described(self, tensors: Mapping[str, StoredTensor]) -> StoredTensor:
-        """Return the tensor that holds all of them."""
-        parts = [tensors[key] for key in self.keys]
-        return StoredTensor(self.name, Path(), 0, sum(part.num_bytes for part in parts), parts[0].dtype, self.shape)
+        """Return the tensor as a file has it."""
+        first = tensors[self.keys[0]]
+        num_bytes = first.num_bytes // math.prod(first.shape) * math.prod(self.shape)
+        return StoredTensor(self.name, Path(), 0, num_bytes, first.dtype, self.shape)
+
+    def read(self, weights: WeightMap) -> Iterable[np.ndarray]:
+        """Return its bytes."""
+        tensors = weights.checkpoint.tensors
+        if self.conversion is None:
+            return (piece for key in self.keys for piece in read_bytes(tensors[key]))
+        made = run_conversion(self.conversion, weights.stored_model, lambda key: read_whole(tensors[key]))
+        return _pieces_of(made[self.name])
 
 
-def _stacks_of(weights: WeightMap) -> dict[str, _Stack]:
-    """Return the stacks that could be written, by each of their keys."""
-    model, stored = weights.model, weights.stored_model
+def _joined_of(weights: WeightMap) -> dict[str, list[_Joined]]:
+    """Return what transformers joins as it reads weights, by each of the stored names."""
+    model, stored, tensors = weights.model, weights.stored_model, weights.checkpoint.tensors
     names = {name: name for name in model.state_dict()} if stored is model else names_in_whole(model, stored)
-    shapes, found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, dict[str, _Stack]()
+    shapes, found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, list[list[_Joined]]()
     for name, own in names.items():
         pieces = weights.pieces.get(own, ())
-        if len(pieces) < 2 or len({weights.checkpoint.tensors[piece.key].dtype for piece in pieces}) > 1:
-            continue
-        ordered = sorted(pieces, key=lambda piece: (piece.index[0], piece.index[1].start))  # type: ignore[union-attr]
-        stack = _Stack(name, tuple(piece.key for piece in ordered), shapes[own])
-        found |= {piece.key: stack for piece in pieces}
-    return found
+        if len(pieces) > 1:
+            ordered = sorted(pieces, key=lambda piece: (piece.index[0], piece.index[1].start))  # type: ignore[union-attr]
+            found.append([_Joined(name, tuple(piece.key for piece in ordered), shapes[own])])
+    for conversion in weights.conversions:
+        keys = tuple(key for several in conversion.sources.values() for key in several)
+        if all(key.endswith(".weight") for key in keys):
+            pairs = zip(conversion.made, conversion.parameters, strict=True)
+            found.append([_Joined(name, keys, shapes[own], conversion) for name, own in pairs])
+    alike = [each for each in found if len({tensors[key].dtype for key in each[0].keys}) == 1]
+    return {key: each for each in alike for key in each[0].keys}
 
 
 def digest_of(path: Path) -> str:
@@ -186,5 +199,5 @@ def _described(key: str, tensor: torch.Tensor) -> StoredTensor:
     return StoredTensor(key, Path(), 0, num_bytes, _DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+def _pieces_of(tensor: torch.Tensor) -> list[np.ndarray]:
+    return [tensor.contiguous().view(-1).view(torch.uint8).numpy()]

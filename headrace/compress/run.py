@@ -36,7 +36,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 _RECORD = "record.json"
 _UNFINISHED = ".unfinished"
 # Changes with the bytes that a compression writes, so that none goes on with what an older version began.
-_FORM = 2
+_FORM = 3
 # Options that may change when the same command goes on.
 _FREE = {"output", "cache", "most_loss", "host_memory"}
 
@@ -173,7 +173,7 @@ class _Run:
             say(self.quantiser.room.warning)
         of_transformers = CODES[options.to].stock_loads
         self.decodes_at_load = of_transformers and self.quantiser.decodes_at_load
-        self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain, stacks=of_transformers)
+        self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain, joined=of_transformers)
 
     def finish(self, output: Path) -> Compressed:
         """Do the remaining blocks, and everything after them."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from headrace.model.adapter_config import CONFIG_NAME, read_adapter_json
 from headrace.model.adapter_reading import PREFIX, WEIGHTS_NAME
@@ -55,7 +57,7 @@ def write_adapters(
     """
     names = _names_in_files(chain, weights)
     stacks = [each.name for found in adapters.products.values() for each in found if isinstance(each, Stack)]
-    keys = _keys(chain, names, stacks)
+    keys = _keys(chain, names, stacks, weights.stored_model)
     shapes = {keys[name]: shape for name, shape in _shapes(adapters).items()}
     with appearing_model(out, adapter_file_bytes(adapters)) as partial:
         writer = ShardWriter(partial, [[_stored(key, shape) for key, shape in shapes.items()]], WEIGHTS_NAME)
@@ -152,10 +154,11 @@ def _stacks(chain: Chain) -> list[str]:
     return [each.name for layout in chain.layouts for each in stacks_of(chain.model, layout)]
 
 
-def _keys(chain: Chain, names: Mapping[str, str], stacks: Sequence[str]) -> dict[str, str]:
+def _keys(chain: Chain, names: Mapping[str, str], stacks: Sequence[str], stored: nn.Module) -> dict[str, str]:
     """Return how the file calls the tensors that adapters may have, by their names here; of packed experts those of `stacks`.
 
-    peft wraps a module once for each parameter that is adapted, in their order: the last one is outermost.
+    peft wraps a module once for each parameter that is adapted, in their order: the last one is outermost. It renames what it
+    reads by the rules for weights of the model that is `stored`.
     """
     modules = [name for name, module in chain.model.named_modules() if is_linear(module)]
     places = {name: names.get(name, name) for name in modules}
@@ -163,7 +166,26 @@ def _keys(chain: Chain, names: Mapping[str, str], stacks: Sequence[str]) -> dict
         owner = name.rpartition(".")[0]
         within = sum(other.rpartition(".")[0] == owner for other in stacks[number + 1 :])
         places[name] = names.get(name, name).rpartition(".")[0] + ".base_layer" * within
-    return {f"{name}.{end}": f"{PREFIX}{place}.{end}" for name, place in places.items() for end in (DOWN, UP, MAGNITUDE)}
+    before = _before_renaming(stored)
+    ends = (DOWN, UP, MAGNITUDE)
+    return {f"{name}.{end}": f"{PREFIX}{before(f'{place}.{end}')}" for name, place in places.items() for end in ends}
+
+
+def _before_renaming(stored: nn.Module) -> Callable[[str], str]:
+    """Return a function from the name of a tensor to one that becomes it by transformers' rules for a model's weights.
+
+    Most rules leave today's names alone. Some take them for older ones, too: what is written then is the older name.
+    """
+    rules = [rule for rule in get_model_conversion_mapping(stored) if isinstance(rule, WeightRenaming)]
+    back = [rule.reverse_transform() for rule in reversed(rules)]
+
+    def before(name: str) -> str:
+        if rename_source_key(name, rules, [])[0] == name:
+            return name
+        older = rename_source_key(name, back, [], reverse=True)[0]
+        return older if rename_source_key(older, rules, [])[0] == name else name
+
+    return before
 
 
 def _shapes(adapters: Adapters) -> dict[str, tuple[int, ...]]:

@@ -78,7 +78,7 @@ class Checkpoint:
         """
         directory = Path(directory)
         refuse_no_model(directory)
-        config = _read_config(directory)
+        config = read_config(directory)
         tensors: dict[str, StoredTensor] = {}
         index = _read_index(directory)
         for name in dict.fromkeys(index.values()) if index else [_SINGLE]:
@@ -104,7 +104,12 @@ class Checkpoint:
         return cls(directory, config, tensors, whole, notes)
 
 
-def _read_config(directory: Path) -> Any:
+def read_config(directory: Path) -> Any:
+    """Return the configuration in `directory`.
+
+    Raises:
+        ModelError: transformers does not accept it; the message says why.
+    """
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for what a file may hold

@@ -23,7 +23,7 @@ from headrace.model.runner import left_as_found
 from headrace.model.taps import BlockCall, Kept, Taps
 from headrace.model.tiered_cache import can_be_tiered
 from headrace.terms.costs import CALLS_OF_EXPERT, GenerationCosts, PassCosts, touched
-from headrace.terms.errors import HeadraceError, ModelError, in_one_line
+from headrace.terms.errors import refusing
 
 # How many float32 copies of a step's logits processors, sorting and sampling make (counted in transformers 5.23).
 _COPIES_OF_LOGITS = 8
@@ -37,26 +37,19 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int, chunk: int = 0
     Raises:
         ModelError: the model's code asks for values, which fake tensors do not have.
     """
-    try:
-        with (
-            experts_at_once(chain.model),
-            noted_choices(chain) as choices,
-            left_as_found(chain.model.modules()),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.no_grad(),
-            ends_bound(chain),
-        ):
-            found = _costs(chain, rows, prompt_length, chunk if chunk < prompt_length else 0)
-            found = replace(found, choices=max(choices, default=0), widens=chain.wide_products)
-            return replace(
-                found, first=_looped(found.first, chain, found, found.first_tokens), next=_looped(found.next, chain, found, 1)
-            )
-    except HeadraceError:
-        raise
-    except Exception as error:  # the architecture's own code on tensors without values
-        raise ModelError(
-            f"{type(chain.model).__name__}: a generation cannot be planned: it fails on shapes alone: {in_one_line(error)}"
-        ) from error
+    with (
+        refusing(f"{type(chain.model).__name__}: a generation cannot be planned: it fails on shapes alone"),
+        experts_at_once(chain.model),
+        noted_choices(chain) as choices,
+        left_as_found(chain.model.modules()),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+        ends_bound(chain),
+    ):
+        found = _costs(chain, rows, prompt_length, chunk if chunk < prompt_length else 0)
+        found = replace(found, choices=max(choices, default=0), widens=chain.wide_products)
+        first, following = _looped(found.first, chain, found, found.first_tokens), _looped(found.next, chain, found, 1)
+        return replace(found, first=first, next=following)
 
 
 def _looped(costs: PassCosts, chain: Chain, found: GenerationCosts, tokens: int) -> PassCosts:

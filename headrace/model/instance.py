@@ -20,11 +20,11 @@ LENGTHS = (13, 10)
 def tiny_model(config_class: type, key: str) -> Any:
     """Return a tiny float32 instance of an architecture, in training mode, with weights away from their initial values."""
     values = {name: value for name, value in json.loads(key).items() if name not in ("transformers_version", "dtype")}
-    config = config_class(**values)
-    config.use_cache = False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         try:
+            config = config_class(**values)
+            config.use_cache = False
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
         except Exception as error:  # whatever the architecture's own code raises for sizes it cannot have
             raise ModelError(

@@ -19,6 +19,7 @@ from headrace.model.runner import left_as_found
 from headrace.model.shape_costs import batch_on_shapes
 from headrace.model.taps import BlockCall
 from headrace.terms.costs import GenerationCosts
+from headrace.terms.errors import refusing
 from headrace.terms.sizes import MIB
 
 # Bytes of the float32 logits of one chunk of positions.
@@ -78,8 +79,12 @@ def scoring_costs(chain: Chain, rows: int, length: int) -> GenerationCosts:
     """Return the costs of scoring `rows` rows of `length` tokens: one pass without caches, with all logits in chunks.
 
     The chain must be ready to generate. Each of its passes is a first one.
+
+    Raises:
+        ModelError: the model's code asks for values, which fake tensors do not have.
     """
     with (
+        refusing(f"{type(chain.model).__name__}: a measurement of its loss cannot be planned: it fails on shapes alone"),
         experts_at_once(chain.model),
         left_as_found(chain.model.modules()),
         FakeTensorMode(allow_non_fake_inputs=True),

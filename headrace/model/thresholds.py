@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -22,6 +23,7 @@ from headrace.model.find_blocks import block_of, find_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.kinds import keys_of
 from headrace.model.tiny import DROPPED, MET, UNREACHED, Layers, choose_layers, counted_in_tokens, open_keys, shrink_values
+from headrace.terms.errors import refusing
 
 # An instance with more parameters than this would take longer to fill than refusing it.
 _LARGEST_ELEMENTS = 30_000_000
@@ -55,7 +57,8 @@ def tiny_of(config: Any) -> Tiny:
     Raises:
         ModelError: the architecture does not accept the shrunk sizes.
     """
-    return _tiny(cast(Hashable, type(config)), _json(config))
+    with _refusing(config):
+        return _tiny(cast(Hashable, type(config)), _json(config))
 
 
 def architecture_key(config: Any) -> str:
@@ -72,7 +75,13 @@ def key_without(config: Any, names: Collection[str]) -> str:
     tiny = tiny_of(config)
     chosen = {**tiny.chosen, **dict.fromkeys(names, UNREACHED)}
     full = _Full(type(config), json.loads(_json(config)), tiny.layers)
-    return _json(full.shrunk(chosen, scaled_rope=tiny.scaled_rope))
+    with _refusing(config):
+        return _json(full.shrunk(chosen, scaled_rope=tiny.scaled_rope))
+
+
+def _refusing(config: Any) -> AbstractContextManager[None]:
+    """Refuse what cannot be shrunk: configuration classes have rules of their own, and files any values."""
+    return refusing(f"{type(config).__name__}: cannot make a tiny instance for checking")
 
 
 @dataclass(frozen=True)

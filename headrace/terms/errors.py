@@ -20,6 +20,9 @@ Each message says what was asked, what was found and what to do. The command lin
 `StorageError` and `PeerLost` into one line on stderr and exit code 2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HeadraceError(Exception):
     """Base of all errors raised on purpose."""
@@ -91,3 +94,18 @@ def in_one_line(error: BaseException, most: int = 300) -> str:
     """Return the kind and the words of an error that is not ours, on one line of about `most` characters."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:most]}{'...' if len(words) > most else ''}" if words else type(error).__name__
+
+
+@contextmanager
+def refusing(words: str) -> Iterator[None]:
+    """While entered, whatever code that is not ours raises becomes a refusal: `words`, then its own in one line.
+
+    Raises:
+        ModelError: other code raised something. Errors of ours pass.
+    """
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{words}: {in_one_line(error)}") from error

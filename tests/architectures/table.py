@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--way", action="append", help="only this way; may be given several times")
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
-    table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"outcomes": {}, "known": []}
+    table = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {"outcomes": {}}
     before, found = table["outcomes"], {}
     ways = tuple(asked.way or ("train", "eval", "generate", "lora", "int4"))
     kinds = [(kind, ways) for kind in asked.kinds if not asked.missing or kind not in before]

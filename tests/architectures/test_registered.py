@@ -1,7 +1,7 @@
 """Each causal model that the installed transformers registers: what comes of it, as the table of outcomes has it.
 
 `make architectures` runs all (some fifteen minutes) and prints what changed; `make architectures RENEW=1` writes the table.
-`make deep` runs twelve. Run: pytest tests/architectures -m deep
+`make deep` runs some. Run: pytest tests/architectures -m deep
 """
 
 import json
@@ -13,7 +13,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ways import outcomes_of
 
 TABLE = json.loads(Path(__file__).with_name("outcomes.json").read_text(encoding="utf-8"))
-DEEP = ["llama", "gemma2", "gpt_oss", "mamba2", "jamba", "qwen3_moe", "deepseek_v3", "phi3", "lfm2", "roberta", "bart", "zaya"]
+DEEP = [
+    "llama",
+    "gemma2",
+    "gpt_oss",
+    "mamba2",
+    "jamba",
+    "qwen3_moe",
+    "deepseek_v3",
+    "phi3",
+    "lfm2",
+    "roberta",
+    "bart",
+    "zaya",
+    "jetmoe",
+]
 
 
 def test_every_registered_kind_has_a_row() -> None:
@@ -23,7 +37,7 @@ def test_every_registered_kind_has_a_row() -> None:
 
 def test_no_row_says_that_something_is_wrong() -> None:
     wrong = [(kind, way) for kind, row in TABLE["outcomes"].items() for way, found in row.items() if found.startswith("WRONG")]
-    assert sorted(wrong) == sorted(map(tuple, TABLE["known"]))
+    assert not wrong
 
 
 @pytest.mark.deep

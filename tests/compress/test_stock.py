@@ -29,6 +29,8 @@ def logits_of(directory: Path) -> torch.Tensor:
 
 
 _STATES = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+_TWO = {"num_hidden_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_LINEAR = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 16))}
 _ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Beside the architectures that all tests share: whose code reads weights as it is loaded, and further mixtures.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,12 +40,25 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent-gemma": ("recurrent_gemma", {**SIZES, "hidden_size": 32, "lru_width": 32, "attention_window_size": 8}),
     "glm4-moe": ("glm4_moe", {**SIZES, **_ROUTED, "hidden_size": 32, "head_dim": 16, "n_routed_experts": 4}),
     "qwen2-moe": ("qwen2_moe", {**SIZES, **_ROUTED, "num_experts": 4, "shared_expert_intermediate_size": 32}),
+    # Their convolutions are stored one by one, and joined as they are read.
+    "olmo-hybrid": ("olmo_hybrid", {**SIZES, **_LINEAR, "layer_types": ["linear_attention", "full_attention"], **_TWO}),
+    "kimi-linear": (
+        "kimi_linear",
+        {**SIZES, **_ROUTED, **_TWO, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 2, "kv_lora_rank": 16}
+        | {
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_key_value_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
 }
 # Its matrices lie the other way, which int4 does not code.
 ARCHITECTURES = {name: case for name, case in (CONFIGS | MORE).items() if case[0] not in ("gpt2", "llama4_text")}
 
 
-@pytest.mark.parametrize("name", sampled(ARCHITECTURES, ["falcon-mamba-uneven", "qwen3-moe"]))
+@pytest.mark.parametrize("name", sampled(ARCHITECTURES, ["falcon-mamba-uneven", "qwen3-moe", "olmo-hybrid"]))
 def test_each_architecture_is_loaded_as_it_is_decompressed(name: str, tmp_path: Path) -> None:
     """Widths of 24 and 48 are not coded: experts of them stay in 16 bits beside coded matrices."""
     kind, values = ARCHITECTURES[name]

@@ -11,6 +11,7 @@ from tiny_sizes import SIZES
 from transformers import PreTrainedTokenizerFast
 
 from headrace.generate.evaluating import evaluate
+from headrace.terms.errors import ModelError
 
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 2}
 _LINEAR = {f"linear_{name}": size for name, size in (("num_key_heads", 2), ("num_value_heads", 4), ("key_head_dim", 8))}
@@ -61,3 +62,11 @@ def test_every_architecture_is_measured(name: str, model: Path, tmp_path: Path) 
     found = evaluate(directory, options(texts(tmp_path / "a.jsonl"), tmp_path))
     loss, _ = own_loss(directory, text_samples(model))
     assert found.loss == pytest.approx(loss, rel=2e-6)
+
+
+def test_a_model_whose_code_asks_for_values_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    """JetMoe's routers copy counts to the host."""
+    values = {**SIZES, "kv_channels": 8, "num_local_experts": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    directory = saved(("jetmoe", values), model, tmp_path / "model")
+    with pytest.raises(ModelError, match="a measurement of its loss cannot be planned: it fails on shapes alone: Data"):
+        evaluate(directory, options(texts(tmp_path / "a.jsonl"), tmp_path))

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassClassValidationError
 from tiers import sampled
 from tiny_architectures import make_plain
 from tiny_sizes import SIZES
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig
 
 from headrace.flow.step_batch import check_apart
 from headrace.model import Chain, self_check
 from headrace.model.thresholds import tiny_of
-from headrace.terms.errors import DataError
+from headrace.terms.errors import DataError, ModelError
 from headrace.terms.optimizer import Optimizer
 
 _LLAMA4 = {**SIZES, "head_dim": 16, "intermediate_size_mlp": 48, "num_local_experts": 2, "num_experts_per_tok": 1}
@@ -150,3 +151,19 @@ def test_beyond_every_such_number_gradients_are_those_of_the_whole_model(kind: s
 @pytest.mark.parametrize("kind", sampled(("falcon_h1", "longcat_flash", "kimi_linear", "bailing_hybrid"), ("falcon_h1",)))
 def test_sizes_that_go_together_shrink_together(kind: str) -> None:
     self_check(CONFIG_MAPPING[kind]())
+
+
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError, TypeError, ZeroDivisionError, StrictDataclassClassValidationError])
+def test_whatever_a_configuration_raises_as_it_is_shrunk_is_a_refusal(kind: type[Exception]) -> None:
+    class Picky(LlamaConfig):
+        """Has rules of its own, which no tiny instance meets."""
+
+        def __init__(self, **values: Any) -> None:
+            super().__init__(**values)
+            if self.hidden_size < 1024:
+                raise (
+                    kind("rules", ValueError("too small")) if kind is StrictDataclassClassValidationError else kind("too small")
+                )
+
+    with pytest.raises(ModelError, match=f"Picky: cannot make a tiny instance for checking: {kind.__name__}: .*too small"):
+        tiny_of(Picky(hidden_size=2048))
