@@ -115,8 +115,9 @@ def _class_of(config: Any) -> type[PreTrainedModel] | None:
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         model_class: type[PreTrainedModel] = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
         return model_class
-    for name in config.architectures or ():
-        named = getattr(transformers, name, None)
+    named_classes = config.architectures if isinstance(config.architectures, list) else ()
+    for name in named_classes:
+        named = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and getattr(named, "config_class", 0) is type(config):
             return named
     return None

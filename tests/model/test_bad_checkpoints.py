@@ -1,5 +1,6 @@
 """Broken, truncated and foreign model directories: each is refused with the file, the numbers and what to do."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -183,3 +184,12 @@ def test_wrong_plane_size(tmp_path: Path) -> None:
     chain = Chain.from_config(checkpoint.config, "bfloat16", Optimizer())
     with pytest.raises(ModelError, match="elements"):
         import_unit(chain.attach(checkpoint), chain.layouts[1], np.zeros(5, np.uint16), None)
+
+
+@pytest.mark.parametrize("architectures", [[1], [None, []], float("nan"), 3, "Llama", {"a": 1}])
+def test_words_for_the_class_that_are_none_are_passed_over(tmp_path: Path, architectures: Any) -> None:
+    """As transformers does, which reads the model by its type; or the file is refused."""
+    directory, _ = save(tmp_path)
+    edit_config(directory, architectures=architectures)
+    with contextlib.suppress(ModelError):
+        assert Checkpoint.open(directory).whole is None
