@@ -54,7 +54,7 @@ class CompressOptions(Declared):
     template_date: str | None = option_as(
         RunOptions,
         "template_date",
-        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date",
+        row="the day, YYYY-MM-DD, for chat templates that ask for the date",
         group=Group.CALIBRATION,
     )
     calibration_rows: int = option(128, Whole(), "Number of rows that calibrate.", group=Group.CALIBRATION)

@@ -25,7 +25,7 @@ class EvalOptions(Declared):
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
     template_date: str | None = option_as(
-        RunOptions, "template_date", row="the day, YYYY-MM-DD, that a chat template gets which asks for the date"
+        RunOptions, "template_date", row="the day, YYYY-MM-DD, for chat templates that ask for the date"
     )
     packing: bool | None = option_as(RunOptions, "packing")
     host_memory: str | int | None = option_as(GenerateOptions, "host_memory")

@@ -94,7 +94,7 @@ class GenerateOptions(Declared):
         None,
         Place(),
         "Directory of a PEFT adapter (LoRA or DoRA) to apply.",
-        row="a directory of peft's adapters (LoRA, DoRA) for this model, computed beside its weights: such as `RUN_DIR/final`",
+        row="directory of a PEFT adapter (LoRA or DoRA) to apply, such as `RUN_DIR/final`",
         words="none",
         group=Group.METHOD,
     )
@@ -102,8 +102,8 @@ class GenerateOptions(Declared):
         None,
         Place(),
         "Small model that drafts tokens (assisted decoding).",
-        row="a small model of the same tokenizer, kept in memory, that drafts several tokens for one pass over the weights; "
-        "one row at a time",
+        row="a small model with the same tokenizer that drafts several tokens for one pass over the weights. It stays in "
+        "memory; one row at a time",
         words="-",
         group=Group.DRAFTS,
     )
@@ -111,7 +111,7 @@ class GenerateOptions(Declared):
         None,
         Whole(),
         "Draft up to this many tokens out of the prompt.",
-        row="draft up to so many tokens out of the prompt itself; one row at a time",
+        row="draft up to this many tokens out of the prompt itself; one row at a time",
         words="-",
         group=Group.DRAFTS,
     )
@@ -121,8 +121,8 @@ class GenerateOptions(Declared):
         (),
         Listed(Place()),
         "Directory on an SSD for keys, values and a copy of the weights; give it several times to stripe.",
-        row="directories on SSDs where caches of keys and values may wait between two passes, striped, in files that vanish "
-        "at the end, whatever ends the process; without one they stay in memory. A copy of the weights may lie there, too",
+        row="directories on SSDs for caches of keys and values, striped; without one caches stay in memory. Their files "
+        "vanish at the end, even after a kill. A copy of the weights may lie there, too",
         words="-",
         plan=True,
         group=Group.MEMORY,
@@ -139,8 +139,8 @@ class GenerateOptions(Declared):
         None,
         Flag(),
         "Multiply few rows with four-bit weights that stay packed.",
-        row="multiply few rows (8; 32 where products are widened) with four-bit weights that stay packed in memory beside "
-        "decoded ones; bits are others than those of decoded weights",
+        row="multiply up to 8 rows (32 where products are widened) with four-bit weights that stay packed in memory beside "
+        "decoded ones. Bits differ from those of decoded weights",
         words="where tokens come faster by it",
         group=Group.METHOD,
     )
@@ -148,8 +148,8 @@ class GenerateOptions(Declared):
         AUTO,
         OneOf((AUTO, ON_DEVICE, ON_HOST)),
         "Where attention of new tokens is computed: auto, device or host.",
-        row="where attention of new tokens is computed: on the `device`, or on the `host`, which then holds all keys and "
-        "values that may lie there; `auto` plans what is faster, with a GPU",
+        row="where attention of new tokens is computed: `device`, or `host`, which then holds all keys and values that can "
+        "move. With a GPU `auto` plans what is faster",
         plan=True,
         group=Group.METHOD,
     )
@@ -178,7 +178,7 @@ class GenerateOptions(Declared):
         1800.0,
         Duration(),
         "Most work that a kill may cost, such as 30m.",
-        row="the most work that a kill may cost, such as `30m`: it bounds the answers that are under way at once",
+        row="the most work that a kill may cost, such as `30m`; it bounds how many answers are computed at once",
         words="`30m`",
         group=Group.RUN,
     )

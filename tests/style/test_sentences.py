@@ -36,8 +36,11 @@ def paragraphs(text: str, line: int, indented_is_code: bool) -> Iterator[tuple[i
     for number, one in enumerate([*text.splitlines(), ""], line):
         fence = one.lstrip().startswith(("```", "~~~"))
         after_blank = not kept
-        code = fenced or fence or one.lstrip().startswith((">>>", "$ ")) or (
-            indented_is_code and one.startswith("    ") and after_blank and not in_list
+        code = (
+            fenced
+            or fence
+            or one.lstrip().startswith((">>>", "$ "))
+            or (indented_is_code and one.startswith("    ") and after_blank and not in_list)
         )
         fenced ^= fence
         cells = _CELLS.split(one.strip())
@@ -88,7 +91,9 @@ def comment_blocks(source: str) -> Iterator[tuple[int, str]]:
 def strings(source: str) -> Iterator[tuple[int, str]]:
     """Yield each string of a module with its line, docstrings too; values filled in are one word each."""
     tree = ast.parse(source)
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    inside = {
+        id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield node.lineno, "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
