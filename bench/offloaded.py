@@ -480,11 +480,11 @@ def points() -> tuple[Point, ...]:
 PAGE = """
 ## FlexGen and MoE-Lightning: generation out of a T4's memory
 
-Their own schedules run as programs (`bench/offloaded.py`) on the profile `t4`. Figures are tokens per second and include prefill.
-Two constants saw one measurement each. Copies from unpinned memory, 6.0 GB/s, were chosen on OPT-30B. FlexGen's extra time for each
-micro-batch of Mixtral, 12.4 ms, was chosen on its own policy. With the first constant alone MoE-Lightning's own line comes out
-right, unseen. OPT: prompts of 512, 32 new tokens; Mixtral: MTBench padded to 418, 128 new tokens. The number of rows behind 20.65 is
-not published: that of FlexGen's own policy is assumed. The causes of misses are likely, not shown.
+Their own schedules run as programs (`bench/offloaded.py`) on the profile `t4`. Figures are tokens per second and include
+prefill. Two constants saw one measurement each. Copies from unpinned memory, 6.0 GB/s, were chosen on OPT-30B. FlexGen's extra
+time for each micro-batch of Mixtral, 12.4 ms, was chosen on its own policy. With the first constant alone MoE-Lightning's own
+line comes out right, unseen. OPT: prompts of 512, 32 new tokens; Mixtral: MTBench padded to 418, 128 new tokens. The number of
+rows behind 20.65 is not published: that of FlexGen's own policy is assumed. The causes of misses are likely, not shown.
 
 {rows}
 

@@ -42,11 +42,12 @@ TOLERANCE = 0.10
 
 HEADER = """# The simulator against published measurements
 
-The program is Fuyou's own policy: the whole batch layer by layer, the optimizer behind backward only. It runs on the virtual clock
-of `headrace plan`, for one RTX 4090 with 12 SSDs and sequence length 1024. Published figures are the raw data of the Fuyou
-papers (arXiv 2403.06504). Three constants stand for that system, the same for every line: {compute:.0f} TFLOPS of compute,
-{read:.0f} GB/s read and {write:.0f} GB/s written. They were chosen on the 13B lines; the 175B lines are a check. Compute and write
-agree with a fit of a closed formula to all published points. TFLOPS count 6 operations per parameter and token.
+The program is Fuyou's own policy: the whole batch layer by layer, the optimizer behind backward only. It runs on the virtual
+clock of `headrace plan`, for one RTX 4090 with 12 SSDs and sequence length 1024. Published figures are the raw data of the
+Fuyou papers (arXiv 2403.06504). Three constants stand for that system, the same for every line: {compute:.0f} TFLOPS of
+compute, {read:.0f} GB/s read and {write:.0f} GB/s written. They were chosen on the 13B lines; the 175B lines are a check.
+Compute and write agree with a fit of a closed formula to all published points. TFLOPS count 6 operations per parameter and
+token.
 
 The Headrace column has the same machine and constants under Headrace's own plan and program. Its model is a GPT-2 block of that
 width from transformers; 22 GiB of device and 700 GiB of host memory are allowed (nan: it does not fit). Where it differs:
