@@ -154,7 +154,7 @@ def limits(timeline: JointTimeline) -> str:
 PAGE = """
 ## LuWu: workers and a node
 
-The programs of a worker and of the node follow LuWu's own policy (arXiv 2409.00918), on one virtual clock: a switch repeats
+The programs of a worker and of the node follow LuWu's own policy (arXiv 2409.00918), on one virtual clock. A switch repeats
 weights and sums gradients, 14 bytes a parameter lie on SSDs, updates run behind backward. Links of 12.5 GB/s and SSDs of 26
 GB/s, each way, are the paper's. Compute is the profile `a100-40g`; its share of time outside matrix products was fitted to the
 first line, and no other figure is fitted. Tokens per second are those of each worker. "Closed form" is forward S/B and backward

@@ -103,8 +103,8 @@ def _from_hub(name: str) -> Path:
         reason = str(error).strip().splitlines()
         raise ModelError(
             f"model: {name} is no directory here, and its config.json could not be fetched from the Hub "
-            f"({type(error).__name__}: {reason[0] if reason else 'no reason given'}); "
-            "give a local model directory or config.json"
+            f"({type(error).__name__}: {(reason[0] if reason else 'no reason given')}). Give a local model directory or "
+            "config.json"
         ) from error
 
 

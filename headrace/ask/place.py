@@ -19,8 +19,8 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.sizes import MIB, format_bytes
 
-# Bytes of host memory for the interpreter and libraries in a run that tokenises its data and compiles its kernels itself: 339
-# MiB were measured, 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
+# Bytes of host memory for the interpreter and libraries in a run that tokenises its data and compiles its kernels itself.
+# Measured were 339 MiB, and 303 with both cached (docs/log/process-memory). A build of torch for CUDA takes 140 MiB more.
 _RUNTIME_BYTES, _CUDA_BUILD_BYTES = 352 * MIB, 140 * MIB
 # For another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
 RUNTIME_ELSEWHERE_BYTES = 300 * MIB
@@ -29,8 +29,8 @@ _OFFERED_PERCENT = 90
 
 
 def runtime_bytes(measured: int) -> int:
-    """Return the bytes to plan for the interpreter and its libraries: a figure that covers every run, or, where a program has
-    already loaded more than that, what it has: `measured`.
+    """Return the bytes to plan for the interpreter and its libraries: a figure that covers every run, or `measured` if the
+    program has already loaded more.
     """
     stated = _RUNTIME_BYTES + (_CUDA_BUILD_BYTES if torch.version.cuda else 0)
     return max(stated, planned_runtime_bytes(measured))

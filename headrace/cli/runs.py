@@ -114,7 +114,7 @@ def _stops(run: RunDirectory) -> Iterator[None]:
     except StepFailed as error:
         leave_failed_step(error, run.path)
     except KeyboardInterrupt:  # before the first step, or while the model is written
-        how = f"go on with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
+        how = f"resume with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
         leave(f"interrupted; {how}", INTERRUPTED)
 
 

@@ -20,7 +20,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The code's name in a run's record: a run goes on with the code in which its state was written."""
+        """The code's name in a run's record. A run keeps the code of its state."""
 
     @property
     def digest(self) -> str | None:

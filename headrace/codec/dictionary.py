@@ -8,7 +8,7 @@ so is every suffix, so that the greedy parse is a shortest one, and a row may en
 Which of several equally likely sequences get in depends on the order of floating-point operations. So a dictionary is
 identified by its digest, not by its probability. `QMOE_DIGEST` is that of the published one.
 
-Words of a table (65536, 2) uint32, as published: bits 0 to 3 of both halves hold the pairs of the whole sequence; then come two
+Words of a table (65536, 2) uint32, as published. Bits 0 to 3 of both halves hold the pairs of the whole sequence. Then come two
 bits for each weight, the first 14 weights in the first half.
 """
 

@@ -6,7 +6,7 @@ exactly: a row keeps both values as bfloat16. Encoding other weights rounds them
 largest value becomes that value, others become zero.
 
 Invariant: a weight is compared with zero first. A row without negative weights has a least value of zero, and its zeros are
-still coded as zeros; QMoE's own packing takes them for the least value, and such a row loses its compression.
+still coded as zeros. QMoE's own packing takes them for the least value, so such a row loses its compression.
 """
 
 from collections.abc import Callable

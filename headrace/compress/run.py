@@ -35,7 +35,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 _RECORD = "record.json"
 _UNFINISHED = ".unfinished"
-# Changes with the bytes that a compression writes, so that none goes on with what an older version began.
+# Changes with the bytes that a compression writes, so that no version resumes what an older one began.
 _FORM = 2
 # Options that may change when the same command goes on.
 _FREE = {"output", "cache", "most_loss", "host_memory"}

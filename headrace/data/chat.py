@@ -48,7 +48,7 @@ def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[s
 def encode_contents(row: Row, said: Messages, template: Template, most_tokens: int) -> Encoded | Unmarked:
     """Return the ids of a conversation, marked ("trained") where anybody speaks, and not in what the template adds.
 
-    What the template adds is found by rendering the conversation with a name in the place of each text: the pieces between
+    To find what the template adds, the conversation is rendered with a name in the place of each text. The pieces between
     names, together with the texts, must be the rendering of the conversation itself.
     """
     try:

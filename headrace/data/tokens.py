@@ -37,7 +37,7 @@ from headrace.terms.sizes import format_bytes
 
 # 2: padding of given token ids is left out; 3: checksums; 4: what of a conversation is trained is compared as text.
 FORMAT_VERSION = 4
-# Whose files have the same form: a run that began with such tokens goes on with them.
+# Versions whose files have the same form. A run that began with such tokens keeps them.
 EARLIER_FORMATS = (3,)
 _FLUSH_TOKENS = 1 << 20
 _FILES = ("tokens", "trained", "offsets")

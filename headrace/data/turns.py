@@ -4,7 +4,7 @@ If the template marks the assistant's words by `{% generation %}`, the template 
 rendering the conversation up to it, with and without it, or by its header, its words and the mark that ends it.
 
 The invariant: the data says what may be trained, the template only how it looks. A stretch holds the words of its own turn and
-the turn's end, and nothing of another message, of a header or of a system message; all of it is compared as text. A sample for
+the turn's end. It holds nothing of another message, a header or a system message. All of it is compared as text. A sample for
 which this cannot be shown is left out, and nothing is guessed.
 """
 
@@ -160,7 +160,7 @@ class Rendered:
     def _end(self, index: int, begin: int, own: list[Words], high: int, closed: str | None) -> int:
         """Return where the turn that begins at `begin` ends, behind its words and before character `high`.
 
-        Some templates render the last turn differently from earlier ones (Qwen3 adds an empty thought to it), so the whole does
+        Some templates render the last turn differently from earlier ones; Qwen3 adds an empty thought to it. So the whole does
         not begin with `closed`, the conversation that ends with this turn. Its last special token is the mark that ends a turn
         in both; or what follows the words there follows them here; or the next special token ends the turn.
         """

@@ -205,8 +205,8 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all workers of a generation do alike: how sums are grouped, the turns of a step and of a pass forward; and how many
-    micro-batches each has room for, by rank.
+    """What is the same for all workers of a generation: how sums are grouped, and the turns of a step and of a forward pass.
+    `most` says how many micro-batches each has room for, by rank.
     """
 
     grouping: Grouping

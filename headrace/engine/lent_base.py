@@ -1,8 +1,8 @@
 """Frozen weights that a run reads where they lie, in the model's own files, and does not copy into its state.
 
-That is done unit by unit, where a file has a unit's tensors as compute reads them, and where the model lies on the one drive
-that the state goes to: another drive that was named for the state, or several, get a copy. Invariant: what is read are the
-bytes of the files that the run began with; a run whose files have changed since is not gone on with.
+That is decided unit by unit. A file must have a unit's tensors as compute reads them, and the model must lie on the one drive
+of the state. If the state goes to another drive or to several, they get a copy. Invariant: what is read are the bytes of the
+files that the run began with; a run whose files have changed since is not gone on with.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""The one opener: a model directory becomes a chain that runs here, for a run, a generation, an evaluation or a compression;
-and a run's last commit becomes weights to read.
+"""The one opener: a model directory becomes a chain that runs here, for a run, a generation, an evaluation or a compression. A
+run's last commit becomes weights to read.
 
 Invariant: whatever for, its architecture is tried, its parts and its files are compared, and products are computed alike.
 Nothing of training is imported before a run directory is opened.
@@ -155,8 +155,8 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         for name in ("wire", "codec", "site"):
             if (found := identity.get(name)) not in (None, seams.names[name]):
                 raise RunDirectoryError(
-                    f"{run_directory}: it was begun by a program with a {name} of its own ({found}), which no option names; "
-                    "have that program write the model (`Engine.save_pretrained`), and generate with what it wrote"
+                    f"{run_directory}: a program began it with a {name} of its own ({found}), which no option names. Have "
+                    "that program write the model (`Engine.save_pretrained`), and generate with the result"
                 )
         if compute_dtype not in (None, own):
             raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")

@@ -44,7 +44,7 @@ class Seams:
         return {self.codec.name: self.codec} if self.codec else {}
 
     def check(self, store: StateStore) -> None:
-        """Refuse to go on with a run in another way than it began.
+        """Refuse to resume a run in another way than it began.
 
         Raises:
             RunDirectoryError: it was begun with another wire, codec or site; or one was begun by a node and the other is not.
@@ -66,7 +66,7 @@ def forms_of(
     *,
     on_host: bool = True,
 ) -> tuple[Form, ...]:
-    """Return the forms of the units of `chain` under a run's seams and a rule; the `optimizer` says what is trained at all, and
+    """Return the forms of the units of `chain` under a run's seams and a rule. The `optimizer` says what is trained at all.
     `stored` says which blocks the model's files already hold coded.
 
     `on_host`: the host computes, and decodes.

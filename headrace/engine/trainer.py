@@ -183,7 +183,7 @@ class Engine:
 
         Raises:
             DataError: shapes do not agree, a token is not in the vocabulary, or none is trained.
-            StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
+            StepFailed: a lane failed (its cause is chained). The last committed step is untouched; `resume` continues from it.
         """
         started, cpu_batch = time.perf_counter(), checked_batch(batch, self.chain.vocabulary)
         check_apart(cpu_batch, self.chain)

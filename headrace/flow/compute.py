@@ -147,8 +147,8 @@ def prologue_backward(state: StepState, op: Op) -> None:
 
 
 class _Bound:
-    """While in the context, a unit's parameters are views of the slot that compute reads; with `gradients`, the wire catches
-    those into the accumulator, if anything of the unit is trained.
+    """While in the context, a unit's parameters are views of the slot that compute reads. With `gradients`, the wire adds their
+    gradients to the accumulator, if anything of the unit is trained.
 
     Where gradients are made in place, the accumulator is the drained gradient's own buffer.
     """

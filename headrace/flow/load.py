@@ -23,9 +23,9 @@ from headrace.update.tensors import join, split
 def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any], site: Site | None) -> None:
     """Read each unit's tensors from the checkpoint into the store and commit `record`.
 
-    The first state plane (the remainder of the split master, or the fp32 master) is written only if it is not all zero; the
-    rule's own states are zero, which the store knows without writing. Frozen weights are written as their form has them,
-    unless they are lent, and beside them the first weights of the trained family.
+    The first state plane (the remainder of the split master, or the fp32 master) is written only if it is not all zero. The
+    rule's own states are zero, which the store knows without writing. Frozen weights are written as their form has them, unless
+    they are lent, and beside them the first weights of the trained family.
     """
     units, plane = store.manifest.units, maker.weight
     # One buffer for each plane, as large as the largest unit, serves all units: freed memory goes back to the system late.

@@ -1,7 +1,7 @@
 """Whether weights are read where they lie, or from a copy that is striped over the given drives: decided once, for a plan.
 
-A copy is made where it is asked for; or, where nobody says, where each pass reads weights and the drives together read them
-faster by a quarter than the files are read where they are. One that is there is used.
+A copy is made if it is asked for. Without a word it is made if each pass reads weights, and the drives together read a quarter
+faster than the model's own files. One that is there is used.
 """
 
 import shlex

@@ -153,7 +153,7 @@ class ExpertFlow:
         self._ready[computed] = found
 
     def go_on(self, op: Op) -> None:
-        """Let seats go on with the experts of a round."""
+        """Let seats continue with the experts of a round."""
         computed, host = op.slot(Pool.DEVICE_EXPERTS), op.slot(Pool.EXPERTS)
         ready: Sequence[tuple[int, torch.Tensor]]
         if computed >= 0:

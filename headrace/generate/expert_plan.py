@@ -85,8 +85,9 @@ class ExpertPlan:
         return self.rounds(unit, float(tokens * self.choices))
 
     def waiting_bytes(self, tokens: int, hidden_bytes: int) -> int:
-        """Return the bytes of a seat of so many tokens while it waits within a block: hidden states (as they came in, normed,
-        the sum so far, and the shared experts' result), routers' scores, and the loop's mask of places in 64-bit numbers.
+        """Return the bytes of a seat of so many tokens while it waits within a block: hidden states, routers' scores and the
+        loop's mask. Hidden states count as they came in, normed, summed so far, and as the shared experts' result. The mask of
+        places has 64-bit numbers.
         """
         most = max(self.figures.num_experts)
         return 5 * hidden_bytes + tokens * (most * 8 + self.choices * (most + 3) * 8)

@@ -49,7 +49,7 @@ def open_model(
         return GenerationModel.of_directory(run.final, budget, compute_dtype, sink, check)
     if (place / MANIFEST_NAME).exists():
         return GenerationModel.of_store(place, budget, compute_dtype, sink, check)
-    raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` goes on with it")
+    raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` resumes it")
 
 
 def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:

@@ -27,8 +27,8 @@ def groups_of(controller: str, root: Path = _HERE) -> Iterator[tuple[int, list[P
 def quota_cores(root: Path = _HERE) -> float | None:
     """Return the least CPU time a second of this process's control groups and those above them; None for no limit.
 
-    Container engines set it (`docker run --cpus`, a pod's CPU limit). Affinity does not show it, so that libraries start a
-    thread for each of the machine's cores; all of them are then stopped for the rest of each period (0.1 s).
+    Container engines set it (`docker run --cpus`, a pod's CPU limit). Affinity does not show it, so libraries start a thread
+    for each of the machine's cores. The kernel then stops all of them for the rest of each period (0.1 s).
     """
     limits = [
         limit

@@ -1,8 +1,8 @@
 """The compute lane: forward and backward of a block and of the head, through the code that training runs.
 
-Operations are counted as the planner counts them (`model.cost_profile`): a forward, and a backward of three times that, because
-it computes the block again (twice for the head, which is not computed again). What takes time besides matrix products is found
-by fitting the seconds of several shapes: `fitted_rates`.
+Operations are counted as the planner counts them (`model.cost_profile`). A backward counts three times its forward, because it
+computes the block again; twice for the head, which is not computed again. What takes time besides matrix products is found by
+fitting the seconds of several shapes: `fitted_rates`.
 """
 
 import statistics

@@ -219,7 +219,7 @@ def _check_copy(directory: Path, key: str, parameter: str | None, weights: Weigh
     if not pieces:
         model = type(weights.model).__name__
         raise ModelError(
-            f"{directory}: {key!r} belongs to nothing in the blocks of {model}: the adapter is of another model, or adapts "
+            f"{directory}: {key!r} belongs to nothing in the blocks of {model}. The adapter is of another model, or adapts "
             "more than linear modules of blocks and heads; give the model that it was trained on"
         )
     own, found = weights.checkpoint.tensors[pieces[0].key], file.get_slice(key)
@@ -227,6 +227,6 @@ def _check_copy(directory: Path, key: str, parameter: str | None, weights: Weigh
         torch.equal(_floats_of(own, rows), found[start:stop].float()) for start, stop, rows in read_rows(own)
     ):
         raise ModelError(
-            f"{directory}: {key}: this adapter brings other weights for {parameter} than the model has, and peft puts them in "
-            "their place; merge the adapter with peft, or give the model that it was trained on"
+            f"{directory}: {key}: this adapter has other weights for {parameter} than the model, and peft would replace the "
+            "model's. Merge the adapter with peft, or give the model that it was trained on"
         )

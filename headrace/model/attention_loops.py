@@ -1,9 +1,9 @@
 """The compiled loop of attention on the host: one query token of each row against all its keys and values, read once, in place.
 
-For each row and head of keys all query heads of that group are computed together, piece by piece of the tokens, with a running
-maximum and a running sum (the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867). Everything is computed in
-float32, whatever the dtype of keys and values. It runs without the GIL on one core; sums are in the order of the tokens
-and independent of how rows are divided among cores.
+For each row and head of keys all query heads of that group are computed together, piece by piece of the tokens. A running
+maximum and a running sum are kept: the online softmax of Milakov and Gimelshein (2018, arXiv 1805.02867). Everything is
+computed in float32, whatever the dtype of keys and values. It runs without the GIL on one core; sums are in the order of the
+tokens and independent of how rows are divided among cores.
 """
 
 from functools import partial

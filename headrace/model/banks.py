@@ -1,9 +1,9 @@
 """Expert banks: they stand where a model's stacked experts stood, so that its own loop stops at an expert that is not there.
 
 Transformers computes a mixture by a loop over the experts that tokens were sent to, one `weights[expert]` after another. A
-`Bank` takes the place of such a stack of weights: indexed with an expert it returns that expert's weights if they are there; if
-not, whoever runs the block in this thread waits for them. The experts that will be asked for are known before the first is:
-they are the integers that the module is called with.
+`Bank` takes the place of such a stack of weights. Indexed with an expert, it returns that expert's weights. If they are not in
+memory, the thread that runs the block waits for them. The experts that will be asked for are known before the first is: they
+are the integers that the module is called with.
 
 Invariant: only modules that were seen to ask for one expert at a time, in ascending order, and for the announced ones alone,
 have banks (`bank_check`).

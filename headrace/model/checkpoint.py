@@ -71,9 +71,8 @@ class Checkpoint:
         With `decode`, coded weights are replaced by the weights for which their codes stand; without it, whoever builds the
         architecture refuses such a model.
 
-        Raises:
-            ModelError: no such directory, no or bad `config.json`, no safetensors weights, a shard or tensor that is missing or
-                truncated; the message names the file, the bytes expected and found. Or the configuration says that weights
+        Raises: ModelError: no such directory, no or bad `config.json`, no safetensors weights, or a missing or truncated shard
+            or tensor. The message names the file, and the bytes expected and found. Or the configuration says that weights
                 are quantised, and none is.
         """
         directory = Path(directory)

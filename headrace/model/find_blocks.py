@@ -34,8 +34,8 @@ def check_architecture(config: Any) -> None:
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
     if any(getattr(config, key, None) is not None for key in ("decoder_layers", "num_decoder_layers")):
         raise ModelError(
-            f"{name} describes the decoder of an encoder-decoder model, which was made to attend to what an encoder returns; "
-            "such a decoder cannot be used alone: take a model that has a decoder only, such as Llama or Qwen"
+            f"{name} describes the decoder of an encoder-decoder model, made to attend to what an encoder returns. Such a "
+            "decoder cannot be used alone: take a model that has only a decoder, such as Llama or Qwen"
         )
     text = text_config(config)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -44,8 +44,8 @@ def check_architecture(config: Any) -> None:
             raise ModelError(f"{name}: {written} is {size} in its configuration; it must be at least 1")
     if text is not config:
         reason = (
-            f"transformers has no causal language model for its text part ({type(text).__name__}) alone, which is what is "
-            "trained of such models; take one whose text part has, such as those that docs/models.md names"
+            f"transformers has no causal language model for its text part ({type(text).__name__}) alone, and only that is "
+            "trained. Take a model whose text part has one, such as those in docs/models.md"
         )
         if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
             reason = f"its architectures ({config.architectures}) are no class of the installed transformers for it"

@@ -274,6 +274,6 @@ def _without_gradient(value: Any, block: nn.Module) -> Any:
         return value
     what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise ModelError(
-        f"{type(block).__name__}: cannot be run block by block: blocks hand one another more than hidden states: {what}, "
-        "which can have a gradient, and gradients go from block to block by hidden states alone"
+        f"{type(block).__name__}: cannot be run block by block. Its blocks pass on more than hidden states: {what}, which "
+        "can have a gradient. Gradients go from block to block by hidden states alone"
     )

@@ -1,6 +1,6 @@
 """Read safetensors files: the header, and tensors by offset in bounded pieces.
 
-It is parsed here (8 bytes of length, JSON, data) because nothing of a file may stay mapped or cached: a memory map of a 350 GB
+It is parsed here (8 bytes of length, JSON, data), because nothing of a file may stay mapped or cached. A memory map of a 350 GB
 model counts as resident memory when it is touched. Invariant: a tensor is only described if the file holds all of its bytes.
 """
 

@@ -1,6 +1,6 @@
 """Build a model of transformers without its weights: parameters on the meta device, buffers real.
 
-Invariant: no weight is ever materialised, however large the model; every buffer (rotary tables, embedding scales, router
+Invariant: no weight is ever materialised, however large the model. Every buffer (rotary tables, embedding scales, router
 corrections) holds the value that the architecture gives it, because most are in no checkpoint.
 """
 

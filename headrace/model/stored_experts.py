@@ -21,8 +21,8 @@ from headrace.terms.layout import UnitLayout, lay_out
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """How a model whose experts come one at a time comes from the files: `commons` are the units without experts, and `experts`
-    are those of each unit, () where it has none.
+    """How a model whose experts are loaded one at a time comes from the files. `commons` are the units without experts;
+    `experts` are those of each unit, () for a unit without any.
     """
 
     commons: tuple[StoredUnit, ...]

@@ -126,11 +126,12 @@ class _Answers(TorchFunctionMode):
 class Taps:
     """While entered, the blocks compute nothing.
 
-    With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. With a
-    tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it; what lies before
-    them then computes nothing of use, and asks the device for no value. `tuple_length` is the number of values in the tuple
-    that a block returns, hidden states first; None where it returns hidden states alone. The other values of the tuple are
-    `Handed` objects, not None, which blocks may take for "nothing there"; a model may drop them, or pass them to other blocks.
+    With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. If it
+    gets a tensor of shape (b, T, hidden), the last block returns it, so that everything after the blocks runs on it. Code
+    before them then computes nothing of use, and asks the device for no value. `tuple_length` is the number of values in the
+    tuple that a block returns, hidden states first; None where it returns hidden states alone. The other values of the tuple
+    are `Handed` objects, not None, which blocks may take for "nothing there"; a model may drop them, or pass them to other
+    blocks.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], tuple_length: int | None, inject: torch.Tensor | None = None) -> None:

@@ -1,9 +1,9 @@
 """Which tiny instance shows what a model computes differently beyond some number of tokens: windows, chunks, temperatures,
 ranks.
 
-Unknown keys of a configuration are taken for such numbers, and made so small that the trial's rows exceed them. Where the
-instance then does not run, the key is a size that others have to fit; otherwise it is not known how longer rows are computed,
-and what depends on that is limited to shorter ones. Invariant: no number of a configuration that is larger than the trial's
+Unknown keys of a configuration are taken for such numbers, and made so small that the trial's rows exceed them. If the instance
+then does not run, the key is a size that other sizes must fit. Otherwise it is unknown how longer rows are computed, so
+features that depend on it are limited to shorter rows. Invariant: no number of a configuration that is larger than the trial's
 rows is ignored silently.
 """
 

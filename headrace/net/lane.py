@@ -131,8 +131,8 @@ class Lane:
     def end(self) -> None:
         """Break all connections. Whoever waits on one, on either side, is told at once.
 
-        Whom it waits for is left open: waiting for one peer would break nothing if the connection to that one is broken
-        already, and those who wait for the other peers would wait for ever.
+        No single peer is named. Breaking the connection to one peer would do nothing if it is broken already, and waits on
+        other peers would never end.
         """
         group = self._group
         if group is None:

@@ -23,8 +23,8 @@ from headrace.net.link import NODE, answer_link, visitors_lane
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
-# The number of heartbeats in the time after which a peer counts as lost; the seconds between two looks at membership; and the
-# seconds in which a living peer accepts an invitation.
+# The number of heartbeats after which a silent peer counts as lost; the seconds between two looks at membership; the seconds in
+# which a living peer accepts an invitation.
 BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
 # The last heartbeat of a peer that leaves begins with one of these, the reason follows: for good, or to come again.
 GONE, AWAY = "gone: ", "away: "
@@ -126,8 +126,8 @@ class Listener:
         self._put(OVER, True)
 
     def dismiss(self) -> None:
-        """Tell that all is done, and wait until all who live have left: also those who are about to come again, because they
-        lost their generation, or were stopped and have just woken up. They would wait in vain for a node that is gone.
+        """Tell the peers that the run is done, and wait until all live peers have left. Some are about to join again, because
+        they lost their generation, or were stopped and have just woken up. They would wait in vain for a node that is gone.
         """
         self.tell_over()
         end = time.monotonic() + self.silence_seconds

@@ -89,7 +89,7 @@ class Member:
         return generation
 
     def why_dropped(self) -> str | None:
-        """Return why the node goes on without this worker, None if it does not, or cannot be asked.
+        """Return why the node continues without this worker. None if it does not, or cannot be asked.
 
         Who was stopped, or cut off, and is back, belongs to an older generation: nothing of it is taken any more.
         """
@@ -100,7 +100,7 @@ class Member:
         return None
 
     def measure(self) -> Link:
-        """Measure the link as a visitor, for a second or two; meanwhile a run of the node goes on with the rest of the link.
+        """Measure the link as a visitor, for a second or two; meanwhile the node's run uses the rest of the link.
 
         Raises:
             PeerLost: the node is gone.

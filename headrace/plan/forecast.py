@@ -1,9 +1,9 @@
 """What a plan will do on a machine: seconds per step, SSD traffic, and what limits it, from the simulated interpreter.
 
-The simulated programs are those that the engine will run, except that very large steps are cut more coarsely (`coarse`), which
-makes a forecast too fast: by up to 6 % at the default number of operations and 15 % at a quarter of it where updates are
-immediate, by 2.5 % and 4 % where they are deferred (48 blocks, two machines, 4 to 64 micro-batches), and by a fifth where
-chunks are as small as in the tightest plans.
+The simulated programs are those that the engine will run, except that very large steps are cut more coarsely (`coarse`). That
+makes a forecast too fast. With immediate updates it is 6 % at the default number of operations, and 15 % at a quarter of it.
+With deferred updates it is 2.5 % and 4 % (48 blocks, two machines, 4 to 64 micro-batches). With the small chunks of the
+tightest plans it is a fifth.
 
 Invariant: results follow from plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
 """

@@ -1,8 +1,8 @@
 """A plan that was made before: another run's, or the output of `headrace plan --json`.
 
-Two runs of one command may get different plans: a plan that fits into today's free memory need not fit tomorrow, and what
-libraries take differs by a mebibyte or two from process to process. Rows per micro-batch, tokens per chunk of the loss and
-threads of compute decide the order of sums; so runs agree bit for bit only under the same plan.
+Two runs of one command may get different plans. A plan that fits into today's free memory need not fit tomorrow, and libraries
+take a mebibyte or two more or less in each process. Rows per micro-batch, tokens per chunk of the loss and threads of compute
+decide the order of sums; so runs agree bit for bit only under the same plan.
 """
 
 import json

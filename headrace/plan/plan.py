@@ -45,15 +45,14 @@ class Plan:
                      is taken back and run again from its batch with the factor that is known then: as exact, in twice the time.
     Under *immediate* and *speculative*, `late_units` are still updated behind the next forward, so that drives and update cores
     have the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
-    `host_slots` buffers hold blocks' weights in host memory. As many blocks as there are slots need not be read again at the
-    turn from forward to backward and from step to step, so this number is also the size of the weight cache.
-    `freed_memory` says what happens to freed tensors of the CPU's compute: they are *returned* to the kernel, so that memory
-    holds only what is alive, or *kept* by the C library for the next ones, which avoids fresh pages and takes more. Where a
-    step takes less than planned, freed memory is kept all the same, and given back near the limit (`machine.HeapGuard`).
-    A plan that `serves` computes nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, or 0
-    before they have.
-    Chunks have at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all
-    units, is updated on it (1: all, 0: none).
+    `host_slots` buffers hold blocks' weights in host memory. As many blocks as there are slots need not be read again, between
+    forward and backward and between steps. So this number is also the size of the weight cache. `freed_memory` says what
+    happens to freed tensors of the CPU's compute. They are *returned* to the kernel, so that memory holds only live tensors. Or
+    the C library *keeps* them for the next ones, which avoids fresh pages and takes more. Where a step takes less than planned,
+    freed memory is kept all the same, and given back near the limit (`machine.HeapGuard`). A plan that `serves` computes
+    nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, or 0 before they have. Chunks have
+    at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all units, is
+    updated on it (1: all, 0: none).
 
     Raises:
         ConfigError: an item that no cut divides, such as a matrix, is longer than `chunk_elements`.

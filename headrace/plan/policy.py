@@ -23,8 +23,8 @@ def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, 
     """Return `best`, or a faster plan with late units and more states read ahead; nothing has been filled into `bare` yet.
 
     Updates behind backward leave drives idle in forward. The updates of some units are held for forward, as many as make both
-    halves equally long; it matters little which ones, as long as they are spread evenly over the depth. Their gradients wait in
-    one of `homes`.
+    halves equally long. It matters little which ones, if they are spread evenly over the depth. Their gradients wait in one of
+    `homes`.
     """
     best_seconds, costs = seconds_of(best), problem.costs_of(bare.micro_batch_sequences)
     unit_chunks = max(bare.num_chunks(block) for block in range(1, bare.num_blocks + 1))
@@ -78,9 +78,9 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
 
 
 def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
-    """Return a worker's plan with two buffers on the device in which gradients are summed, if that fits and is faster: the next
-    block's gradient is summed while one is drained. If it fits only then, weights are brought less far ahead. A tree's sum has
-    its own buffers for partial sums, and gets no second set.
+    """Return a worker's plan with two buffers for sums of gradients on the device, if that fits and is faster. Then one block's
+    gradient is summed while the last one's is drained. If it fits only then, weights are brought less far ahead. A tree's sum
+    has its own buffers for partial sums, and gets no second set.
     """
     if not plan.separate_device or len(plan.far_units) < len(plan.units) or plan.gradient_sum == TREE:
         return plan

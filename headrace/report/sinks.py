@@ -1,9 +1,9 @@
 """What a reporter is, and how several of them share one stream of events.
 
-Lanes report from their own threads, so the invariants are: two threads never enter a reporter at once, all reporters see events
-in the order in which they came, and a lane that reports an operation does not wait for a reporter's work for another lane. A
-full disk breaks no step: a reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the run in
-order.
+Lanes report from their own threads, so there are three invariants. Two threads never enter a reporter at once. All reporters
+see events in the order in which they came. A lane that reports an operation does not wait while a reporter handles another
+lane. A full disk breaks no step: a reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the
+run in order.
 """
 
 import contextlib

@@ -98,7 +98,7 @@ def resume(
             now, then = getattr(config, name), getattr(begun, name)
             if to_train and now != then:
                 raise RunDirectoryError(
-                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and goes on with that; put it "
+                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and keeps that; put it "
                     "back. To train otherwise, begin a run from its model (`headrace export`, or `final`)"
                 )
 

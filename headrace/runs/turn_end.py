@@ -37,8 +37,8 @@ def add_turn_end(config: RunOptions, out: Path) -> str:
 
 
 def turn_end_file(config: RunOptions, out: Path | None = None) -> tuple[dict[str, str], str]:
-    """Return generation_config.json of what a run leaves in `out` (None: of its model), by its name, if the token that ends
-    turns is new in it; and a note, or "" where nothing changes.
+    """Return, by its name, the generation_config.json of a run's output `out` (None: of its model), if the token that ends
+    turns is new in it. Also return a note, or "" if nothing changes.
     """
     try:
         if not _is_of_conversations(config):

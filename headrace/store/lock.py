@@ -58,8 +58,8 @@ class RunLock:
     def release(self) -> None:
         """Let others in. A second call does nothing."""
         if self._descriptor >= 0:
-            # A child that was forked meanwhile shares the lock: closing alone would leave it to the child, for as long as
-            # that lives, and unlocking in the child would take it from us.
+            # A child that was forked meanwhile shares the lock. Closing alone would leave it to the child, as long as that
+            # lives. Unlocking in the child would take it from us.
             if self._process_id == os.getpid():
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._descriptor, fcntl.LOCK_UN)

@@ -164,9 +164,8 @@ class StateStore:
 
         Takes its checksum, unless whoever made the data did so on the way. Waits for transfers under way in the same place.
 
-        Raises:
-            StorageError: `data` has another size, the family is written once and was committed, the unit has no such family on
-                the drives, or a commit failed and neither was repeated nor abandoned.
+        Raises: StorageError: `data` has another size; the family is written only once and was committed; the unit has no such
+            family on the drives. Or a commit failed, and was neither repeated nor abandoned.
         """
         place = self._place(unit, family)
         if place.durability.committed:

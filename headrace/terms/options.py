@@ -130,7 +130,7 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
 
     @classmethod
     def fixed_keys(cls) -> tuple[str, ...]:
-        """Return the keys of what a run goes on with as it began."""
+        """Return the keys of options that a resumed run keeps as it began."""
         return tuple(each.key for each in Options.declarations() if each.fixed)
 
     def to_record(self) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class Dealing:
     """Cuts a tree of micro-batches into a branch for each worker, so that the last one to end ends as soon as may be.
 
     `seconds` are those that each worker takes for a micro-batch, by rank; `most` is how many each has memory for (None: any).
-    A branch is a power of two of leaves, or what is left of them: 8 leaves for two workers are 4 and 4 however fast these are,
-    for three 4, 2 and 2, the 4 to the fastest.
+    A branch is a power of two of leaves, or the rest of them. Of 8 leaves two workers get 4 and 4, however fast they are. Three
+    get 4, 2 and 2, and the fastest gets 4.
     """
 
     seconds: tuple[float, ...]

@@ -1,8 +1,8 @@
 """The planes on tensors: the split master in plain torch operations, and an update of it by any rule that has a tensor form.
 
 Each operation is one torch kernel with one rounding. There is no `addcmul`, `lerp` or `alpha=`, which some backends contract to
-a fused multiply-add, and no division by a scalar, which a GPU computes as a product with the inverse. The compiled loops are
-tested against this, and it runs on a device.
+a fused multiply-add. There is no division by a scalar, which a GPU computes as a product with the inverse. The compiled loops
+are tested against this, and it runs on a device.
 
 Invariant: the bits of the compiled loops for every input; only the payloads of NaNs outside `hi` and `lo` may differ.
 

@@ -95,11 +95,11 @@ class Wire(Protocol):
 
     @property
     def name(self) -> str:
-        """The wire's name in a run's record: a run goes on with the wire that it began with."""
+        """The wire's name in a run's record. A run keeps the wire that it began with."""
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
-        """Return the layout of what is trained of a unit: `layout` itself for all of it in place, None for nothing, and another
-        layout for a trained family of its own, which blocks may have.
+        """Return the layout of the trained part of a unit. It is `layout` itself if all is trained in place, None for nothing,
+        and another layout for a trained family, which blocks may have.
         """
 
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> AbstractContextManager[Caught]:

@@ -348,7 +348,7 @@ class TestResume:
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {name: now}))
         said = ran.refused("resume", ran.run)
         assert f"config.yaml has {name} " in said
-        assert f"the run began with {then} and goes on with that" in said
+        assert f"the run began with {then} and keeps that" in said
 
     def test_an_export_asks_for_no_options(self, ran: World) -> None:
         """It trains nothing; and the refusal of edited options names it as the way out."""

@@ -1,8 +1,8 @@
 """What a projector is: a tall matrix with a few non-zeros in each row, which maps one side of a matrix to fewer dimensions.
 
-A gradient G (m, n) is compressed to `P^T G Q` (d, d), and what is learned there, S, is decompressed to `P S Q^T`: these are the
-(d, r)-sparse projectors of LSP-Offload (Chen et al., AAAI 2025, section 4), with r non-zeros in each row of P (m, d) and Q (n,
-d). All tensors here are stacks of matrices, float32: each packed expert is one matrix, and a plain matrix is a stack of one.
+A gradient G (m, n) is compressed to `P^T G Q` (d, d), and the learned S is decompressed to `P S Q^T`. These are the (d,
+r)-sparse projectors of LSP-Offload (Chen et al., AAAI 2025, section 4). Each row of P (m, d) and Q (n, d) has r non-zeros. All
+tensors here are stacks of matrices, float32: each packed expert is one matrix, and a plain matrix is a stack of one.
 
 Invariant: results depend on the arguments alone, the order of sums included, so that a repetition gives the same bits.
 """

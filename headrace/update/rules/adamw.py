@@ -25,7 +25,7 @@ from headrace.update.rules.moments import MOMENT_CODES
 from headrace.update.tensors import States, root_of
 
 # By kind of moments: the most bytes per element alive at once on a device beside the planes, and the rate of a core relative to
-# that with float32 moments: smaller moments move fewer bytes, but encoding them takes arithmetic.
+# float32 moments. Smaller moments move fewer bytes, but encoding them takes arithmetic.
 _TEMPORARY_BYTES = {"float32": 36, "bfloat16": 48, "int8": 76}
 _CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 316, "float32": 218, "float16": 230}
