@@ -137,7 +137,7 @@ Thirteen
 fourteen? https://example.org/a/b/c
 """
     found = [(line, length(each)) for line, each in sentences(page, indented_is_code=True) if length(each)]
-    assert found == [(1, 1), (5, 7), (5, 3), (9, 3), (11, 2), (13, 2), (13, 2), (13, 3), (19, 2), (19, 1)]
+    assert found == [(1, 1), (5, 7), (5, 3), (9, 3), (11, 1), (13, 2), (13, 2), (13, 3), (19, 2), (19, 1)]
 
 
 def test_docstrings_comments_and_strings_are_read() -> None:
