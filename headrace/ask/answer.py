@@ -1,4 +1,5 @@
-"""Whether a model fits, how fast it trains, what limits it, and what else would fit, from shapes and a machine profile.
+"""Does a model fit, how fast does it train, what limits it, and what else would fit? Answered from shapes and a machine
+profile.
 
 Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing else is estimated.
 """

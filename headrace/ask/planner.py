@@ -1,4 +1,4 @@
-"""The engine's plans: what the model takes in this process, what may be used here, and the search that follows.
+"""The engine's plans: what the model takes in this process, what may be used here, and the search among placements.
 
 Invariant: neither states nor a step's buffers are made or touched: a plan that is refused leaves everything as it was.
 """

@@ -1,4 +1,4 @@
-"""The planner's question: one builder of questions, for `headrace plan`, `headrace train` and the engine.
+"""The question that a plan answers. `headrace plan`, `headrace train` and the engine build it here.
 
 Invariant: all of them count the same bytes for libraries, whatever a process has done before.
 """

@@ -1,4 +1,4 @@
-"""What a code for frozen weights is: it makes parts of a matrix, which lie on drives and cross links, and are decoded for
+"""What a code for frozen weights is. It turns a matrix into parts, which lie on drives and cross links, and decodes them for
 compute.
 
 A code works row by row: any range of rows is decoded by itself, so that several cores share a matrix, and an expert needs no

@@ -1,4 +1,4 @@
-"""The weights of a block that is being compressed, in two forms: as they came, and rounded.
+"""The weights of a block that is being compressed, in two forms: original and rounded.
 
 Either both forms of the whole block are in memory. If a mixture's block is too large for that, memory holds both forms of its
 common part, and one expert at a time. The original expert is read from the model's files; the rounded one from a file beside

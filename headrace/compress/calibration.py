@@ -1,4 +1,4 @@
-"""Calibration data: rows from which matrices' inputs are taken, and rows that only measure the loss.
+"""Calibration data: rows that calibrate the rounding, and rows that only measure the loss.
 
 Invariant: no held-out row is among those that calibrate. In calibrating rows padding, special tokens and words that the chat
 template adds do not count. But the first token of each sample always counts, because heads attend to it when they have nothing

@@ -1,4 +1,4 @@
-"""Compresses a model block by block, in a forward pass: each block's weights are rounded before its outputs go on.
+"""Compresses a model block by block in a forward pass: each block's weights are rounded before its outputs are computed.
 
 One block of the model is in memory, and what lies around the blocks; the hidden states of all rows wait in files between
 blocks. The matrices that a block multiplies are rounded for the inputs that it gets from blocks already rounded (GPTQ; QMoE's

@@ -1,4 +1,4 @@
-"""Which matrices of a block are coded, and how they are rounded: this part of compressing knows one block at a time.
+"""Which matrices of a block are coded, and how they are rounded. This module knows one block at a time.
 
 No architecture is named here. A matrix is coded if it was seen to multiply, is stored as a matrix of its own, and has a width
 that the code can hold. Routers are left alone: matrices with one row for each expert, or with few rows.

@@ -1,7 +1,7 @@
-"""Compressing a model, as a user sees it: options and data go in, a model directory comes out, and a killed run goes on.
+"""Compressing a model: options and data go in, a model directory comes out, and the same command resumes a killed run.
 
-Work lies in `OUT.unfinished` until all of it is done. A block is done when the record says so; the same command goes on after
-the last one. Invariant: OUT appears whole or not at all, and a run that was killed ends with the bytes of one that was not.
+Unfinished work lies in `OUT.unfinished`. A record names the finished blocks; the same command continues after the last one.
+Invariant: OUT appears complete or not at all, and a killed run ends with the bytes of an undisturbed one.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Compressed:
 
 
 def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda text: None) -> Compressed:
-    """Compress `options.model` into `options.output`, or go on where it stopped. `say` gets lines for people.
+    """Compress `options.model` into `options.output`, or resume. `say` gets lines for people.
 
     Raises:
         InputError: model, data or an option cannot be used, or held-out loss rises by more than `most_loss`; nothing is left.

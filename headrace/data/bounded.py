@@ -1,4 +1,4 @@
-"""Texts to tokens, only as many as are kept: of a long text only the beginning is tokenised, so memory depends on what is kept.
+"""Texts to tokens: only the beginning of a long text is tokenised, so memory depends on the kept tokens.
 
 Where a text is cut into tokens depends on the words nearby, not on what follows pages later. But no tokenizer says how near. So
 two beginnings are tokenised, one longer than the other; where both begin with the same tokens, as many as are asked for, these

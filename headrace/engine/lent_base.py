@@ -1,4 +1,4 @@
-"""Frozen weights that a run reads where they lie, in the model's own files, and does not copy into its state.
+"""Frozen weights that a run reads from the model's own files, and does not copy into its state.
 
 That is decided unit by unit. A file must have a unit's tensors as compute reads them, and the model must lie on the one drive
 of the state. If the state goes to another drive or to several, they get a copy. Invariant: what is read are the bytes of the

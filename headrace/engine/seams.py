@@ -1,4 +1,6 @@
-"""The exchangeable parts of a run: its wire, its codec, its far site; and the forms of its units under these."""
+"""The exchangeable parts of a run: its wire (how gradients travel), its codec, its far site; and the forms of units under
+these.
+"""
 
 from dataclasses import dataclass, field
 
@@ -81,7 +83,7 @@ def forms_of(
 
 
 def seams_of(options: Options, begun: str | None = None) -> Seams:
-    """Return the seams that a run's options mean: the wire that they name; for a run that was `begun`, the wire of that name.
+    """Return the seams that a run's options name. For a run that was `begun`, take the wire of that name.
 
     Raises:
         ConfigError: there is no wire of that name, or it has no such setting.

@@ -1,5 +1,4 @@
-"""Files and directories that are there as a whole or not at all, also after a power cut: written beside their place, synced,
-renamed.
+"""Files and directories that are complete or absent, even after a power cut: written beside their place, synced, renamed.
 
 Invariant: what has the name is complete and on the drive; what is beside it belongs to a living process or goes with the next
 one that writes there.

@@ -1,4 +1,4 @@
-"""The model runs: prologue, blocks and epilogue forward, then backward, each block recomputed from its input.
+"""The model's computation: prologue, blocks and epilogue forward, then backward. Each block is recomputed from its input.
 
 All micro-batches pass through one block before the next (block-major; GreedySnake calls it vertical), so a block's weights are
 bound once per pass. No autograd graph outlives an operation, so a slot may be refilled as soon as its operations are done.

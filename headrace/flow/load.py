@@ -1,4 +1,4 @@
-"""A model goes into the store and out again, unit by unit: it never exists whole in memory."""
+"""A model enters the store and leaves it, unit by unit. It never exists whole in memory."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,5 +1,6 @@
-"""The weights that compute reads are made from the frozen weights on the drive and the trained family. A step, an evaluation
-and an export use the same code, so all three see the same bits.
+"""The weights that compute reads are made from the frozen weights on the drive and the trained family.
+
+A step, an evaluation and an export use the same code, so all three see the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""From step to step: the program of each, what it leaves to the next one, and how a step is taken back.
+"""From step to step: the program of each, what it leaves to the next, and how a step is undone.
 
 `step.py` is one step; this is the sequence of them. Batches, schedules and records are not here (the engine has them).
 """

@@ -1,4 +1,4 @@
-"""Where a generation's keys and values live, block by block: where compute is, in host memory, or on the drives.
+"""Where a generation's keys and values live, block by block: where blocks are computed, in host memory, or on the drives.
 
 Keys and values of a block that live elsewhere are read ahead for each seat before it enters the block, and only those of new
 tokens go back. Full pages lie on the drives; a page that is not full yet waits in host memory.

@@ -1,4 +1,4 @@
-"""Which prompts share a micro-batch: rows of about one length together, so that little of a seat is padding.
+"""Which prompts share a micro-batch: rows of similar length, so that little of a seat is padding.
 
 A seat computes, and keeps, as many tokens as its longest row has, times its rows. MoE-Lightning (Cao et al. 2025, Algorithm 2)
 adds each prompt, the longest first, to the micro-batch with the smallest sum of tokens. That is for code that pads no rows.

@@ -1,4 +1,4 @@
-"""Whether weights are read where they lie, or from a copy that is striped over the given drives: decided once, for a plan.
+"""Are weights read from the model's files, or from a copy striped over the given drives? Decided once, for a plan.
 
 A copy is made if it is asked for. Without a word it is made if each pass reads weights, and the drives together read a quarter
 faster than the model's own files. One that is there is used.

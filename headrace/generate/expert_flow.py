@@ -1,4 +1,4 @@
-"""Experts that come by themselves in a pass: what its operations with a `part` do, and how seats wait within a block.
+"""Single experts in a pass: the operations with a `part`, and how seats wait within a block.
 
 A seat runs a block in its own thread. Where the block's experts are called it says which ones it will want, and waits. Then
 experts come round by round, and each seat that waits for one goes on until it wants one that is not there (`model/banks.py`).

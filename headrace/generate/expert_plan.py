@@ -1,4 +1,4 @@
-"""Experts that come by themselves, as a plan sees them: how large, how many, and how many of them are wanted.
+"""Single experts in a plan: how large they are, how many there are, and how many are expected to be used.
 
 Every token reads the same part of a mixture's block: attention, norms, router, shared experts. That part is the unit that
 streams; the block's other experts come a few at a time, in *rounds*. They are either those that tokens were sent to, once that

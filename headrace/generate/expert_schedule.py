@@ -1,4 +1,4 @@
-"""A block of a generation whose experts come by themselves: all seats go to their routers, then experts come in rounds.
+"""A block with single experts: all seats run to their routers, then experts are loaded in rounds.
 
 In a round a few experts come, and all seats that have tokens for them go on until they want others: so an expert is read once
 for all seats. Routed experts are read once the routers of all seats have run (lane `router`). Experts that are prefetched wait

@@ -1,4 +1,4 @@
-"""What a generation needs: a model, where its weights come from, and the settings of its `generate`."""
+"""What a generation needs: a model, the source of its weights, and the settings of its `generate`."""
 
 import contextlib
 import copy

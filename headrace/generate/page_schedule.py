@@ -1,4 +1,4 @@
-"""How weights come to a pass of a generation: on a separate device in pages, between the small copies of micro-batches.
+"""Weights in a pass of a generation. On a separate device they come in pages, between the small copies of micro-batches.
 
 The order is that of CGOPipe (MoE-Lightning, Cao et al. 2025, arXiv 2411.11217, section 4.1). A block's weights cross the link
 in as many pages as there are micro-batches. One page crosses while each micro-batch is computed in an earlier block. What a

@@ -1,4 +1,4 @@
-"""The question of a generation's plan, here or on another machine: one builder for all, as `question.py` is for steps.
+"""The question of a generation's plan, here or on another machine. All callers build it here.
 
 Invariant: what `headrace plan --generate` answers is what `headrace generate` runs.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of a generation's seats on their way: between drives, host memory and where compute reads them.
+"""Keys and values of a generation's seats on their way between drives, host memory and compute.
 
 A seat that comes in takes a *place*: bytes for each block at that block's home, which the next seat with that place overwrites.
 On the drives that is a scratch file without a name, whose space is free again when its process ends, however that happens.

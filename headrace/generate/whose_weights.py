@@ -1,4 +1,4 @@
-"""Whose weights a generation uses: a model directory's, a finished run's, or those that an unfinished run has committed."""
+"""Whose weights a generation uses: those of a model directory, of a finished run, or of an unfinished run's last checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import replace

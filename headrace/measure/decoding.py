@@ -1,4 +1,4 @@
-"""What Python takes of a generation: to begin an operator of a block, and between two passes.
+"""What Python costs in a generation: for each operator of a block, and between two passes.
 
 It is measured on a model so small that nothing else takes time, which goes the way of a generation: a seat, block by block.
 """

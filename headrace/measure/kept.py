@@ -1,4 +1,4 @@
-"""What was measured before a run, kept in the cache for later runs, under what the figures depend on.
+"""Measurements of this machine, kept in the cache for later runs, under everything that the figures depend on.
 
 Invariant: what is found was measured on this processor or GPU, with as many cores and the same torch, for the same dtype, on
 the drives that were asked for. A file that cannot be read counts as none.

@@ -1,4 +1,4 @@
-"""What `adapter_config.json` says of an adapter, as stock peft understands it: each of its keys is known.
+"""`adapter_config.json` as stock peft understands it: each of its keys is known.
 
 Invariant: a key that changes the result is computed, or its value is refused by name; so is a key that nobody here knows.
 """

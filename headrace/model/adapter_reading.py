@@ -1,4 +1,4 @@
-"""Adapters out of peft's files, its own and older ones: which tensor belongs to what of a model.
+"""Reads PEFT's files, its own and older ones: which tensor belongs to which part of a model.
 
 Invariant: what is read computes what stock peft computes with the same files; what peft would pass over is refused by name.
 """

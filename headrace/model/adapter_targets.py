@@ -1,4 +1,4 @@
-"""What of a model may have adapters, and what of it a run's settings choose.
+"""Which parts of a model may have adapters, and which of these a run's settings choose.
 
 Invariant: names are matched as peft matches them: a word is the whole name of a module, or its end.
 """

@@ -1,4 +1,4 @@
-"""Expert banks: they stand where a model's stacked experts stood, so that its own loop stops at an expert that is not there.
+"""Expert banks replace a model's stacked experts, so that its own loop stops at an expert that is not in memory.
 
 Transformers computes a mixture by a loop over the experts that tokens were sent to, one `weights[expert]` after another. A
 `Bank` takes the place of such a stack of weights. Indexed with an expert, it returns that expert's weights. If they are not in

@@ -1,4 +1,4 @@
-"""The inputs of a block's matrices, caught where products happen: it does not matter which module multiplies, or its name.
+"""The inputs of a block's matrices, caught at the products. The module that multiplies, and its name, do not matter.
 
 A matrix is identified by where its weights lie: a parameter of two dimensions is one matrix, one of three (experts) has one in
 each slice. Of the inputs X only the sum X^T X is kept, in float32. Tokens that do not count are left out of it. Experts get

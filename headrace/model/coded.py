@@ -1,4 +1,4 @@
-"""Model directories whose weights are coded: which stored tensors are parts of which weight, and which values they stand for.
+"""Model directories with coded weights: which stored tensors are the parts of which weight, and how they are decoded.
 
 For all other code such a weight is a stored tensor like others, in the shape that the model has; its rows are decoded as they
 are read. Invariant: a weight has all of its parts, in the shapes of its code, or `ModelError` says what is missing.

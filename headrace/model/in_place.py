@@ -1,4 +1,4 @@
-"""Weights where they lie in a model's own files: which bytes of which shard a unit is made of, and how.
+"""Weights in a model's own files: which bytes of which shard make up a unit, and how.
 
 If a file has a unit's tensors as compute reads them, the bytes read are the weights. Parameters are views of them, and nothing
 is copied between drive and product. Otherwise the bytes are put in their places after reading. That is so for another dtype,

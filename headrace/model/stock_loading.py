@@ -1,4 +1,4 @@
-"""How stock transformers loads coded matrices of an architecture, found out by trying on a tiny instance.
+"""How stock transformers loads coded matrices of an architecture, found on a tiny instance.
 
 A coded linear module has no `weight` until the first forward pass, unless config.json asks for decoding while files are read.
 """

@@ -1,4 +1,4 @@
-"""Experts where they lie in a model's own files, each by itself; and the rest of their blocks, which every token reads.
+"""Single experts in a model's own files, and the rest of their blocks, which every token reads.
 
 Where a file has an expert's tensors one by one, or one stack of all experts, an expert is a run of bytes, or a few. Coded
 experts are read as they are coded, and decoded one at a time.

@@ -1,4 +1,4 @@
-"""Taps: stand-ins for the blocks' `forward` that record calls and pass on, or replace, the hidden states.
+"""Taps stand in for the blocks' `forward`. They record calls, and pass on or replace the hidden states.
 
 With taps in place the model's own code runs only what lies before and after its blocks. Invariant: the module's forward is
 restored on exit, whatever happens inside.

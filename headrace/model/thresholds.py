@@ -1,5 +1,4 @@
-"""Which tiny instance shows what a model computes differently beyond some number of tokens: windows, chunks, temperatures,
-ranks.
+"""Tiny instances for what a model computes differently beyond some number of tokens: windows, chunks, temperatures, ranks.
 
 Unknown keys of a configuration are taken for such numbers, and made so small that the trial's rows exceed them. If the instance
 then does not run, the key is a size that other sizes must fit. Otherwise it is unknown how longer rows are computed, so

@@ -1,4 +1,4 @@
-"""Keys and values that are elsewhere while their block is not run: a layer of transformers' cache that is lent its past.
+"""Keys and values that live elsewhere while their block does not run: a layer of transformers' cache that borrows its past.
 
 Layers of a seat's cache that grow with each token, and do nothing else (full attention, grouped queries, latents), are replaced
 by `TieredLayer`. Before a block is run its layer is *lent* memory that holds the past token by token: keys and values of all

@@ -1,4 +1,4 @@
-"""Compare, on a tiny instance, what a model of several parts computes from text with what its text model computes alone.
+"""Compares, on a tiny instance, a model of several parts with its text model alone, on text.
 
 Many whole models put a head of their own on the bare text model, and not all do there what the text model's own class does
 (such as scaling logits). Invariant: a text model is trained for the loss that the whole model has on the same text.

@@ -1,4 +1,4 @@
-"""The node moves one copy in and one out, however many workers there are: workers pass on what all of them need.
+"""The node sends one copy and receives one, however many workers there are: workers pass on what all of them need.
 
 Down: the node sends piece j of each round to worker j, which sends it on to the others. Up: workers send piece j of their
 gradients to worker j, which adds them in fp32 in a given order, rounds once, and sends the sum to the node. So the sum has the

@@ -1,4 +1,4 @@
-"""A plan that was made before: another run's, or the output of `headrace plan --json`.
+"""A plan that exists already: another run's, or the output of `headrace plan --json`.
 
 Two runs of one command may get different plans. A plan that fits into today's free memory need not fit tomorrow, and libraries
 take a mebibyte or two more or less in each process. Rows per micro-batch, tokens per chunk of the loss and threads of compute

@@ -1,4 +1,4 @@
-"""When updates run: behind backward, behind the next forward, or both; and what clipping costs (docs/decisions/0007)."""
+"""When updates run: behind backward, behind the next forward, or both; and the cost of clipping (docs/decisions/0007)."""
 
 import math
 from collections.abc import Iterator

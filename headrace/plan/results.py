@@ -1,4 +1,4 @@
-"""What was found about a plan's choices: peaks, operations, notes."""
+"""What is known about a plan's choices: peaks, operations, notes."""
 
 from dataclasses import dataclass, field
 from typing import Any

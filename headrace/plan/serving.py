@@ -1,4 +1,4 @@
-"""The plan of a node: its memory for units on their way between its drives, its workers and its update cores.
+"""The plan of a node: its memory for units between its drives, its workers and its update cores.
 
 The search is small. Chunks are as large as fit. Gradients stay in memory if clipping makes them wait and there is room. The
 rest is for weights (read twice a step), then states (once). Pure: no clock, no files, no torch.

@@ -1,4 +1,4 @@
-"""The figures of the machine by which a run is planned: a profile, or those of an earlier measurement or of one made now.
+"""The machine figures that a run is planned with: a profile, an earlier measurement, or one made now.
 
 Invariant: a resumed run is not measured again, because its record has the figures and the plan with which it began. Where
 figures were kept, they are used, so that rates which differ from one measurement to the next never change a plan.

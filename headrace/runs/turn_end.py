@@ -1,4 +1,4 @@
-"""The end of a turn becomes a token that ends texts: a model that was tuned on conversations stops where its answers end.
+"""The end of a turn becomes an end-of-text token, so a model tuned on conversations stops where its answers end.
 
 Chat templates end turns with marks that a base model's generation_config.json does not know. Where a run trained on
 conversations, the model that it leaves has that mark among `eos_token_id`; adapters have the file beside them.

@@ -1,4 +1,4 @@
-"""SSD directories: whether they will do, and the folders that a run has in them.
+"""SSD directories: are they usable, and which folders does a run have in them?
 
 Invariant: nothing is created before every directory is known to be fit and to have space for all that goes there.
 """

@@ -1,4 +1,4 @@
-"""Options that cannot be had together, each refused with both names."""
+"""Options that exclude each other, each refused with both names."""
 
 from headrace.terms.declared import Declared
 from headrace.terms.errors import ConfigError

@@ -1,4 +1,4 @@
-"""How an option is declared: once, as a field of a frozen dataclass, with all that anybody needs to know of it.
+"""How an option is declared: once, as a field of a frozen dataclass, with everything that is known about it.
 
 To add an option, add one field to a class of options (`terms/method_options.py` and its neighbours):
 

@@ -1,4 +1,4 @@
-"""The form of a unit: what of it lies on the drives and how, what of it is trained, and so what its compute slot is made of.
+"""The form of a unit: which parts lie on the drives and how, which part is trained, and what its compute slot is made of.
 
 Three things are told apart. A unit trained *in place* has its weights and their states in families of one layout. Compute
 reads, and the update changes, exactly the bytes that come from the drive. A *frozen* unit has weights alone, written once. A

@@ -1,4 +1,4 @@
-"""Options of what is trained, and by which mathematics."""
+"""Options of what is trained, and how."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

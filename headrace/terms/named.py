@@ -1,4 +1,4 @@
-"""What has a name and settings, in one form for rules, ways for gradients and adapters: NAME:KEY=VALUE,KEY=VALUE."""
+"""One form for everything with a name and settings (rules, gradients, adapters): NAME:KEY=VALUE,KEY=VALUE."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar

@@ -1,4 +1,4 @@
-"""What the user chooses about the update: what all rules are told, how a rule is named, and the learning-rate schedule.
+"""What the user chooses about the update: options of all rules, the name of a rule, and the learning-rate schedule.
 
 Not here: the rules and their own settings; each is a file in `update/rules/`.
 """

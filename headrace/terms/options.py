@@ -1,8 +1,7 @@
 """The options of training, each declared once (`terms/declared.py` says how to add one).
 
-`Options` is what an engine and a plan need; `RunOptions` is what a whole run needs besides. Either is carried whole, from the
-command line or a program down to the record of the run. From here come the command line, docs/options.md,
-and the record.
+`Options` has what an engine and a plan need; `RunOptions` adds what a whole run needs. Either is passed on as a whole, from the
+command line or a program to the record of the run. The command line, docs/options.md and the record follow from it.
 """
 
 from collections.abc import Mapping
@@ -29,8 +28,8 @@ _MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
 
 @dataclass(frozen=True, kw_only=True)
 class Options(MethodOptions, BudgetOptions):  # fields of the last base come first
-    """What an engine trains with, and a plan is made for. Values are taken as a YAML file has them: sizes such as "16GiB".
-    Sizes are bytes, lengths and counts are tokens or steps. None stands for "choose for me".
+    """The options of an engine and its plan. Values may have the form of a YAML file: sizes such as "16GiB". Sizes are bytes,
+    lengths and counts are tokens or steps. None means "choose for me".
     """
 
     seed: int = option(0, Whole(0, _MOST_SEED), "Seed of the data order and of dropout.", group=Group.LEARNING)
