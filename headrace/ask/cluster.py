@@ -1,7 +1,7 @@
 """Workers and a node: does it fit on both sides, how fast, what limits it, and what to buy next.
 
-Invariant: the worker's placement is `make_plan`'s, the node's is `serving_plan`'s, as in a run, and times are the simulator's
-for both programs on one virtual clock; nothing else is estimated.
+Invariant: the worker's placement is `make_plan`'s and the node's is `serving_plan`'s, as in a run. Times are the simulator's
+for both programs on one virtual clock. Nothing else is estimated.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """What `headrace plan --workers` answers, as a value and as text.
 
-Invariant: it fits if and only if there is a plan of a worker and of the node; every printed number is one of the report's.
+Invariant: the report says that it fits only if there is a plan of a worker and of the node. Every printed number is one of the
+report's.
 """
 
 from collections.abc import Iterator

@@ -54,8 +54,8 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaysToPlan:
-    """How plans are made: `given` is one to use instead of searching; `search` makes one otherwise (None: the planner's);
-    `adjust` may change each that is made.
+    """How plans are made. `given` is used instead of searching. Otherwise `search` makes a plan (None: the planner's). `adjust`
+    may change each plan.
     """
 
     given: Plan | None = None
@@ -90,8 +90,8 @@ class RunPlanner:
         state: Sequence[Path],
         beside: Beside | None = None,
     ) -> bool:
-        """Plan for units of these forms from now on. Return whether host memory holds the states of what is trained beside
-        frozen weights, or, if a plan is given, whether it is for such units. The other arguments are as for `plan`.
+        """Plan for units of these forms from now on. Return whether host memory holds the states of the trained families beside
+        frozen weights. If a plan is given, return whether it is for such units. The other arguments are as for `plan`.
 
         Raises:
             ConfigError: the lengths do not divide.

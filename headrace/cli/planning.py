@@ -31,8 +31,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 # The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
-# What plans of generation and of compression go by, of the options of `plan`; data count only where passes do, and these not
-# at a node.
+# Which options of `plan` the plans of generation and of compression use. Data count only if passes do, and not at a node.
 _OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
 _OF_COMPRESSION = frozenset(("machine", "ssd"))
 _OF_DATA = frozenset(("epochs", "packing", "cache"))

@@ -1,8 +1,7 @@
 """What a code for frozen weights is. It turns a matrix into parts, which lie on drives and cross links, and decodes them for
 compute.
 
-A code works row by row: any range of rows is decoded by itself, so that several cores share a matrix, and an expert needs no
-other.
+A code works row by row: any range of rows is decoded by itself. So several cores share a matrix, and an expert needs no other.
 """
 
 from collections.abc import Mapping

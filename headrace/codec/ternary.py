@@ -1,7 +1,7 @@
 """Ternary weights: each row has three values (its least, zero, its largest), in less than a bit, or five to a byte.
 
-There are two codes of the same weights (Frantar and Alistarh 2023, QMoE). `WordsCodec` has 16-bit words of a dictionary, 0.6 to
-1.1 bits a weight where most are zero; `TritsCodec` has five weights in a byte, always 1.6 bits. Ternary weights are decoded
+There are two codes of the same weights (Frantar and Alistarh 2023, QMoE). `WordsCodec` has 16-bit words of a dictionary: 0.6 to
+1.1 bits a weight if most are zero. `TritsCodec` has five weights in a byte, always 1.6 bits. Ternary weights are decoded
 exactly: a row keeps both values as bfloat16. Encoding other weights rounds them: a weight beyond half of the row's least or
 largest value becomes that value, others become zero.
 

@@ -41,8 +41,8 @@ class CodedFiles:
     """Writes the files of a compressed model into `folder`, in any order; `finish` adds what makes them a model directory."""
 
     def __init__(self, folder: Path, weights: WeightMap, chain: Chain, *, stacks: bool = False) -> None:
-        """`stacks`: whether experts that are not coded are written as one stack, under the name that it has in the model:
-        transformers drops single ones where others may be coded.
+        """`stacks`: whether plain experts are written as one stack, under its name in the model. Transformers drops single ones
+        where others may be coded.
         """
         self.folder, self._weights = folder, weights
         self._stacks = _stacks_of(weights) if stacks else {}

@@ -109,8 +109,8 @@ class _Matrix:
 def plan_compression(
     model: str | Path, name: str, machine: str | Ceilings | None, *, tokens: int | None = None
 ) -> CompressionReport:
-    """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to the code `name` takes on a
-    machine, None for a nominal one of this size.
+    """Return what compressing `model` to the code `name` takes on a machine (None: a nominal one of this size). `model` is a
+    directory, a config.json, or a name on the Hub.
 
     `tokens` is the number of calibration tokens; by default each matrix sees as many tokens as it has inputs.
 

@@ -99,8 +99,8 @@ def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:
     replaced = replaced_for_codes(chain.model) if CODES[options.to].stock_loads else None
     if replaced:
         raise ModelError(
-            f"{options.model}: its experts ({replaced}) lie in one stack that int4 does not code, and transformers loads coded "
-            "models of this kind in another form alone; give another model"
+            f"{options.model}: its experts ({replaced}) lie in one stack that int4 does not code, and transformers loads "
+            "coded models of this kind only in another form. Give another model"
         )
 
 
@@ -119,8 +119,8 @@ def refuse_coded(model: Path) -> None:
     if found is not None:
         method = found.get("quant_method") if isinstance(found, dict) else found
         raise ModelError(
-            f"{model}: is coded already ({method}), and rounding twice would only lose more; give the model in 16 or 32 bits, "
-            "or make one of it with `headrace decompress`"
+            f"{model}: is coded already ({method}), and rounding twice would lose more. Give the model in 16 or 32 bits, or "
+            "make one with `headrace decompress`"
         )
 
 

@@ -18,7 +18,7 @@ _NAME = _NAME_START + "{}-"
 
 
 def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[str, ...] = ("messages",)) -> Encoded | Unmarked:
-    """Return the ids of the conversation in `columns`, trained where the assistant speaks in the last of them, but for turns
+    """Return the ids of the conversation in `columns`. Trained are the assistant's words in the last of them, except for turns
     that the data flags as context.
 
     Raises:

@@ -33,9 +33,8 @@ class Conversation:
 def read_messages(place: str, found: Any, column: str) -> Conversation:
     """Return the messages that stand in `column`, without null fields.
 
-    Raises:
-        DataError: not a non-empty list of objects with a `role` and a `content` (or `tool_calls`); a picture, sound or video;
-            a flag that is neither on nor off.
+    Raises: DataError: no list of objects with a `role` and a `content` (or `tool_calls`), or an empty one. Or a picture, sound
+        or video; or a flag that is neither on nor off.
     """
     if not isinstance(found, list) or not found:
         raise DataError(

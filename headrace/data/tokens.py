@@ -292,7 +292,7 @@ def _disk_full(directory: Path) -> str:
     free_bytes = shutil.disk_usage(directory.parent).free
     return (
         f"{directory.parent}: no space left for the token cache, which takes 4 bytes and one bit a token (now free: "
-        f"{format_bytes(free_bytes)}); make room there or choose another cache directory"
+        f"{format_bytes(free_bytes)}). Make room there, or choose another cache directory"
     )
 
 

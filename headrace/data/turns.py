@@ -1,7 +1,7 @@
 """Where the assistant speaks in the text that a chat template makes of a conversation.
 
 If the template marks the assistant's words by `{% generation %}`, the template decides. Otherwise each turn is found by
-rendering the conversation up to it, with and without it, or by its header, its words and the mark that ends it.
+rendering the conversation up to it, with and without it. Or it is found by its header, its words and the mark that ends it.
 
 The invariant: the data says what may be trained, the template only how it looks. A stretch holds the words of its own turn and
 the turn's end. It holds nothing of another message, a header or a system message. All of it is compared as text. A sample for
@@ -17,8 +17,8 @@ from headrace.data.messages import Messages, unread_fields
 from headrace.data.words import Words, find_words
 
 _NO_END = (
-    "by its {% generation %} tags, the chat template trains no mark that ends a turn, so the model does not learn to end; put "
-    "{% endgeneration %} behind that mark"
+    "by its {% generation %} tags, the chat template trains no mark that ends a turn, so the model does not learn to end. "
+    "Put {% endgeneration %} behind that mark"
 )
 _HAS_NO_END = "the chat template prints no mark at the end of the last turn, so the model may not learn to end"
 _SAYS_LESS = "by its {% generation %} tags, the chat template does not train all that the assistant says"
@@ -161,8 +161,8 @@ class Rendered:
         """Return where the turn that begins at `begin` ends, behind its words and before character `high`.
 
         Some templates render the last turn differently from earlier ones; Qwen3 adds an empty thought to it. So the whole does
-        not begin with `closed`, the conversation that ends with this turn. Its last special token is the mark that ends a turn
-        in both; or what follows the words there follows them here; or the next special token ends the turn.
+        not begin with `closed`, the conversation that ends with this turn. Then the last special token of `closed` marks the
+        end in both, or the text behind its words does. Otherwise the next special token ends the turn.
         """
         after = max([begin, *(words.end for words in own)])
         if closed is not None and self.text.startswith(closed) and len(closed) >= after:

@@ -1,8 +1,8 @@
 """Frozen weights that a run reads from the model's own files, and does not copy into its state.
 
 That is decided unit by unit. A file must have a unit's tensors as compute reads them, and the model must lie on the one drive
-of the state. If the state goes to another drive or to several, they get a copy. Invariant: what is read are the bytes of the
-files that the run began with; a run whose files have changed since is not gone on with.
+of the state. If the state goes to another drive or to several, they get a copy. Invariant: exactly the bytes of the files that
+the run began with are read. A run whose files have changed since is not resumed.
 """
 
 import os

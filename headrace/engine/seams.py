@@ -54,7 +54,7 @@ class Seams:
         for name, asked in self.names.items():
             if (found := store.manifest.identity.get(name)) != asked:
                 raise RunDirectoryError(
-                    f"{name}: the run was begun with {found or 'none'}, asked for is {asked or 'none'}; its state means "
+                    f"{name}: the run was begun with {found or 'none'}, asked for is {asked or 'none'}. Its state means "
                     "something else there: resume it with what it was begun with"
                 )
 

@@ -57,8 +57,8 @@ class Subject:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
         stored: which of its blocks the files already hold coded.
         machine: what computes it.
-        optimizer, rule, own_rule: the rule's settings, its figures, and those for trained families of their own, which
-            are float32 whatever compute reads (None where no unit has one).
+        optimizer, rule, own_rule: the rule's settings, its figures, and those for trained families of their own. The latter are
+            float32 whatever compute reads (None if no unit has one).
         forms, maker: how each unit exists, and what makes its weights.
         updater, own_updater: what updates on the host: in place, and in trained families of their own.
         cores: the number of threads that torch had before.

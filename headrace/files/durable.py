@@ -1,7 +1,7 @@
 """Files and directories that are complete or absent, even after a power cut: written beside their place, synced, renamed.
 
-Invariant: what has the name is complete and on the drive; what is beside it belongs to a living process or goes with the next
-one that writes there.
+Invariant: a file under its name is complete and on the drive. A file beside it belongs to a living process, or is removed by
+the next one that writes there.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ def scratch(parent: Path, prefix: str, discard: Callable[[Path], None] = remove_
 
 
 def claim(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a directory in `parent` and lock it; return it and the open descriptor that holds the lock, which goes with the
+    """Make a directory in `parent` and lock it. Return it and the open descriptor that holds the lock. The lock ends with the
     process, however that ends.
 
     Raises:

@@ -236,8 +236,8 @@ class _Bound:
         )
 
     def _delivered(self) -> set[str]:
-        """Return the set that notes which gradients there are; a leaf of a tree begins with none, or with those of the other
-        use of a tied matrix.
+        """Return the set that notes which gradients exist. A leaf of a tree begins with none, or with those of the other use of
+        a tied matrix.
         """
         state = self._state
         if state.plan.gradient_sum == SEQUENTIAL or not state.plan.accumulate:

@@ -19,8 +19,8 @@ from headrace.terms.program import Op, Program
 
 Perform = Callable[[Op], None]
 
-# How many operations a lane's thread may have issued to a device that are not finished. Two keep the device busy; without a
-# bound the host would run ahead of it through a whole step, and take memory for all of it.
+# How many operations a lane's thread may have issued to a device that are not finished. Two keep the device busy. Without a
+# bound the host would run ahead of it through a whole step, and allocate memory for all of it.
 _IN_FLIGHT = 2
 
 

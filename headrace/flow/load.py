@@ -120,8 +120,8 @@ class UnitReader:
         return zip(self._store.manifest.units, self._maker.forms, strict=True)
 
     def __call__(self, unit: int) -> tuple[NDArray[Any], NDArray[Any] | None] | None:
-        """Return `(weights, rest)`, where `rest` is `lo`, the fp32 master, or None where the weights are the master; return
-        None for a unit that stays exactly as it came.
+        """Return `(weights, rest)`. `rest` is `lo`, the fp32 master, or None if the weights are the master. Return None for a
+        unit that stays exactly as it came.
         """
         described, form, plane = self._store.manifest.units[unit], self._maker.forms[unit], self._maker.weight
         if form.trained is None and form.code is None:

@@ -62,8 +62,8 @@ class Maker:
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """Fill `into`, a flat tensor of the compute dtype, with the weights of `unit`.
 
-        `stored` are its bytes as they lie on the drive (None: `into` already has them), `trained` its trained family's weights,
-        float32; all of them are on one device.
+        `stored` are its bytes as they lie on the drive (None: `into` already has them). `trained` are its trained family's
+        weights, float32. All of them are on one device.
         """
         form = self.forms[unit]
         if form.code is not None:

@@ -70,8 +70,8 @@ def check_apart(batch: Mapping[str, torch.Tensor], chain: Chain) -> None:
         return
     if (batch["position_ids"][:, 1:] == 0).any():
         raise DataError(
-            f"batch: position_ids begin again within a row of {batch['position_ids'].shape[1]} tokens, but the model does not "
-            f"keep samples of one row apart: {chain.packing_reason}; give each sample a row of its own"
+            f"batch: position_ids begin again within a row of {batch['position_ids'].shape[1]} tokens, but the model does "
+            f"not keep samples of one row apart: {chain.packing_reason}. Give each sample its own row"
         )
 
 

@@ -62,7 +62,7 @@ class Copying:
         removing = f"rm -r {shlex.join(map(str, copy.folders))}"
         self._say(
             f"weights: {format_bytes(total)}{begun} are copied to {_named(copy.folders)}, striped, and read back: about "
-            f"{format_seconds(seconds)}, once; the same command goes on where it was interrupted; `{removing}` removes the copy"
+            f"{format_seconds(seconds)}, once. The same command resumes an interrupted copy; `{removing}` removes it"
         )
         for folder in copy.outdated():
             self._say(f"weights: {folder} is a copy from before the files were changed; nothing reads it, remove it")

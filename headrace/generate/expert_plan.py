@@ -1,9 +1,8 @@
 """Single experts in a plan: how large they are, how many there are, and how many are expected to be used.
 
 Every token reads the same part of a mixture's block: attention, norms, router, shared experts. That part is the unit that
-streams; the block's other experts come a few at a time, in *rounds*. They are either those that tokens were sent to, once that
-is known (*routed*), or all of them, ahead of compute, where almost every expert is needed (prefill). No block is in memory as a
-whole.
+streams; the block's other experts come a few at a time, in *rounds*. Either they are those that tokens were sent to, once that
+is known (*routed*). Or they are all prefetched, when almost every expert is needed (prefill). No block is in memory as a whole.
 
 Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are equally likely.
 """
@@ -55,8 +54,8 @@ class ExpertFigures:
 class ExpertPlan:
     """How experts come. `choices` is how many experts a token is sent to, `in_round` how many experts come together.
 
-    `cached` experts stay in host memory. A pass reads all experts ahead if its tokens are expected to want a share of more than
-    `ahead_share` of them; otherwise it waits for the routers.
+    `cached` experts stay in host memory. A pass prefetches all experts if its tokens are expected to use more than
+    `ahead_share` of them. Otherwise it waits for the routers.
     """
 
     figures: ExpertFigures

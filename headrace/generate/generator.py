@@ -145,7 +145,7 @@ class Generator:
         return self.prepare(prompts, prompt_length, new_tokens, kept_copies)
 
     def use(self, plan: GenerationPlan) -> None:
-        """Copy weights to the drives, if so decided. Then allocate the buffers of `plan`, and read weights that stay in memory."""
+        """Copy weights to the drives, if so decided. Then allocate the buffers of `plan`, and read the resident weights."""
         self._drop()
         model = self.model
         if self._copying is not None:

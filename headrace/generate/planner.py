@@ -58,8 +58,8 @@ class GenerationUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """What passes do: `costs` gives those of a seat, by rows and tokens; up to `most_rows` are tried if no rows are asked for;
-    prompts may be taken in `chunks`.
+    """What passes do. `costs` gives the costs of a seat, by rows and tokens. Up to `most_rows` are tried if no rows are asked
+    for. Prompts may be taken in `chunks`.
     """
 
     costs: Callable[..., GenerationCosts] = generation_costs
@@ -212,8 +212,8 @@ def plan_generation(
 ) -> GenerationPlan:
     """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
 
-    Of a directory whose weights are coded the headers of its files are read; with `compress` the plan is for what compressing
-    the model to that code would make. Either says what a plan for the weights in the compute dtype would take, too.
+    For a directory with coded weights, the headers of its files are read. With `compress` the plan is for the model that
+    compression to that code would write. Either says what a plan for the weights in the compute dtype would take, too.
 
     `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine.
 

@@ -29,7 +29,7 @@ def open_model(
     *,
     adapter: Path | None = None,
 ) -> GenerationModel:
-    """Return the model of a directory, or of a run: its finished model, or else its last commit; with an `adapter`, the
+    """Return the model of a directory, or of a run: its finished model, or else its last commit. With an `adapter`, return the
     directory's model and the adapter beside it.
 
     Raises:

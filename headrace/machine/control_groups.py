@@ -11,8 +11,8 @@ _HERE = Path("/")
 
 
 def groups_of(controller: str, root: Path = _HERE) -> Iterator[tuple[int, list[Path]]]:
-    """Yield version and directories, this process's own first and then those above it, of each hierarchy that may have
-    `controller`: a machine may have it in either version.
+    """Yield version and directories of each hierarchy that may have `controller`, this process's own first and then those above
+    it. A machine may have it in either version.
     """
     for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -76,9 +76,8 @@ class HeapGuard:
     `keep` says whether it is kept from the beginning. Otherwise it is from the first step on that leaves room for another
     workspace. Everything is returned as soon as more than `most_bytes` is resident, even if all kept blocks are too small to be
     mapped. Scans of state-space layers make so many of them that half a workspace more stayed than planned. `look` must be
-    called all the time for this, not between operations: one was seen to add 1.9 to 2.8 workspaces to what it began with, by
-    chance (docs/log/state-space-models, docs/log/freed-memory). Where giving back does not suffice, freed memory is no longer
-    kept.
+    called all the time for this, not between operations. One operation was seen to add 1.9 to 2.8 workspaces, by chance
+    (docs/log/state-space-models, docs/log/freed-memory). Where giving back does not suffice, freed memory is no longer kept.
     """
 
     def __init__(self, planned_bytes: int, workspace_bytes: int, *, keep: bool) -> None:

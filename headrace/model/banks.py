@@ -5,8 +5,8 @@ Transformers computes a mixture by a loop over the experts that tokens were sent
 memory, the thread that runs the block waits for them. The experts that will be asked for are known before the first is: they
 are the integers that the module is called with.
 
-Invariant: only modules that were seen to ask for one expert at a time, in ascending order, and for the announced ones alone,
-have banks (`bank_check`).
+Invariant: only some modules have banks (`bank_check`). Trials must have seen them ask for one expert at a time, in ascending
+order, and only for announced ones.
 """
 
 import threading

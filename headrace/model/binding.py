@@ -1,6 +1,6 @@
 """Bind a model's parameters to flat buffers, unit by unit, and release them again.
 
-Invariant: a parameter is either a view of the buffer that its unit is bound to, or on the meta device; no parameter outlives
+Invariant: a parameter is either a view of the buffer that its unit is bound to, or on the meta device. No parameter outlives
 its buffer. Binding replaces the `Parameter` objects, it never writes into storage that a live graph may refer to.
 """
 

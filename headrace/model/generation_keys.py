@@ -155,8 +155,8 @@ def check_file(values: Mapping[str, Any]) -> None:
 def resolved(model_own: Any, given: Any, changes: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the configuration that transformers computes with, and the other keywords of `generate`.
 
-    As there, a key that `given` has no value for takes the model's own, and `changes` come above both: None among them switches
-    a key off, and stays None. `max_length` has no default.
+    As there, a key without a value in `given` takes the model's own, and `changes` win over both. None among them switches a
+    key off, and stays None. `max_length` has no default.
 
     Raises:
         ConfigError: a key, a keyword or a value is refused, by name.

@@ -6,8 +6,8 @@ model's code is not changed: while a block is run its configuration names an att
 with transformers' `AttentionInterface`. The block's cache hands out stand-ins for keys and values, and our function knows them.
 
 In float32 the host calls the function that the block would have called, on the same numbers: on one processor the bits are the
-same. Keys and values of 16 bits are read by a loop of our own, because torch's takes up to eight times as long for one token;
-its bits are others.
+same. Keys and values of 16 bits are read by a loop of our own, with other bits. Torch's takes up to eight times as long for one
+token.
 """
 
 import math
@@ -104,7 +104,7 @@ def attended(
 
     `query` (rows, heads, 1, width) is float32 and scaled. `keys` and `values` (rows, heads of keys, tokens, width) are views of
     `memory` (uint8). A token's keys lie before its values, and tokens lie one after the other. `mask` (rows or 1, 1, 1, tokens)
-    is true for what is seen, or is added to scores; `sinks` has a score without a value for each head.
+    is true for visible tokens, or is added to scores. `sinks` has a score without a value for each head.
 
     Raises:
         ModelError: the mask is not the same for all heads.

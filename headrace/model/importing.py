@@ -1,7 +1,7 @@
 """Fill a unit's flat buffers from a checkpoint.
 
-Every parameter is read row by row in bounded pieces and converted on the way, so that importing needs the unit's buffers and a
-few dozen megabytes, whatever the model. Invariant: the planes hold the stored values exactly, or `ModelError` names the tensor.
+Every parameter is read row by row in bounded pieces and converted on the way. So importing needs the unit's buffers and a few
+dozen megabytes, whatever the model. Invariant: the planes hold the stored values exactly, or `ModelError` names the tensor.
 """
 
 import math

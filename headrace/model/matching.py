@@ -64,9 +64,8 @@ class WeightMap:
     """The role of every tensor of a checkpoint.
 
     `pieces` and `copies` (a tied parameter stored a second time) are by parameter; `buffers` map names in the model to stored
-    names. `unused` tensors are stored, but not trained; `unknown` are those of them that belong to no part of the stored model,
-    with the names that they would have in it. `stored_model` is what was stored: `model`, or a larger one of which it is a
-    part.
+    names. `unused` tensors are stored, but not trained. `unknown` are those that belong to no part of the stored model, with
+    the names that they would have in it. `stored_model` is what was stored: `model`, or a larger one of which it is a part.
     """
 
     checkpoint: Checkpoint

@@ -37,12 +37,12 @@ class Traits:
     """What trying told: what a block returns, which parameters come after the blocks only, whether samples can be packed.
 
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
-    (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` samples are kept
+    (None: of any number, 0: not at all). `packing_reason` says why not into longer ones. With `packs_by_masks` samples are kept
     apart by masks that the model does not make from positions itself. With `runs_by_samples` longer rows hold several samples,
-    too, but blocks run on each by itself; `by_exact_lengths` say that none may be padded to the length of another one.
-    `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits.
-    `passed_over` are names of the parameters of blocks that do not use what other blocks hand them besides hidden states.
-    `kinds` are those of parameters that shapes do not tell.
+    too, but blocks run on each by itself. `by_exact_lengths` says that none may be padded to another's length.
+    `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits. `passed_over` are names of the
+    parameters of blocks that do not use what other blocks hand them besides hidden states. `kinds` are those of parameters that
+    shapes do not tell.
     """
 
     blocks_name: str
@@ -88,8 +88,8 @@ def probe(config: Any) -> Traits:
 def self_check(config: Any) -> None:
     """Compare loss and all gradients of a block-major run with plain `loss.backward()`, in float32, on a tiny instance.
 
-    Two micro-batches of one sample each, in rows of one length as in a step, are compared with one batch of both and the
-    model's own loss, auxiliary loss included. The samples are of unequal length.
+    Two micro-batches of one sample each, in rows of one length as in a step, are compared with one batch of both. Compared are
+    the model's own loss and auxiliary loss. The samples are of unequal length.
 
     Raises:
         ModelError: they differ; the message names the parameter and both numbers.
@@ -308,7 +308,7 @@ def _check_hidden_states(runner: Runner) -> None:
     found = runner.prologue(sample).hidden.shape
     if found[:2] != sample.input_ids.shape:
         raise ModelError(
-            f"{type(runner.model).__name__}: cannot be run block by block: for {tuple(sample.input_ids.shape)} tokens its "
+            f"{type(runner.model).__name__}: cannot be run block by block. For {tuple(sample.input_ids.shape)} tokens its "
             f"blocks get hidden states of {tuple(found)}, and only those that begin with (rows, tokens) are known"
         )
 

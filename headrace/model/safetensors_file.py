@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     raise ModelError(f"{path}: a git-lfs pointer, not the weights; fetch them with `git lfs pull`")
                 raise ModelError(
                     f"{path}: expected a safetensors file, found {found_bytes} bytes that begin with a header length of "
-                    f"{header_bytes}; the file is truncated or of another kind: fetch it again"
+                    f"{header_bytes}. The file is truncated or of another kind: fetch it again"
                 )
             header = json.loads(file.read(header_bytes))
     except OSError as error:

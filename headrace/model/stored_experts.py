@@ -1,6 +1,6 @@
 """Single experts in a model's own files, and the rest of their blocks, which every token reads.
 
-Where a file has an expert's tensors one by one, or one stack of all experts, an expert is a run of bytes, or a few. Coded
+If a file has an expert's tensors one by one, or one stack of all experts, an expert is one run of bytes, or a few. Coded
 experts are read as they are coded, and decoded one at a time.
 
 Invariant: an expert has the bits that it has in its whole block.

@@ -69,8 +69,8 @@ class BlockCall:
     """What the model passes to a block besides the hidden states: masks, rotary tables, positions.
 
     The tensors are the model's own objects, shared by all blocks that get the same one. With `samples` a block is called for
-    each group of samples by itself, with what the model passes for these alone. What other blocks hand on is among the
-    arguments as `Handed`; `hands` says where a block puts the further values that it returns, None for a value that nobody
+    each group of samples by itself, with what the model passes for these alone. Values that other blocks pass on are among the
+    arguments as `Handed`. `hands` says where a block puts the further values that it returns, None for a value that nobody
     takes. `kept` is what the block's modules keep from this caller's last call, where they keep anything.
     """
 
@@ -105,7 +105,7 @@ class _Answers(TorchFunctionMode):
     are fake, and could not be compared.
 
     `unasked` is for code whose results are dropped: whoever asks whether a tensor is true is told that it is, without asking
-    the device. Masks are made after a look at the positions, for which a GPU's host would wait until all issued work is done,
+    the device. Masks are made after a look at the positions. A GPU's host would wait for that until all issued work is done,
     once for each chunk of the loss.
     """
 
@@ -130,8 +130,7 @@ class Taps:
     gets a tensor of shape (b, T, hidden), the last block returns it, so that everything after the blocks runs on it. Code
     before them then computes nothing of use, and asks the device for no value. `tuple_length` is the number of values in the
     tuple that a block returns, hidden states first; None where it returns hidden states alone. The other values of the tuple
-    are `Handed` objects, not None, which blocks may take for "nothing there"; a model may drop them, or pass them to other
-    blocks.
+    are `Handed` objects. None could mean "nothing there" to blocks. A model may drop them, or pass them to other blocks.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], tuple_length: int | None, inject: torch.Tensor | None = None) -> None:

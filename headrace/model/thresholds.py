@@ -36,7 +36,7 @@ _ROPE_LENGTH = "original_max_position_embeddings"
 class Tiny:
     """A tiny configuration: `key`, its JSON, identifies the architecture and structure.
 
-    `met` are the keys that the trial's rows exceed, `unmet` those that they might have to exceed and do not, both with the
+    `met` are the keys that the trial's rows exceed; `unmet` are those that they do not exceed, but may have to. Both have the
     numbers of the full configuration. `chosen` are the tiny values of keys without a rule, `layers` those that it keeps.
     """
 
@@ -119,7 +119,7 @@ def _tiny(config_class: type, full: str) -> Tiny:
 
 
 def _layers(config_class: type, values: dict[str, Any]) -> Layers:
-    """Return the layers of which a tiny instance has a block of each kind that the model has; if none has, those that lists in
+    """Return the layers of which a tiny instance has a block of each kind in the model. If none has, return those that lists in
     the configuration ask for.
     """
     usual = choose_layers(values)

@@ -1,12 +1,12 @@
 """Keys and values that live elsewhere while their block does not run: a layer of transformers' cache that borrows its past.
 
 Layers of a seat's cache that grow with each token, and do nothing else (full attention, grouped queries, latents), are replaced
-by `TieredLayer`. Before a block is run its layer is *lent* memory that holds the past token by token: keys and values of all
-rows of one token, then of the next. So new tokens lie behind old ones, and only the new ones have to be brought back.
-Attention is given copies in the layout that `DynamicLayer` gets by its own concatenation, so it computes the same bits.
+by `TieredLayer`. Before a block runs, its layer is *lent* memory that holds the past token by token: keys and values of all
+rows of one token, then of the next. So new tokens lie behind old ones, and only the new ones have to be brought back. Attention
+is given copies in the layout that `DynamicLayer` gets by its own concatenation, so it computes the same bits.
 
-Or attention of a new token is computed where the past lies (`model.host_attention`): then nothing is copied, and what the block
-gets for keys and values are stand-ins.
+Or attention of a new token is computed where the past lies (`model.host_attention`). Then nothing is copied, and the block gets
+stand-ins for keys and values.
 
 Windows, states of recurrent blocks and other kinds of layers stay transformers' own, in memory.
 """

@@ -3,8 +3,8 @@
 The chain must know some things about an architecture: what its blocks return, which parameters come before and after them,
 whether packed samples stay apart. It finds them by trying, on an instance of a few kilobytes. Invariant: shrinking changes
 sizes, never
-structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are. Counts of tokens shrink too,
-below the length of a tiny row, so that a window, or a position from which something is computed differently, is seen.
+structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are. Counts of tokens shrink,
+too, below the length of a tiny row. So the trial sees a window, or a position from which something is computed differently.
 """
 
 import itertools

@@ -44,8 +44,8 @@ def check_whole(config: Any, whole: Any | None) -> None:
     difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
     if not difference <= RELATIVE_TOLERANCE * largest:
         raise ModelError(
-            f"{type(whole).__name__}: computes other logits from text than its text model, {type(text).__name__}, does alone: "
-            f"they differ by {difference:.2g} where the largest is {largest:.2g}; it cannot be trained as a part"
+            f"{type(whole).__name__}: computes other logits from text than its text model alone, {type(text).__name__}. They "
+            f"differ by {difference:.2g}, and the largest is {largest:.2g}; it cannot be trained as a part"
         )
 
 

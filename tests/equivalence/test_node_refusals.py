@@ -23,7 +23,7 @@ from headrace.terms.run_options import NodeOptions
 @pytest.mark.parametrize(
     ("model", "workers", "options", "words"),
     [
-        ("mixtral-aux", 2, {}, "has router losses, of a whole step and not gathered from workers yet"),
+        ("mixtral-aux", 2, {}, "has router losses of a whole step, which are not gathered from workers yet"),
         ("llama", 1, {"gradient": "lsp"}, "gradient: lsp.* is not possible at a node"),
         ("llama", ROWS + 1, {}, f"workers: {ROWS + 1} of them, and a step has {ROWS} rows"),
     ],
