@@ -1,7 +1,7 @@
 """Compares, on a tiny instance, a model of several parts with its text model alone, on text.
 
-Many whole models put a head of their own on the bare text model, and not all do there what the text model's own class does
-(such as scaling logits). Invariant: a text model is trained for the loss that the whole model has on the same text.
+Many whole models put their own head on the bare text model. Not all do there what the text model's own class does, such as
+scaling logits. Invariant: a text model is trained for the loss that the whole model has on the same text.
 """
 
 import copy

@@ -41,8 +41,8 @@ class Forecast:
     `timeline` also counts everything else that takes compute's time, as operations that would take as long.
 
     `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
-    for which each lane is busy. `work` has the seconds that each lane's work takes alone, without the time that fresh pages
-    cost compute: a run with more memory for itself does not have it.
+    for which each lane is busy. `work` has the seconds that each lane's work takes alone. They leave out the time that fresh
+    pages cost compute, because a run with more memory for itself has none.
     """
 
     step_seconds: float
@@ -96,8 +96,8 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
 class StepSeconds:
     """Seconds of a step for many plans on one machine, exactly as `forecast` gives them.
 
-    Plans that lead to the same operations are simulated once. In a search these are about half: cut coarsely, many kinds of
-    buffers are equal, and a plan that was tried comes back as the one to improve. Only seconds are remembered, no timelines.
+    Plans that lead to the same operations are simulated once. In a search these are about half. When cut coarsely, many kinds
+    of buffers are equal, and a plan that was tried comes back as the one to improve. Only seconds are remembered, no timelines.
     """
 
     def __init__(self, machine: Ceilings) -> None:

@@ -17,7 +17,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import SSD
 from headrace.terms.grouping import Grouping
 
-# Units on their way at once: one is read, one is sent, one waits to be asked for, one is updated; fewer where memory is short.
+# Units on their way at once: one is read, one is sent, one waits for a request, one is updated. Fewer if memory is short.
 _HOST_SLOTS = (6, 4, 3, 2)
 
 

@@ -4,13 +4,13 @@ This is the planner's time model (docs/decisions/0006). It runs the very operati
 own in program order; an operation starts when its lane is free and everything that it waits for is complete. As in the engine,
 a program starts only when the last but one is complete.
 
-Operations that run at once may slow one another: reads and writes of one drive, both directions of a link, lanes that share
-cores or memory bandwidth. So an operation has an amount of work, in seconds that it takes alone, and a speed of at most 1 that
-changes whenever another lane starts or stops. Its duration is found by running events, not fixed beforehand.
+Operations that run at once may slow one another. Examples are reads and writes of one drive, both directions of a link, and
+lanes that share cores or memory bandwidth. So an operation has an amount of work, in seconds that it takes alone. Its speed is
+at most 1, and changes whenever another lane starts or stops. Its duration is found by running events, not fixed beforehand.
 
 Invariant: the result follows from programs and ceilings alone. Where nothing slows anything, faster lanes never make any
-operation later (start times are maxima of sums). Where lanes do share, work that is done earlier can delay work that matters
-more, in the model as on a real machine; the tests state how little that is.
+operation later (start times are maxima of sums). If lanes do share, earlier work can delay work that matters more, in the model
+as on a real machine. The tests state how little that is.
 
 No clock, no files, no torch.
 """

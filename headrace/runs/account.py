@@ -92,7 +92,7 @@ class Account:
 def _ceilings(config: RunOptions, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
     """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if nobody measured.
 
-    A resumed run has them in its directory, whatever became of the profile; they must not be divided again, because drive i no
+    A resumed run has them in its directory, whatever became of the profile. They must not be divided again, because drive i no
     longer belongs to directory i.
     """
     with contextlib.suppress(ConfigError):

@@ -172,7 +172,7 @@ class _Run(Enum):
 
 
 def _look_at(folder: Path) -> Leftover | None:
-    """Return what is known of a data folder; None if it is in use, none of ours, or too little is known to call it dead."""
+    """Return what is known of a data folder. None if it is in use, is not ours, or is too little known to call it dead."""
     owner = owner_of(folder)
     if owner is None:
         return None

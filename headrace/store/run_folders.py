@@ -41,8 +41,8 @@ def check_directories(
     beside: Beside | None = None,
     what: str = "the state",
 ) -> None:
-    """Refuse directories that are missing, no directories, read-only, named twice, in memory, or too full for `what` takes
-    `needed_bytes` of each: also for what will lie `beside` it.
+    """Refuse directories that are missing, no directories, read-only, named twice or in memory. Refuse those that are too full:
+    `what` takes `needed_bytes` of each, and others will lie `beside` it.
 
     Raises:
         ConfigError: a directory cannot be used.

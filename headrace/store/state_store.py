@@ -146,9 +146,8 @@ class StateStore:
         Planes lie in a chunk as `Family` says. Waits for writes of that version that are under way. What is scratch is read as
         it lies: neither checked nor ordered with writes under way.
 
-        Raises:
-            StorageError: `into` has another size, a write of that version failed, the next version is half written over it, or
-                the unit has no such family on the drives.
+        Raises: StorageError: `into` has another size, a write of that version failed, or the next version is half written over
+            it. Or the unit has no such family on the drives.
         """
         if self._parts.places.is_lent(unit, family):
             return self._lent.read(unit, into)

@@ -2,8 +2,8 @@
 
 `Ceilings` is a value that is measured (`headrace bench machine`), shipped with the package (`plan/machines`) or written by
 hand. The planner and the simulated interpreter know nothing else of the hardware. The invariant: an instance holds only figures
-that can be true. A missing, unknown or absurd one is refused by the name of its field, because a planner fed a zero or a NaN
-would still print a plan.
+that can be true. A missing, unknown or absurd figure is refused by its field's name: a planner fed a zero or a NaN would still
+print a plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -186,9 +186,8 @@ class Ceilings:
     def from_json(cls, values: object) -> "Ceilings":
         """Return the ceilings that `values` (a parsed JSON object, as `to_json` makes) describe.
 
-        Raises:
-            ConfigError: a figure is missing, unknown, not a number, not positive, or beyond what hardware can do; the message
-                names the field and shows the value.
+        Raises: ConfigError: a figure is missing, unknown, not a number, not positive, or beyond what hardware can do. The
+            message names the field and shows the value.
         """
         figures = mapping_of(values, where="machine profile")
         name = figures.get("name")

@@ -1,8 +1,8 @@
 """Where a unit may be cut into chunks, and which pieces of a chunk a rule is given. Both follow from the rule's grain.
 
-A rule that updates each element alone lets a unit be cut anywhere. One that needs whole rows, or whole matrices, is given
-*items*: the rows or matrices of the layout; of a stack of matrices (experts), each matrix by itself. Chunks hold whole items.
-A chunk begins on a page of the drives, so a cut is where an item and a page begin at once.
+A rule that updates each element alone lets a unit be cut anywhere. A rule that needs whole rows, or whole matrices, is given
+*items*: the rows or matrices of the layout. In a stack (experts) each matrix is one item. Chunks hold whole items. A chunk
+begins on a page of the drives, so a cut is where an item and a page begin at once.
 
 Invariant: no cut divides an item, and no piece has only a part of one.
 """

@@ -177,8 +177,8 @@ class Form:
     def __post_init__(self) -> None:
         if self.is_far and (self.code or not self.in_place):
             raise ConfigError(
-                f"unit {self.layout.name}: lives at another site, which updates all of it; it can be neither frozen, "
-                "nor coded, nor completed by a trained family of its own"
+                f"unit {self.layout.name}: lives at another site, which updates all of it. It can be neither frozen, nor "
+                "coded, nor completed by a trained family of its own"
             )
         if (self.code or (self.has_own_family and not self.is_beside)) and (self.home == DEVICE or self.in_place):
             raise ConfigError(
@@ -188,8 +188,8 @@ class Form:
 
         if self.basis is not None and self.code is not None:
             raise ConfigError(
-                f"unit {self.layout.name}: its weights are coded, and would be merged with what is trained when the basis "
-                "changes; leave them as they are, or train no subspace"
+                f"unit {self.layout.name}: its weights are coded, and would be merged with the trained family when the basis "
+                "changes. Leave them as they are, or train no subspace"
             )
 
     @property

@@ -110,8 +110,8 @@ class Schedule:
         if not 0 < self.total_steps <= self.warmup_steps:
             return ""
         return (
-            f"warmup_steps: {self.warmup_steps} steps of warm-up in a run of {self.total_steps}: the learning rate ends at "
-            f"{self.factor(self.total_steps - 1):.3g} of what was asked and never reaches it; give fewer of them"
+            f"warmup_steps: {self.warmup_steps} steps of warm-up in a run of {self.total_steps}. The learning rate ends at "
+            f"{self.factor(self.total_steps - 1):.3g} of what was asked and never reaches it; give fewer warm-up steps"
         )
 
     def factor(self, step: int) -> float:

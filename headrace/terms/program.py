@@ -100,7 +100,8 @@ class Pool(IntEnum):
 PASSING = Pool.NORM
 _SLOT_BITS = 22
 SLOT_MASK = (1 << _SLOT_BITS) - 1
-# A piece of a buffer, such as one chunk of a block's weights: numbered from 1, above the buffer's own bits; 0 is all of it.
+# A piece of a buffer, such as one chunk of a block's weights. It is numbered from 1, above the buffer's own bits; 0 is all of
+# it.
 PIECE_SHIFT = 32
 WHOLE_MASK = (1 << PIECE_SHIFT) - 1
 

@@ -37,8 +37,8 @@ class RuleFigures:
             rows or matrices on the host allocates as much.
         device_traffic_bytes: bytes that torch's kernels read and write in device memory, per element; None: only the host
             updates.
-        clips_by_rerun: updates begin as if nothing had to be clipped, and no gradient is held; where the norm says otherwise,
-            the whole step is run again. For rules whose point is how little they keep.
+        clips_by_rerun: updates begin as if nothing had to be clipped, and no gradient is held. If the norm says otherwise, the
+            whole step runs again. For rules whose point is how little they keep.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """The compiled loops of every rule: one generator over the master, the rule's arithmetic, its states' code, and checksums.
 
 A rule says how one element changes (`arithmetic`, a function of fp32 numbers). The types of the arrays at the first call tell
-where the master lies and in which type, so a run compiles only what it runs. What surrounds the arithmetic is here once:
+where the master lies and in which type. So a run compiles only what it runs. What surrounds the arithmetic is here once:
 prefetching, splitting and joining the master, decoding and encoding states tile by tile, checksums.
 
 Invariant: an element's new value depends on that element and the scalars alone, with operations in the order of the arithmetic.
 With states of fewer than 32 bits, it also depends on their code (`StateCode`).
 
-Numba keeps machine code on disk and notices a change only in the file that a loop stands in. The functions inlined here stand
-in several files, so each loop closes over a digest of all of them (`digest_of`): a closure's variables are part of its key.
+Numba keeps machine code on disk and notices a change only in the file that a loop stands in. The inlined functions stand in
+several files, so each loop closes over a digest of all of them (`digest_of`). A closure's variables are part of its key.
 
 Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone distinguishes them) or float32. `scalars` are
 float32, `k` is their array. `planes` are the weights, the rest of the master, and the rule's states. That is `hi, lo` and
@@ -43,7 +43,7 @@ from headrace.update.tensors import Noise
 # into a second-level cache.
 SUMMED_ELEMENTS = 32768
 
-# Loops run over strips, a cache line of the narrowest plane, and prefetch so many elements ahead: a processor's own prefetching
+# Loops run over strips, a cache line of the narrowest plane, and prefetch so many elements ahead. A processor's own prefetching
 # ends with each page of each array. Measured with two states (docs/log/update-kernel): 1.1 times as fast; 128 to 512 ahead make
 # no difference, 1024 is worse. They are unsigned, because each use of an index that may be negative would be tested.
 LINE_BYTES = 64

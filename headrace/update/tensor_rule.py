@@ -28,8 +28,8 @@ class TensorRule(ABC):
     """A rule under which the new values of a whole row or matrix follow from it, its states, its gradient and some scalars.
 
     `planes.states` begin with the rest of the master, if there is one; then come the rule's own. `alone` updates all elements
-    outside of rows and matrices, and has the same planes; it is None where vectors are items, too
-    (`RuleFigures.takes_vectors`), because then there are no such elements.
+    outside of rows and matrices, and has the same planes. It is None if vectors are items, too (`RuleFigures.takes_vectors`):
+    then there are no such elements.
 
     Raises:
         ConfigError: the planes differ, or have blocks of elements that share a number, or the grain is the element.

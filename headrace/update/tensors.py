@@ -43,8 +43,8 @@ def as_tensor(array: NDArray[Any], *, bfloat16: bool = False) -> Tensor:
 def root_of(v: Tensor) -> Tensor:
     """Return the correctly rounded square root of fp32 `v`.
 
-    It goes by way of fp64, because torch's own fp32 root on a CPU is MKL's, which misses the last bit of one number in five. In
-    fp64 a root is never so near to the middle of two fp32 numbers that the second rounding could go wrong.
+    It goes through fp64. Torch's own fp32 root on a CPU is MKL's, which misses the last bit of one number in five. In fp64 a
+    root is never so near to the middle of two fp32 numbers that the second rounding could go wrong.
     """
     return v.to(torch.float64).sqrt_().to(torch.float32)
 

@@ -63,8 +63,8 @@ class Pair(NamedTuple):
         return self.left.expand(right.transpose(1, 2))
 
     def move(self, other: "Pair", moment: Tensor, *, square: bool) -> Tensor:
-        """Return what `moment`, made of gradients compressed by this pair, becomes for those compressed by `other`: `A M B`
-        with `A = P_new^T P_old` and `B = Q_old^T Q_new`. A second moment takes the squares of A and B, so that it stays >= 0.
+        """Return the counterpart of `moment` for gradients compressed by `other` instead of this pair: `A M B` with
+        `A = P_new^T P_old` and `B = Q_old^T Q_new`. A second moment takes the squares of A and B, so that it stays >= 0.
         """
         rows, columns = _change(self.left, other.left, moment, 1), _change(self.right, other.right, moment, 2)
         if rows is not None:

@@ -10,7 +10,7 @@ NS brings the singular values of a matrix near 1. It takes five steps of Newton-
 matrix, as NS itself is. It is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
 
 Operands of the products are rounded to bfloat16 and added up in float32, as published. A CPU multiplies them as float32
-numbers, to the same roundings; what differs between two devices is the order of sums, so a run has its bits on one machine.
+numbers, to the same roundings. Only the order of sums differs between two devices, so a run has its bits on one machine.
 """
 
 import math

@@ -1,7 +1,7 @@
 """LSP-Offload (Chen et al., AAAI 2025): only subspaces of a block's matrices are trained, which sparse projectors define.
 
-A matrix is `c W0 + P S Q^T`: W0 is stored, S (d, d) is trained by the run's rule on compressed gradients `P^T G Q`. `c` begins
-at 1, has no gradient, and decays as S does: so weight decay applies to the whole matrix, and W0 need not be rewritten for it.
+A matrix is `c W0 + P S Q^T`. W0 is stored; the run's rule trains S (d, d) on compressed gradients `P^T G Q`. `c` begins at 1,
+has no gradient, and decays as S does. So weight decay applies to the whole matrix, and W0 need not be rewritten for it.
 Parameters that are no matrices, or are no larger than the subspace, are trained as they are, beside them.
 
 The first step fits projectors to its own gradient. Later each unit has its turn, once in `check` steps. The last micro-batch is
@@ -132,8 +132,8 @@ class LspWire:
         for plane in states:
             if plane.name not in _POWERS or plane.dtype != "float32" or plane.of != "element":
                 raise ConfigError(
-                    f"gradient: lsp moves a rule's states to other projectors; of {plane.name!r} ({plane.dtype}) it does not "
-                    "know how: use adamw with float32 moments, sgd, lion or lomo"
+                    f"gradient: lsp moves a rule's states to other projectors, but cannot move {plane.name!r} "
+                    f"({plane.dtype}). Use adamw with float32 moments, sgd, lion or lomo"
                 )
 
     @contextmanager
