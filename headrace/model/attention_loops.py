@@ -44,10 +44,10 @@ def attend(query: Any, table: Any, values_at: Any, kind: Any, mask: Any, sinks: 
     """Fill `out` for the pairs of a row and a head of keys from number `first` up to `last`.
 
     `query` (rows, heads of keys, group, width) and `out` (rows, heads of keys, group, width of values) are float32, the query
-    times its scale. A line of `table` (tokens, numbers of a token) holds the numbers of a token, as bits of this
-    `kind`. First come the keys (rows, heads, width), and from `values_at` on the values. `mask` (rows, tokens) is added to scores; without columns
-    it is all zeros. `sinks` (heads of keys, group) are scores without a value, -inf if there are none. A row that sees nothing
-    gets zeros.
+    times its scale. A line of `table` (tokens, numbers of a token) holds the numbers of a token, as bits of this `kind`. First
+    come the keys (rows, heads, width), and from `values_at` on the values. `mask` (rows, tokens) is added to scores; without
+    columns it is all zeros. `sinks` (heads of keys, group) are scores without a value, -inf if there are none. A row that sees
+    nothing gets zeros.
     """
     full_width()
     heads, group, width = query.shape[1], query.shape[2], query.shape[3]
