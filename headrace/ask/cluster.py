@@ -34,7 +34,7 @@ from headrace.terms.plan_options import PlanOptions
 from headrace.update import optimizer_of, rule_of
 from headrace.update.combinations import refuse_combination
 
-# Bytes per second of a network that nobody named: 10 Gbit/s.
+# Bytes per second of a network without a given rate: 10 Gbit/s.
 _LINK_BYTES_PER_SECOND = 1.25e9
 # Forecasts that are only compared with one another may be coarse.
 _COARSE_OPERATIONS = 1600

@@ -1,6 +1,6 @@
 """What a machine may give: this one, or one that a profile describes.
 
-Invariant: where nobody says, a share of what is free now, as the engine takes it (`default_bytes`, `machine.limits`).
+Invariant: without a given budget, a share of what is free now, as the engine takes it (`default_bytes`, `machine.limits`).
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ def default_device_overhead_bytes(ceilings: Ceilings | None, *, here: bool) -> i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run would be: what it may use when nobody says, and what there is at all (`most_bytes`, by tier, if known)."""
+    """Where a run would be: what it may use by default, and what there is at all (`most_bytes`, by tier, if known)."""
 
     name: str
     host_bytes: int
@@ -69,7 +69,7 @@ class Place:
     runtime_bytes: int
     cores: int
     most_bytes: dict[str, int]
-    has_drives: bool = False  # of a machine elsewhere, whose directories nobody can name
+    has_drives: bool = False  # of a machine elsewhere, whose directories are unknown here
 
     @classmethod
     def here(cls, machine: Machine, runtime_bytes: int, cores: int) -> "Place":

@@ -154,7 +154,7 @@ class RunPlanner:
         )
 
     def _ssd_bytes(self, state: Manifest | Sequence[Path], beside: Beside | None) -> int | None:
-        """Return how many bytes may be written; None if a directory cannot be used, which whoever makes the files reports."""
+        """Return how many bytes may be written; None if a directory cannot be used; creating the files reports it."""
         if isinstance(state, Manifest):
             directories, held = state.directories, sum(path.stat().st_size for path in state.data_paths())
         else:

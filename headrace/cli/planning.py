@@ -210,7 +210,7 @@ def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
 
 
 def _measured_machine(options: Options) -> Ceilings | None:
-    """Return the profile of this machine, or what a run measured of it; None if nobody measured."""
+    """Return the profile of this machine, or what a run measured of it; None if there is none."""
     profile = machine_profile_path()
     if profile.exists():
         return load_profile(profile)

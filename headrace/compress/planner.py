@@ -2,7 +2,7 @@
 
 Every term is a count (bytes, operations, launches) over a rate of the machine's profile, and stands by itself in the answer. No
 two of them are taken to overlap: their sum is the time of a machine that does one thing at a time. The size of ternary weights
-follows from the share of zeros, which nobody knows before. The plan assumes that of QMoE's largest model. It also shows the
+follows from the share of zeros, which is not known before. The plan assumes that of QMoE's largest model. It also shows the
 size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of codes (`codec/table.py`) has these figures.
 """
 

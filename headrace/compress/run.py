@@ -114,7 +114,7 @@ def refuse_coded(model: Path) -> None:
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except ValueError:
-        return  # whoever reads it next reports the error
+        return  # the next reader reports the error
     found = config.get("quantization_config") if isinstance(config, dict) else None
     if found is not None:
         method = found.get("quant_method") if isinstance(found, dict) else found

@@ -145,7 +145,7 @@ def _flag(where: str, fields: Message) -> bool | None:
 
 
 def unread_fields(messages: Sequence[Message], read: Sequence[str]) -> list[str]:
-    """Return the fields of messages that nobody reads: neither this program nor the texts `read` of a chat template."""
+    """Return the unused fields of messages: read neither by this program nor by the texts `read` of a chat template."""
     reasoning = ("reasoning_content", "reasoning", "thinking")  # transformers hands each on under all names
     names = dict.fromkeys(name for message in messages for name in message)
     known = {"role", "content", "name", "tool_call_id", *FLAGS, *_FLAGS_WITHIN}

@@ -49,7 +49,7 @@ class BatchStream:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What whoever trains on the data should know about it."""
+        """Notes for the person who trains on the data."""
         share = 0.0 if self._spec.packing else self._padding_share()
         wasted = (f"not packed: {share:.0%} of the tokens computed are padding",) if share >= 0.01 else ()
         return (*self._tokens.notices, *wasted)

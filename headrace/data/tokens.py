@@ -54,7 +54,7 @@ class TokenInfo:
 
     `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples (an estimate for texts so long that only their
     beginnings were tokenised). `dropped_samples` had no trained token (left). `unmarked_samples` were left out: the chat
-    template refuses them, or nobody can tell which tokens are the assistant's. `kinds` counts the samples that were read, by
+    template refuses them, or its assistant tokens cannot be told from the rest. `kinds` counts the samples that were read, by
     their columns. `remarks` are sentences for people. `digest` is of the arrays: equal digests mean equal samples in equal
     order. `largest_id` is the largest token id.
     """

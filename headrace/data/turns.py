@@ -186,7 +186,7 @@ class Rendered:
         return found + len(mark)
 
     def _checked(self, index: int, begin: int, end: int, *, whole: bool = True) -> Stretch:
-        """Return the stretch of turn `index`, if its own words and nobody else's are there; `whole`: all of them."""
+        """Return the stretch of turn `index`, if only its own words are there; `whole`: all of them."""
         for words in self.words:
             is_inside = begin <= words.place < end
             if words.message != index and is_inside:

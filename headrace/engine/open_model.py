@@ -98,7 +98,7 @@ def run_on(machine: Machine, chain: Chain, *, compile_blocks: bool = False, lige
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """The last commit of a run; `store` is only read. Whoever has it closes the store.
+    """The last commit of a run; `store` is only read. The owner closes the store.
 
     `directory` is the model with which the run began. `adapters` reads those of a run of adapters; None for any other run.
     """

@@ -154,7 +154,7 @@ def measured_weights(directories: Sequence[Path]) -> tuple[int, ...] | None:
     """Return how much of a volume each directory gets: in proportion to what it measures, reading and writing at once. Those of
     one file system, each measured alone, have to share that: each drive gets what it can do, as `Ceilings.of_directories` says.
 
-    None where there is nothing to share out: one directory gets all, and a bad one is refused by whoever makes the files.
+    None where there is nothing to share out: one directory gets all, and creating the files refuses a bad one.
     """
     if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
         return None

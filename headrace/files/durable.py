@@ -48,7 +48,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """As `write_whole`, but for a file that nobody has made: of several processes one succeeds. On a file system without links
+    """As `write_whole`, but only for a new file: of several processes one succeeds. On a file system without links
     a kill, or a power cut, may leave it cut short.
 
     Raises:

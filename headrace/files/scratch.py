@@ -76,6 +76,6 @@ def remove_dead(parent: Path, prefix: str, discard: Callable[[Path], None] = rem
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             discard(path)
         except OSError:
-            pass  # it lives, or nobody can tell
+            pass  # it lives, or it cannot be told
         finally:
             os.close(descriptor)

@@ -1,6 +1,6 @@
 """How much may be written to SSD directories.
 
-Invariant: nothing is reserved by asking; whoever makes the files looks again.
+Invariant: asking reserves nothing; creating the files looks again.
 """
 
 from collections.abc import Sequence

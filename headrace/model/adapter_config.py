@@ -1,6 +1,6 @@
 """`adapter_config.json` as stock peft understands it: each of its keys is known.
 
-Invariant: a key that changes the result is computed, or its value is refused by name; so is a key that nobody here knows.
+Invariant: a key that changes the result is computed, or its value is refused by name; so is an unknown key.
 """
 
 import json

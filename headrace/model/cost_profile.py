@@ -83,7 +83,7 @@ def profile(
 
 @contextmanager
 def _quiet(log: logging.Logger) -> Iterator[None]:
-    """Keep tracebacks out of the log: whoever catches the error reports it in one line."""
+    """Keep tracebacks out of the log: the caller reports the error in one line."""
     before, log.disabled = log.disabled, True
     try:
         yield

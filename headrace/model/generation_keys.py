@@ -140,7 +140,7 @@ class SettingError(ConfigError):
 
 
 def check_file(values: Mapping[str, Any]) -> None:
-    """Check the keys of a generation_config.json. One that nobody knows passes if its value is null, false or empty.
+    """Check the keys of a generation_config.json. An unknown key passes if its value is null, false or empty.
 
     Raises:
         SettingError: a key or its value is refused.
@@ -278,6 +278,6 @@ def _passes(make: Callable[[Mapping[str, Any]], object], values: Mapping[str, An
 
 
 def _defaults() -> dict[str, Any]:
-    """What transformers puts where nobody says anything, but for the length, for which there is another default here."""
+    """The defaults of transformers, except for the length, which has another default here."""
     found = GenerationConfig._get_default_generation_params()
     return {key: value for key, value in found.items() if key != "max_length"}

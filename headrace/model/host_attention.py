@@ -307,7 +307,7 @@ def attending_here(block: nn.Module, layer: TieredLayer, memory: torch.Tensor, *
 
 
 class Noting:
-    """Computes attention as ever, and notes the bytes of queries and results."""
+    """Computes attention as usual, and notes the bytes of queries and results."""
 
     def __init__(self) -> None:
         self.query_bytes = self.result_bytes = 0

@@ -34,7 +34,7 @@ def either_answer(run: Callable[[], _Result], calls: Callable[[_Result], Any]) -
 
 
 class _Answer(TorchFunctionMode):
-    """Answers whoever asks whether a tensor is true with `answer`."""
+    """Answers with `answer` when code asks whether a tensor is true."""
 
     def __init__(self, answer: bool) -> None:
         super().__init__()

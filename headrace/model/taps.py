@@ -70,7 +70,7 @@ class BlockCall:
 
     The tensors are the model's own objects, shared by all blocks that get the same one. With `samples` a block is called for
     each group of samples by itself, with what the model passes for these alone. Values that other blocks pass on are among the
-    arguments as `Handed`. `hands` says where a block puts the further values that it returns, None for a value that nobody
+    arguments as `Handed`. `hands` says where a block puts the further values that it returns, None for a value that nothing
     takes. `kept` is what the block's modules keep from this caller's last call, where they keep anything.
     """
 
@@ -104,9 +104,8 @@ class _Answers(TorchFunctionMode):
     another rate are refused. The draw is answered with the number 1.0, above all rates, because while a step is planned tensors
     are fake, and could not be compared.
 
-    `unasked` is for code whose results are dropped: whoever asks whether a tensor is true is told that it is, without asking
-    the device. Masks are made after a look at the positions. A GPU's host would wait for that until all issued work is done,
-    once for each chunk of the loss.
+    `unasked` is for code whose results are dropped: each tensor counts as true, without asking the device. Masks are made after
+    a look at the positions. A GPU's host would wait for that until all issued work is done, once for each chunk of the loss.
     """
 
     def __init__(self, *, unasked: bool) -> None:

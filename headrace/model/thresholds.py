@@ -125,7 +125,7 @@ def _layers(config_class: type, values: dict[str, Any]) -> Layers:
     usual = choose_layers(values)
     try:
         wanted = _block_kinds(config_class(**{key: value for key, value in values.items() if key not in DROPPED}))
-    except Exception:  # whoever needs the model will say why it cannot be built
+    except Exception:  # a later step says why the model cannot be built
         return usual
     firsts = [wanted.index(kind) for kind in dict.fromkeys(wanted)]
     for first in (0, 1):

@@ -58,7 +58,7 @@ def _with_text(config: Any, text: Any) -> Any:
             if getattr(holder, name, None) is replaced:
                 setattr(holder, name, copy.deepcopy(text))
                 return config
-    raise ModelError(f"{type(config).__name__}: keeps the configuration of its text model where nobody finds it")
+    raise ModelError(f"{type(config).__name__}: its text model's configuration is not where it is searched")
 
 
 def _share(text: Any, whole: Any) -> None:

@@ -1,7 +1,7 @@
 """A lane between the peers of one generation: bytes from one rank to another, in order, in pieces that are timed.
 
 The first piece of a transfer is waited for as long as its sender needs to make it; heartbeats say meanwhile whether the sender
-lives. Each further piece must come within `piece_seconds`. Any failure becomes `PeerLost`, also for whoever waits in another
+lives. Each further piece must come within `piece_seconds`. Any failure becomes `PeerLost`, also for those that wait in another
 thread, and the lane cannot be used any more.
 """
 
@@ -129,7 +129,7 @@ class Lane:
         return json.loads(text.tobytes())
 
     def end(self) -> None:
-        """Break all connections. Whoever waits on one, on either side, is told at once.
+        """Break all connections. Threads that wait on one, on either side, are told at once.
 
         No single peer is named. Breaking the connection to one peer would do nothing if it is broken already, and waits on
         other peers would never end.

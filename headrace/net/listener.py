@@ -1,7 +1,7 @@
 """The node's side of membership: it listens, checks who comes, watches who lives, and forms generations.
 
 All of it goes through one TCPStore, whose server is this process. Workers take a ticket and prove that they know the secret;
-each writes a heartbeat, and reads the node's. Whoever is invited has to accept at once, so that nobody waits for the dead.
+each writes a heartbeat, and reads the node's. An invited peer has to accept at once, so that no one waits for dead peers.
 """
 
 import contextlib
@@ -227,7 +227,8 @@ class Listener:
                 lane.close()
 
     def _another_store(self) -> TCPStore:
-        """Return a connection for whoever may wait for a peer: on one, that holds up all others, the heartbeat too."""
+        """Return a separate connection for a wait for a peer. On a shared one it would hold up everything, the heartbeat
+        too."""
         return TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
 
     def _why_refused(self, number: int, hello: Mapping[str, Any]) -> str | None:

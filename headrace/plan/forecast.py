@@ -114,7 +114,7 @@ class StepSeconds:
         return self._known[key]
 
     def forecast(self, plan: Plan) -> Forecast:
-        """Return the forecast of `plan`. The newest one is kept, because whoever chose a plan by it reports it afterwards."""
+        """Return the forecast of `plan`. The newest one is kept, because it is reported after the choice of a plan."""
         asked = _asked(plan, self.machine, _MOST_OPERATIONS)
         key = _digest(asked)
         if self._newest is None or self._newest[0] != key:

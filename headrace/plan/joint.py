@@ -25,7 +25,7 @@ from headrace.terms.program import Op, Program, Verb
 
 # What workers do, and what the node does at the other end, in one meeting.
 _PULLS, _PUSHES = (Verb.PULL, Verb.SEND), (Verb.PUSH, Verb.RECEIVE)
-# What whoever has reached a meeting waits for: the others.
+# What a side that has reached a meeting waits for: the others.
 _COMING = (bytearray(b"\0"), 0)
 _TRANSFERS = (Lane.NIC_DOWN, Lane.NIC_UP)
 

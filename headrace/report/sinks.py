@@ -30,8 +30,8 @@ _AnyReporter = TypeVar("_AnyReporter", bound=Reporter)
 class Reporters:
     """A sink that passes each event to all reporters added so far, one event after the other, whatever thread it comes from.
 
-    If the reporters are busy with an event, whoever brings an operation leaves it to the thread that is at work. With any other
-    event the caller waits: when a step's result returns, its line is written.
+    If the reporters are busy with an event, a lane leaves its operation to the thread at work. With any other event the caller
+    waits: when a step's result returns, its line is written.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The end of a run: the model becomes an ordinary Hugging Face directory, with a card.
 
 Invariant: the state is removed only after the model lies complete in `final/`; if that is interrupted, `resume` does it again.
-`final/` is the last that a run writes: whoever sees it has the card and the summary, too.
+`final/` is the last that a run writes: once it exists, card and summary exist, too.
 """
 
 import json

@@ -93,7 +93,7 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
     config = directory.read_config()
     kind = engines.state_of(directory.path)
     if kind is StateKind.NONE and directory.final.exists():
-        engines.discard(directory.path)  # killed while it removed its state: nobody else would free the space
+        engines.discard(directory.path)  # killed while it removed its state: nothing else would free the space
         raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
     if kind is not StateKind.COMMITTED and (done := len(read_metrics(directory.metrics))):
         raise RunDirectoryError(

@@ -94,7 +94,7 @@ def remove_leftover(leftover: Leftover) -> None:
 def _forget(run_directory: Path, run_id: str) -> None:
     """Remove the records of a run that is withdrawn, once its last folder is gone: until then they tell that the rest is dead.
 
-    While an SSD directory is not there, as where its drive is not mounted, nobody knows of the folder in it.
+    While an SSD directory is not there, as where its drive is not mounted, its folder is unknown.
     """
     if not (run_directory / UNMADE_NAME).exists():
         return

@@ -46,7 +46,7 @@ class RunLock:
                 ) from error
             if not needed:
                 return
-            if not holder:  # nobody ever had it: it was made just now
+            if not holder:  # it was never held: it was made just now
                 with contextlib.suppress(OSError):
                     path.unlink()
             raise RunDirectoryError(f"{path}: cannot be locked: {error.strerror}; put the run on a local drive") from error
@@ -90,7 +90,7 @@ def lock_holder(folder: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _HELD:
-            return None  # a file system without locks: nobody holds one
+            return None  # a file system without locks: none is held
         text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
         return int(text) if text.isdigit() else 0
     finally:

@@ -190,7 +190,7 @@ def remove_folders(directories: Sequence[Path], run_id: str) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove the folder of a run in one directory. The data go first: without the note nobody would find them.
+    """Remove the folder of a run in one directory. The data go first: without the note they would not be found.
 
     Where its lock is held, network file systems keep the folder until that is released: call `drop_folder` then.
 

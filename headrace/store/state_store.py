@@ -161,7 +161,7 @@ class StateStore:
     def write(self, unit: int, family: str, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
         """Start writing one chunk of a family to the slot that is not committed.
 
-        Takes its checksum, unless whoever made the data did so on the way. Waits for transfers under way in the same place.
+        Computes its checksum, unless that was done when the data were made. Waits for transfers under way in the same place.
 
         Raises: StorageError: `data` has another size; the family is written only once and was committed; the unit has no such
             family on the drives. Or a commit failed, and was neither repeated nor abandoned.

@@ -28,7 +28,7 @@ from headrace.terms.figures import (
 from headrace.terms.lanes import Part
 from headrace.terms.layout import COMPUTE_DTYPES
 
-# The name of a machine that nobody measured.
+# The name of a machine without measurements.
 NOMINAL = "nominal"
 # The largest believable figures: a rack of the fastest hardware of 2026 stays below each; a figure in a wrong unit is above it.
 _MOST_FLOPS_PER_SECOND = 1e17
@@ -55,9 +55,9 @@ class Ceilings:
     `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on all
     cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
-    `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
+    `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None if it was not measured.
     `row_product_bytes_per_second` is how fast a CPU's product of one bfloat16 row goes through weights; None: as memory does.
-    `attended_bytes_per_second` is how fast all cores go through keys and values in attention; None where nobody measured it.
+    `attended_bytes_per_second` is how fast all cores go through keys and values in attention; None if it was not measured.
     `widened_dtypes` are those whose products a CPU computes in float32, because it has no instructions for them.
     `decoded_per_second` has weights that one core decodes in a second, by kind of code; `codec.table` has those of others.
     `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory. `sources` says
@@ -163,7 +163,7 @@ class Ceilings:
         return self.attended_bytes_per_second or assumed
 
     def with_twice(self, part: Part) -> "Ceilings":
-        """Return the machine with `part` doubled; a figure that nobody measured becomes twice what is assumed for it."""
+        """Return the machine with `part` doubled; a missing figure becomes twice what is assumed for it."""
         memory, attended = self.device_update_bytes_per_second, self.attention_bytes_per_second
         known = replace(self, device_memory_bytes_per_second=memory, attended_bytes_per_second=attended)
         return replace(self, **{name: _twice(getattr(known, name)) for name in part.figures})

@@ -30,7 +30,7 @@ _PIECE_UNIT_BYTES = 4096
 class InFlight:
     """How drives are kept busy: by `threads` in each direction, each with a piece of at most `piece_bytes` under way.
 
-    The defaults are what the I/O engine does where nobody measured.
+    The defaults are those of the I/O engine without measurements.
     """
 
     threads: int = 4

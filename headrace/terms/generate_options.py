@@ -221,5 +221,5 @@ class GenerateOptions(Declared):
 
 
 NO_PLACE = "copy_weights: no drive is named to copy them to; give --ssd DIR, once for each"
-# Greedy, with sampling's settings as if nobody had set them: transformers warns of those that have no effect.
+# Greedy, with sampling's settings as if they were not set: transformers warns of those that have no effect.
 GREEDY = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}

@@ -183,7 +183,7 @@ class Lane(StrEnum):
             on_bus=True,
         ),
     )
-    # Until tokens have chosen their experts nobody knows which to read.
+    # Until tokens have chosen their experts it is unknown which to read.
     ROUTER = "router", LaneRow(heading="Routers", words="waiting for routers", overhead="transfer_seconds")
     NIC_DOWN = (
         "nic-down",

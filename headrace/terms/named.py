@@ -8,7 +8,7 @@ from headrace.terms.errors import ConfigError
 
 _Kind = TypeVar("_Kind", bound="Named")
 
-# Names that others have for one with certain settings; whoever uses such a name cannot give these settings otherwise.
+# Other names for one with certain settings. With such a name these settings cannot be given otherwise.
 OTHER_NAMES: Mapping[str, tuple[str, Mapping[str, str]]] = {"adamw8bit": ("adamw", {"moments": "int8"})}
 
 

@@ -47,7 +47,7 @@ class Optimizer(Named):
     """
 
     gives_up: ClassVar[str] = ""
-    """What is given up in comparison with AdamW, in words: for whoever is offered the rule in its place."""
+    """What is given up in comparison with AdamW, in words, where the rule is offered in its place."""
     is_offered: ClassVar[bool] = False
     """Whether a plan offers it in place of a rule that keeps more."""
 

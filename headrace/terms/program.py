@@ -111,7 +111,7 @@ def buffer(pool: Pool, slot: int = 0) -> int:
     return pool << _SLOT_BITS | slot
 
 
-# Not frozen, though nobody changes one: a frozen one takes three times as long to make, and a search makes 200,000.
+# Not frozen, though never changed: a frozen one takes three times as long to make, and a search makes 200,000.
 @dataclass(slots=True)
 class Op:
     """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.

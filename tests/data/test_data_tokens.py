@@ -313,7 +313,7 @@ def test_what_the_template_refuses_is_left_out_and_what_is_odd_is_said_with_its_
 def test_too_many_conversations_whose_turns_cannot_be_found_are_an_error_with_their_share(tmp_path, spec, monkeypatch):
     conversations(tmp_path / "data.jsonl", odd=3, total=20)
     expected = (
-        r"^3 of 20 samples \(15.0%\) are left out.*data.jsonl, line 1: .* More than 10% are too many. Put {% generation %}"
+        r"^3 of 20 samples \(15.0%\) are skipped.*data.jsonl, line 1: .* More than 10% are too many. Put {% generation %}"
     )
     with pytest.raises(DataError, match=expected):
         load_tokens(spec, make_tokenizer(ODD), tmp_path / "cache")
