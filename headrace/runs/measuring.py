@@ -72,8 +72,8 @@ class MachineOfRun:
         from headrace.measure.brief import BRIEF_SECONDS, measure_briefly  # late: it brings the kernels and their compiler
 
         self._say(
-            f"measuring this machine for at most {BRIEF_SECONDS:.0f} s, because the run may take {format_seconds(run_seconds)} and "
-            "there are no figures yet; --no-measure skips this"
+            f"measuring this machine for at most {BRIEF_SECONDS:.0f} s, because the run may take {format_seconds(run_seconds)} "
+            "and there are no figures yet; --no-measure skips this"
         )
         begin = time.perf_counter()
         with alone(_WAIT_SECONDS) as first:
