@@ -176,7 +176,9 @@ def lengths_of(config: Any, options: Options) -> tuple[int, int]:
         limits = (position_limit(config), tokens)
         length = min([DEFAULT_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
     if length < 2:
-        raise ConfigError(f"sequence_length: {length} given; a row has at least 2 tokens, for each follows from others")
+        raise ConfigError(
+            f"sequence_length: {length} given; a row needs at least 2 tokens, because each is predicted from earlier ones"
+        )
     check_positions(config, length)
     return DEFAULT_ROWS_PER_STEP * length if tokens is None else tokens, length
 

@@ -52,7 +52,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
     """
     workers, machine = options.workers, options.machine
     if workers is None or machine is None:
-        raise ConfigError("workers: what a worker is has to be known; name its --machine, such as a100-40g")
+        raise ConfigError("workers: a plan needs the machine of a worker; name it with --machine, such as a100-40g")
     worker = load_bare_profile(machine) if isinstance(machine, str) else machine
     node = _node(options)
     config, whole = read_parts(model)

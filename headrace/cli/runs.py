@@ -128,7 +128,7 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
         ExportFailed: there is no space, or `out` cannot be written; nothing is left there.
     """
     if out.exists():
-        raise RunDirectoryError(f"{out} exists; name a directory that does not, nothing was written")
+        raise RunDirectoryError(f"{out} exists; name a new directory; nothing was written")
     run = RunDirectory(run_directory.absolute())
     config = run.read_config()  # reports if this is no run at all
     if merge and config.adapter is None:

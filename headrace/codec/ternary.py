@@ -156,7 +156,7 @@ class WordsCodec(TernaryCodec):
 
     def _check(self, parts: Parts, columns: int) -> None:
         if len(parts["row_offsets"]) != len(parts["levels"]) + 1:
-            raise ModelError("ternary weights: row offsets and levels are of different numbers of rows; make the file again")
+            raise ModelError("ternary weights: row offsets and levels have different numbers of rows; make the file again")
 
 
 class TritsCodec(TernaryCodec):

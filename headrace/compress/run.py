@@ -65,7 +65,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
     target_of(options)  # refused before anything is read
     output = Path(os.path.realpath(options.output))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunDirectoryError(f"{options.output}: exists already; name a directory that does not, nothing was written")
+        raise RunDirectoryError(f"{options.output}: exists already; name a new directory; nothing was written")
     refuse_coded(options.model)
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
@@ -261,8 +261,8 @@ class _Run:
         for name, value in identity.items():
             if begun.get(name) != value:
                 raise RunDirectoryError(
-                    f"{self.work}: was begun with {name} {begun.get(name)}, asked for is {value}; ask for the same again to "
-                    "go on, or remove the directory to begin anew"
+                    f"{self.work}: was begun with {name} {begun.get(name)}, asked for is {value}; give the same again to "
+                    "resume, or remove the directory to start again"
                 )
         return record
 

@@ -118,5 +118,5 @@ def _tokens_of(tokens: Tokens, text: str, begin: int, end: int, tokenizer: Token
 def _num_tokens(tokens: Tokens, start: str, tokenizer: Tokenizer) -> int:
     (made,) = tokenize([start], tokenizer, len(tokens.ids), add_special_tokens=False)
     if tokens.ids[: len(made.ids)] != made.ids[: len(tokens.ids)]:
-        raise Unmarkable("a token reaches over the border of a turn, and this tokenizer cannot tell which characters it has")
+        raise Unmarkable("a token crosses the border of a turn, and this tokenizer cannot say which characters it has")
     return min(len(made.ids), len(tokens.ids))

@@ -192,8 +192,8 @@ def _check_is_one_sample(row: Row) -> None:
     lengths = [] if row.values.get("seq_lengths") is None else _integers(row, "seq_lengths")
     if positions != list(range(len(positions))) or len(lengths) > 1:
         raise DataError(
-            f"{row.place}: its position_ids or seq_lengths say that it holds several samples; give one sample a row, they are "
-            "packed here"
+            f"{row.place}: its position_ids or seq_lengths say that it holds several samples; give one sample per row; "
+            "Headrace packs them"
         )
 
 

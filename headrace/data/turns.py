@@ -135,7 +135,9 @@ class Rendered:
         elif header == "":
             begin = low + self._led(index, low)
         if not low <= begin - len(header or "") <= stop:
-            raise Unmarkable(f"the chat template renders what is before message {index} unlike the whole conversation")
+            raise Unmarkable(
+                f"the chat template renders the messages before message {index} otherwise than in the whole conversation"
+            )
         return begin
 
     def _led(self, index: int, low: int) -> int:
@@ -181,7 +183,9 @@ class Rendered:
         nexts = [(place, each) for each in specials if (place := self.text.find(each, after, high)) >= 0]
         ends_so = (self.template.answer_end or "").strip().startswith(tuple(specials))
         if not nexts or not own or not ends_so or self.messages[index].get("tool_calls"):
-            raise Unmarkable(f"the chat template renders message {index} unlike the whole conversation, and no mark ends it")
+            raise Unmarkable(
+                f"the chat template renders message {index} otherwise than in the whole conversation, and no mark ends it"
+            )
         found, mark = min(nexts)
         return found + len(mark)
 

@@ -225,8 +225,8 @@ def _agreed(setup: Setup, generation: Generation) -> Terms:
         grouping = Grouping.from_json(generation.up.receive_message(1)["grouping"])
     if (num_micro := -(-setup.sequences // grouping.rows)) < len(ranks):
         raise ConfigError(
-            f"workers: {len(ranks)} of them, and a step has {num_micro} micro-batches of {grouping.rows} rows; give fewer "
-            "workers, or more tokens_per_step"
+            f"workers: {len(ranks)} were asked for, but a step has {num_micro} micro-batches of {grouping.rows} rows; give "
+            "fewer workers, or more tokens_per_step"
         )
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)

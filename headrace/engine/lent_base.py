@@ -95,8 +95,7 @@ def check_lent(identity: Mapping[str, Any]) -> None:
         if not path.exists() or _mark(path) != list(mark):
             what = "changed since" if path.exists() else "is gone since"
             raise RunDirectoryError(
-                f"{path}: {what} the run began, which reads its frozen weights there; put the file back as it was, with its "
-                "time (cp -p)"
+                f"{path}: {what} the run began, which reads its frozen weights there; restore the file with its time (cp -p)"
             )
 
 

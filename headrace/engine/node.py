@@ -45,7 +45,7 @@ class NodeEngine(Engine):
                 "config.json"
             )
         if rows < workers:
-            raise ConfigError(f"workers: {workers} of them, and a step has {rows} rows; give fewer workers")
+            raise ConfigError(f"workers: {workers} were asked for, but a step has {rows} rows; give fewer workers")
         if sequences > max(rows, rows * plan.sequence_length // length):
             raise DataError(
                 f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {plan.sequence_length} at most"

@@ -127,7 +127,7 @@ class OpenRun:
         chain, stored_layouts = opened.chain, self.store.manifest.layouts
         if _parameter_names(chain.layouts) != _parameter_names(stored_layouts):
             raise RunDirectoryError(
-                f"{self.directory}: it now holds another model than the run began with; put that back there"
+                f"{self.directory}: it now holds another model than the run began with; restore that model there"
             )
         chain.lay_out(stored_layouts)
         optimizer = optimizer_of(self.options)
@@ -159,7 +159,7 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
                     "that program write the model (`Engine.save_pretrained`), and generate with the result"
                 )
         if compute_dtype not in (None, own):
-            raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
+            raise ConfigError(f"compute_dtype: {compute_dtype} was asked for, but the run computes in {own}; leave it out")
         wire = seams.wire
 
         def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:

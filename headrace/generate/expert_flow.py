@@ -183,7 +183,8 @@ class ExpertFlow:
         if self._waiting:
             wanted = sorted({visit.wants for visit in self._waiting})
             raise StepFailed(
-                f"unit {op.unit}: its code asks for experts {wanted[:4]} after larger ones, or ones its router did not choose"
+                f"unit {op.unit}: its code asks for experts {wanted[:4]} after larger ones, or for ones that its router did "
+                "not choose"
             )
         self._chain.release(op.unit)
 

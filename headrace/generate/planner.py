@@ -185,7 +185,7 @@ class GenerationPlanner:
         if not why:
             return (False, True) if asked == AUTO else (True,)
         if asked == ON_HOST:
-            raise ConfigError(f"attention: host asked for, and it cannot be computed there: {why}")
+            raise ConfigError(f"attention: host was asked for, but it cannot be computed there: {why}")
         notes.append(f"attention of this architecture is not computed on the host: {why}")
         return (False,)
 

@@ -66,7 +66,7 @@ class CacheFile:
         if not total:
             return None
         if not directories:
-            raise ConfigError("caches: the plan has some on the drives, and no directory is named; give --ssd DIR")
+            raise ConfigError("caches: the plan has some on the drives, but no directory is named; give --ssd DIR")
         weights = measured_weights(directories) or (1,) * len(directories)
         files: list[DirectFile] = []
         try:

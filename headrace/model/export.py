@@ -131,8 +131,8 @@ def appearing_model(out: Path, needed_bytes: int) -> Iterator[Path]:
         raise RunDirectoryError(f"export to {out}: it exists and is not empty; choose another directory")
     if is_mount_point(place):
         raise ExportFailed(
-            f"export to {out}: it is a mount point, where a model cannot appear whole or not at all; "
-            "choose a directory inside it"
+            f"export to {out}: it is a mount point, where a finished model cannot appear in one step; choose a directory "
+            "inside it"
         )
     try:
         with appearing(place) as partial:

@@ -202,7 +202,7 @@ def check_call(settings: Mapping[str, Any], rows: int) -> None:
         if getattr(config, key, None):
             raise ConfigError(f"{key}: they lie within blocks, which are run elsewhere; leave it out")
     if config.stop_strings and settings.get("tokenizer") is None:
-        raise ConfigError("stop_strings: transformers looks for texts with the tokenizer; give it as tokenizer=..., too")
+        raise ConfigError("stop_strings: transformers needs the tokenizer to find texts; give tokenizer=..., too")
     if settings.get("streamer") is not None and rows > 1:
         raise ConfigError(f"streamer: takes one prompt, {rows} were given; leave it out")
 
@@ -229,7 +229,7 @@ def try_settings(model: Any, config: Any, rest: Mapping[str, Any], vocabulary: i
 def _try(model: Any, config: Any, rest: Mapping[str, Any], vocabulary: int) -> None:
     mode = config.get_generation_mode(rest.get("assistant_model"))
     if mode in _ELSEWHERE:
-        raise ValueError(f"{_ELSEWHERE[mode]} asks for {mode.value.replace('_', ' ')}, which transformers has no code for")
+        raise ValueError(f"{_ELSEWHERE[mode]} asks for {mode.value.replace('_', ' ')}, for which transformers has no code")
     given = {key: value for key, value in rest.items() if key in ("assistant_model", "streamer", *_TOKENIZERS)}
     model._validate_generation_mode(mode, config, given)
     config.max_length = _PROMPT + min(_TRIED_TOKENS, config.max_new_tokens or _TRIED_TOKENS)

@@ -70,7 +70,7 @@ def check_liger(config: Any, device: torch.device) -> None:
         ConfigError: no GPU, no package, nothing in it for this architecture, or they differ; the message says which.
     """
     if device.type != "cuda":
-        raise ConfigError(f"liger: its kernels run on a GPU, and compute runs on the {device.type} here; leave liger out")
+        raise ConfigError(f"liger: its kernels run on a GPU, but this run computes on the {device.type}; leave liger out")
     _liger_functions()
     reason = _why_not(cast(Hashable, type(config)), architecture_key(config), str(device))
     if reason:

@@ -176,8 +176,8 @@ def _words_for_its_errors(config: Any) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(config).__name__}: cannot be run block by block: its own code raises {in_one_line(error)}; blocks may hand "
-            "one another more than hidden states"
+            f"{type(config).__name__}: cannot be run block by block: its own code raises {in_one_line(error)}; blocks may "
+            "pass on more than hidden states"
         ) from error
 
 
@@ -194,7 +194,7 @@ def tiny_runner(config_class: type, key: str) -> Runner:
             model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
     except Exception as error:  # the architecture's own code, on sizes that it may not like
         raise ModelError(
-            f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}; nothing is trained untried"
+            f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}; untried models are not trained"
         ) from error
     finally:
         handle.remove()

@@ -119,7 +119,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         if self.num_bytes > memory.numel():
             raise ModelError(
                 f"generation: {self.length} tokens of a block's keys and values take {self.num_bytes} bytes, "
-                f"{memory.numel()} are planned; a row grew longer than was asked for"
+                f"{memory.numel()} are planned; a row grew longer than planned"
             )
         keys, values = self.views(memory)
         keys[:, :, self.before :] = key_states

@@ -122,7 +122,7 @@ class Lane:
         num_bytes = int(length.view(np.int64)[0])
         if not 0 < num_bytes <= _MOST_MESSAGE_BYTES:
             raise PeerLost(
-                f"{self.names[source]}: sent a message of {num_bytes} bytes, which cannot be; is it the same version?"
+                f"{self.names[source]}: sent a message of {num_bytes} bytes, which is impossible; is it the same version?"
             )
         text = np.empty(num_bytes, np.uint8)
         self.receive(text, source)

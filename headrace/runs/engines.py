@@ -81,8 +81,8 @@ def resume(
     begun_with = Path(str(manifest.identity["model"]))
     if config.model.resolve() != begun_with:
         raise RunDirectoryError(
-            f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; "
-            "name that one again, or begin another run"
+            f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; name that one "
+            "again, or start a new run"
         )
     chain = Chain.from_config(Checkpoint.open(begun_with, decode=True).config, config.compute_dtype, Optimizer())
     found, expected = _shapes(chain.layouts), _shapes(manifest.layouts)
@@ -98,8 +98,8 @@ def resume(
             now, then = getattr(config, name), getattr(begun, name)
             if to_train and now != then:
                 raise RunDirectoryError(
-                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and keeps that; put it "
-                    "back. To train otherwise, begin a run from its model (`headrace export`, or `final`)"
+                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and keeps that; restore it. "
+                    "To train differently, start a run from its model (`headrace export`, or `final`)"
                 )
 
     return kind.resume(run_directory, sink=sink, check=check, seams=seams, verify=verify)

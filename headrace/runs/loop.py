@@ -97,8 +97,8 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
         raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
     if kind is not StateKind.COMMITTED and (done := len(read_metrics(directory.metrics))):
         raise RunDirectoryError(
-            f"{directory.path}: the run had taken {done} steps, but its state is gone (by headrace clean --unfinished, say); "
-            "begin another run"
+            f"{directory.path}: the run had taken {done} steps, but its state is gone (for example by headrace clean "
+            "--unfinished); start a new run"
         )
     run = _run(config, directory, open_stream(config, resumed=True), display, engines, meter)
     if kind is not StateKind.COMMITTED:

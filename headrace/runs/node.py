@@ -134,7 +134,7 @@ def _listener(config: NodeOptions, secret: bytes | None, silence_seconds: float)
         if (holder := lock_holder(folder)) is None:
             raise
         raise RunDirectoryError(
-            f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it, a run has one process"
+            f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it; a run has one process"
         ) from error
 
 

@@ -42,7 +42,7 @@ class RunLock:
             self._descriptor = -1
             if error.errno in _HELD:
                 raise RunDirectoryError(
-                    f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it, a run has one process"
+                    f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it; a run has one process"
                 ) from error
             if not needed:
                 return

@@ -116,7 +116,7 @@ class Unit:
         """
         found = self.family(WEIGHTS)
         if found is None:
-            raise ConfigError(f"unit {self.name}: has no family {WEIGHTS!r}, so that nothing could compute with it")
+            raise ConfigError(f"unit {self.name}: has no family {WEIGHTS!r}, so nothing could compute with it")
         return found
 
     def family(self, name: str) -> Family | None:

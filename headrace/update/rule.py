@@ -294,7 +294,7 @@ class ElementRule(ABC):
 
     def _check_sums(self, planes: tuple[NDArray[Any], ...]) -> None:
         if not self.sums:
-            raise ConfigError("update: no checksums are taken along where states are kept in fewer than 32 bits")
+            raise ConfigError("update: checksums cannot be computed with states of fewer than 32 bits")
         if any(plane.nbytes % _WORD_BYTES for plane in planes):
             raise ConfigError(f"update: checksums are of whole words of {_WORD_BYTES} bytes, found {planes[0].size} elements")
 

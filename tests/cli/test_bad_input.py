@@ -157,7 +157,7 @@ class TestWaysToRunBlocks:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the next question is then whether the package is there")
     def test_liger_without_a_gpu(self, world: World) -> None:
-        assert "liger: its kernels run on a GPU, and compute runs on the cpu here" in world.train_refused("--liger")
+        assert "liger: its kernels run on a GPU, but this run computes on the cpu" in world.train_refused("--liger")
 
 
 class TestSsdDirectories:

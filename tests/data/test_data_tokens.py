@@ -279,8 +279,8 @@ def test_a_few_conversations_whose_turns_cannot_be_found_are_left_out_counted_an
         assert made.info.kinds == {"messages": 20}
         assert made.notices == (
             "2 of 20 samples (10.0%) are skipped: the chat template refuses them, or their assistant tokens cannot be told "
-            f"from the rest. The first is {tmp_path}/data.jsonl, line 1: the chat template renders what is before "
-            "message 1 unlike the whole conversation",
+            f"from the rest. The first is {tmp_path}/data.jsonl, line 1: the chat template renders the messages before "
+            "message 1 otherwise than in the whole conversation",
         )
 
 

@@ -25,7 +25,7 @@ from headrace.terms.run_options import NodeOptions
     [
         ("mixtral-aux", 2, {}, "has router losses of a whole step, which are not gathered from workers yet"),
         ("llama", 1, {"gradient": "lsp"}, "gradient: lsp.* is not possible at a node"),
-        ("llama", ROWS + 1, {}, f"workers: {ROWS + 1} of them, and a step has {ROWS} rows"),
+        ("llama", ROWS + 1, {}, f"workers: {ROWS + 1} were asked for, but a step has {ROWS} rows"),
     ],
 )
 def test_what_is_not_possible_is_said(

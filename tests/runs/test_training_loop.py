@@ -287,7 +287,7 @@ class TestResume:
         if steps is not None:
             (other / "headrace.json").write_text(json.dumps({"run_id": str(options["output"]), "steps": steps}))
         final.symlink_to(other) if linked else other.rename(final)
-        with pytest.raises(ExportFailed, match=r"final: something else is there, which is kept; move it away.*headrace resume"):
+        with pytest.raises(ExportFailed, match=r"final: something else is there, and is kept; move it away.*headrace resume"):
             resume(options["output"], engines=FakeHost().engines())
         assert (final / "weights").read_text() == "another's"
         final.unlink() if linked else final.rename(other)

@@ -74,7 +74,9 @@ def lomo_rule(optimizer: Lomo, compute_dtype: str) -> ElementRule:
         ConfigError: there is no such compute dtype, or no such weights can be rounded at random.
     """
     if optimizer.master == "none" and compute_dtype == "float16":
-        raise ConfigError("optimizer: lomo: master=none rounds bfloat16 weights at random, not float16: use bfloat16, or lomo")
+        raise ConfigError(
+            "optimizer: lomo: master=none can round bfloat16 weights at random, but not float16: use bfloat16, or lomo"
+        )
     return (RoundedLomoRule if optimizer.master == "none" and compute_dtype == "bfloat16" else LomoRule)(
         optimizer, compute_dtype
     )
