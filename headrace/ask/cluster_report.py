@@ -151,7 +151,7 @@ def _lines(report: ClusterReport) -> Iterator[str]:
     yield _line(
         "time",
         f"{format_seconds(found.step_seconds)} per step, {plain_figure(found.tokens_per_second, 4)} tokens/s of all workers, "
-        f"{plain_figure(found.tokens_per_second_per_worker, 4)} of each (at best {at_best}, were nothing ever waiting)",
+        f"{plain_figure(found.tokens_per_second_per_worker, 4)} of each (at best {at_best}, if nothing waited)",
     )
     for at, words in enumerate(limit_words(found).split("; ")):
         yield _line("" if at else "limit", words)

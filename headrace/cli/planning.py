@@ -142,7 +142,7 @@ def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: 
     path = output or machine_profile_path()
     with alone(_WAIT_SECONDS) as first:
         if not first:
-            _say(Notice(text="another process measures this machine, too: both find less than there is"))
+            _say(Notice(text="another process measures this machine, too: both get lower figures"))
         ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

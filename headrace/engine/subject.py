@@ -184,7 +184,7 @@ class Subject:
         if not self.lent.units:
             return text
         units = f"{len(self.lent.units)} of {len(self.forms)} units"
-        return f"{text}; those of {units} are read where they lie, in {self.directory}: leave its files as they are"
+        return f"{text}; those of {units} are read from {self.directory}: do not change its files"
 
     @property
     def _groups(self) -> dict[str, str]:

@@ -157,8 +157,8 @@ def _no_number(model: GenerationModel, *adapters: Path | None) -> ModelError:
     except ModelError as error:
         return error
     return ModelError(
-        f"{model.directory}: the loss is no finite number in {model.chain.compute_dtype}, though all weights are; "
-        "use --compute-dtype float32"
+        f"{model.directory}: the loss is not finite in {model.chain.compute_dtype}, though all weights are; use "
+        "--compute-dtype float32"
     )
 
 

@@ -104,8 +104,8 @@ class ExpertPlan:
         cached = f", {self.cached} of {sum(counts)} stay in host memory" if self.cached else ""
         how = "all read ahead" if self.is_ahead(tokens) else "read once routers have chosen"
         return (
-            f"by themselves, {self.in_round} at a time: of {most} in a block {wanted:.3g} are likely to be wanted by one token "
-            f"of each row, {how}{cached}"
+            f"single, {self.in_round} at a time: one token of each row is likely to use {wanted:.3g} of {most} in a block, "
+            f"{how}{cached}"
         )
 
     @property

@@ -268,7 +268,7 @@ def _of_copying(
         return ()
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
     if here and files and options.copy_weights is None and on_drives_of(files, directories):
-        return ("weights are read where they lie: the drives that were named have them already",)
+        return ("weights are read from the model's files: the named drives have them already",)
     num_bytes = sum(map(plan.stored_bytes, range(len(plan.units))))
     where = _drives(len(directories) or len(drives)) + (", if these read faster," if here and not options.copy_weights else "")
     found = f"weights are copied to {where} once: {format_bytes(num_bytes)}"

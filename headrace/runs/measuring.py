@@ -82,7 +82,7 @@ class MachineOfRun:
                 self._say("another process has measured it")
                 return kept
             if not first:
-                self._say("not measured: another process has been at it for too long; times are guesses", level="warning")
+                self._say("not measured: another process has been measuring for too long; times are guesses", level="warning")
                 return None
             try:
                 found = measure_briefly(machine, self._wanted.measured, plan.compute_dtype, _room(plan))

@@ -47,7 +47,7 @@ def turn_end_file(config: RunOptions, out: Path | None = None) -> tuple[dict[str
         mark, token = turn_end(tokenizer)
         values = _values(config.model, *([out] if out else []))
     except (InputError, OSError, ValueError) as error:
-        return {}, f"whether turns end with a token that ends texts was not found out: {error}"
+        return {}, f"could not find out whether turns end with an end-of-text token: {error}"
     if token is None:
         return {}, f"turns end with {mark!r}, which is no single token: no answer ends there by itself; give it as --stop"
     found = values.get("eos_token_id")

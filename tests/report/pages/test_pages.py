@@ -332,7 +332,7 @@ class TestFindings:
         assert found.forecast is None
         words = " ".join(bottleneck_words(found, run))
         assert "limited by SSD reads: busy for 90% of it" in words
-        assert "Were SSD reads twice as fast, a step could take up to 40% less." in words
+        assert "If SSD reads were twice as fast, a step could take up to 40% less." in words
 
     def test_without_a_machine_profile_the_planned_lanes_are_drawn_by_usual_figures(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "run", without=("machine.json",))
