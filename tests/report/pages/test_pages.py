@@ -338,8 +338,8 @@ class TestFindings:
         run = write_run(tmp_path / "run", without=("machine.json",))
         text = write_report(run).read_text(encoding="utf-8")
         assert text.count('class="track planned"') == text.count('class="track measured"') > 3
-        assert "the planned step is by usual figures" in text
-        assert "the planned step is by usual figures" not in write_report(write_run(tmp_path / "measured")).read_text("utf-8")
+        assert "the planned step uses usual figures" in text
+        assert "the planned step uses usual figures" not in write_report(write_run(tmp_path / "measured")).read_text("utf-8")
 
     def test_rates_are_bytes_over_busy_time(self, tmp_path: Path) -> None:
         rates = {rate.name: rate for rate in find(read_run(write_run(tmp_path / "run"))).rates}
