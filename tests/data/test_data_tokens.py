@@ -184,7 +184,9 @@ def test_a_changed_block_is_named_when_its_samples_come_and_others_can_be_had(tm
         opened.write(content)
     assert [made.sample(index).input_ids[0] for index in (0, 1, 3)] == [1, 17, 49]
     stream = BatchStream(made, DataSpec(paths=("unused",), sequence_length=16, tokens_per_step=64))
-    with pytest.raises(CorruptData, match=rf"^{file}: the token cache is damaged: bytes 128 to 192 .* Remove {tmp_path}/set to tokenise "):
+    with pytest.raises(
+        CorruptData, match=rf"^{file}: the token cache is damaged: bytes 128 to 192 .* Remove {tmp_path}/set to tokenise "
+    ):
         stream.next_batch()
 
 
