@@ -154,11 +154,12 @@ def limits(timeline: JointTimeline) -> str:
 PAGE = """
 ## LuWu: workers and a node
 
-LuWu's own policy (arXiv 2409.00918: a switch repeats weights and sums gradients, 14 bytes a parameter on SSDs, updates behind
-backward) as programs of a worker and of the node on one virtual clock. Links 12.5 GB/s each way and SSDs 26 GB/s each way are
-the paper's; compute is the profile `a100-40g`, whose share for what is no matrix product saw the first line; no other figure is
-fitted. Tokens per second are those of each worker. "Closed form" is forward S/B and backward 14P/D, S being 2 bytes for each of
-P parameters: for 175e9 of them 28.0 s + 94.2 s, 134 tokens/s. Without a figure: the paper names none in its text.
+The programs of a worker and of the node follow LuWu's own policy (arXiv 2409.00918), on one virtual clock. A switch repeats
+weights and sums gradients, 14 bytes a parameter lie on SSDs, updates run behind backward. Links of 12.5 GB/s and SSDs of 26
+GB/s, each way, are the paper's. Compute is the profile `a100-40g`; its share of time outside matrix products was fitted to the
+first line, and no other figure is fitted. Tokens per second are those of each worker. "Closed form" is forward S/B and backward
+14P/D; S is 2 bytes for each of P parameters. For 175e9 of them that is 28.0 s + 94.2 s, 134 tokens/s. "-": the paper's text has
+no figure.
 
 {rows}
 What Headrace's own plan makes of that rig is in [docs/node.md](node.md): no switch, 12 bytes a parameter, other buffers.

@@ -480,17 +480,18 @@ def points() -> tuple[Point, ...]:
 PAGE = """
 ## FlexGen and MoE-Lightning: generation out of a T4's memory
 
-Their own schedules as programs (`bench/offloaded.py`), on the profile `t4`, in tokens per second, prompts' passes included.
-Two constants saw one measurement each: copies from memory that is not pinned, 6.0 GB/s, chosen on OPT-30B, and what FlexGen
-takes for each micro-batch of Mixtral besides, 12.4 ms, chosen on its own policy. With the first, MoE-Lightning's own line
-comes out without having been seen. OPT: prompts of 512, 32 new tokens; Mixtral: MTBench padded to 418, 128 new tokens. How
-many rows the 20.65 had is not published: as many as FlexGen's own policy are assumed. What differs in a miss is likely, not
-shown.
+Their own schedules run as programs (`bench/offloaded.py`) on the profile `t4`. Figures are tokens per second and include
+prefill. Two constants saw one measurement each. Copies from unpinned memory, 6.0 GB/s, were chosen on OPT-30B. FlexGen's extra
+time for each micro-batch of Mixtral, 12.4 ms, was chosen on its own policy. With the first constant alone MoE-Lightning's own
+line comes out right, unseen. OPT: prompts of 512, 32 new tokens; Mixtral: MTBench padded to 418, 128 new tokens. The number of
+rows behind 20.65 is not published: that of FlexGen's own policy is assumed. The causes of misses are likely, not shown.
 
 {rows}
 
-Their closed formulas, by the planner's own roofline: {opt:.2f} tokens/s for OPT-30B (FlexGen's cost model; measured was
-7.32), {mixtral:.2f} for Mixtral on an L4 ({policy}; MoE-Lightning's planner: 944.66).
+Their closed formulas, by the planner's own roofline:
+
+- OPT-30B: {opt:.2f} tokens/s (FlexGen's cost model; measured was 7.32).
+- Mixtral on an L4: {mixtral:.2f} ({policy}; MoE-Lightning's planner: 944.66).
 """
 
 

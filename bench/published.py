@@ -42,22 +42,22 @@ TOLERANCE = 0.10
 
 HEADER = """# The simulator against published measurements
 
-Fuyou's own policy (whole batch layer by layer, optimizer behind backward only) on one RTX 4090 with 12 SSDs, sequence length
-1024, as a program on the virtual clock of `headrace plan`. Published figures: the raw data of the Fuyou papers (arXiv
-2403.06504). Three constants stand for that system, the same for every line: {compute:.0f} TFLOPS of compute, {read:.0f} GB/s
-read and {write:.0f} GB/s written. They were chosen on the 13B lines, with the 175B lines as a check (compute and write agree
-with a fit of a closed formula to all published points). TFLOPS count 6 operations per parameter and token.
+The program is Fuyou's own policy: the whole batch layer by layer, the optimizer behind backward only. It runs on the virtual
+clock of `headrace plan`, for one RTX 4090 with 12 SSDs and sequence length 1024. Published figures are the raw data of the
+Fuyou papers (arXiv 2403.06504). Three constants stand for that system, the same for every line: {compute:.0f} TFLOPS of
+compute, {read:.0f} GB/s read and {write:.0f} GB/s written. They were chosen on the 13B lines; the 175B lines are a check.
+Compute and write agree with a fit of a closed formula to all published points. TFLOPS count 6 operations per parameter and
+token.
 
-The Headrace column is the same machine with the same three constants under Headrace's own plan and program, for a GPT-2 block
-of that width from transformers, 22 GiB of device and 700 GiB of host memory allowed (nan: it does not fit). Where it differs:
+The Headrace column has the same machine and constants under Headrace's own plan and program. Its model is a GPT-2 block of that
+width from transformers; 22 GiB of device and 700 GiB of host memory are allowed (nan: it does not fit). Where it differs:
 
-- Small batches are bound by the SSDs in both. Headrace's bf16 weight is half of its master and weights stay in host memory as
-  far as they fit: 10 to 14 bytes per parameter read and 12 written instead of 16 and 14, and writes run on into the next
-  forward.
-- Large batches are bound by compute. The compute constant is an effective rate of 6 operations per parameter and token in
-  which Fuyou's own recompute is hidden; Headrace's recompute is counted on top of it, so this column is too low there. Most of
-  it is spared by replay: from batch 32 on the outputs of four operators of each block of 13B wait in host memory (113 to
-  451 GiB).
+- Small batches are bound by the SSDs in both. Headrace's bf16 weight is half of its master, and weights stay in host memory as
+  far as they fit. So it reads 10 to 14 bytes per parameter and writes 12, instead of 16 and 14. Its writes continue into the
+  next forward.
+- Large batches are bound by compute. The compute constant is an effective rate of 6 operations per parameter and token that
+  already contains Fuyou's recompute. Headrace's recompute is counted on top of it, so this column is too low there. Replay
+  avoids most of it: from batch 32 on the outputs of four operators of each 13B block wait in host memory (113 to 451 GiB).
 
 Made by `python bench/published.py --output docs/published.md`.
 

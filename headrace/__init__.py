@@ -1,7 +1,7 @@
-"""Headrace: fine-tune language models many times larger than the GPU's memory on one machine.
+"""Headrace: fine-tune, compress and run language models that are larger than memory, on one machine.
 
-`Engine` and `Generator` are loaded when they are first asked for: torch takes a second, and the command line's help should not.
-`set_process_defaults`, called before torch is imported, sets what the command sets: huge pages for tensors, short spinning.
+`Engine` and `Generator` are imported at their first use, because torch takes a second and `headrace -h` should not. Call
+`set_process_defaults` before torch is imported to get the command's settings: huge pages for tensors, short spinning.
 """
 
 from typing import TYPE_CHECKING, Any

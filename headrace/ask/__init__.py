@@ -1,1 +1,1 @@
-"""Question to answer: from a model and a machine to a plan, with its times, its wear, and variants that would fit."""
+"""From a model and a machine to a plan, with its times, its wear, and variants that would fit."""

@@ -1,4 +1,5 @@
-"""Whether a model fits, how fast it trains, what limits it, and what else would fit, from shapes and a machine profile.
+"""Does a model fit, how fast does it train, what limits it, and what else would fit? Answered from shapes and a machine
+profile.
 
 Invariant: the placement is `make_plan`'s and the times are the simulator's, as for a run; nothing else is estimated.
 """
@@ -64,11 +65,10 @@ def plan_model(
     """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) under `options`.
 
     `options.machine` is the machine, by name or as measured ceilings; without it, times are those of a nominal machine, and the
-    report says so. If SSD directories are named, only their drives count. `here` says that it is this machine, so that budgets
-    that are not given follow from what is free now; otherwise nothing is asked of this machine except directories of its own.
-    `options.max_steps` is the length of the run, for hours and wear.
-    Where the model does not fit, the search for variants that do ends after about `variants_seconds`; where it fits and the
-    SSDs limit the step, the alternatives are variants that use them less.
+    report says so. If SSD directories are named, only their drives count. `here` says that the plan is for this machine. Then
+    missing budgets follow from what is free now. Otherwise only directories of this machine are looked at. `options.max_steps`
+    is the length of the run, for hours and wear. If the model does not fit, the search for variants that do ends after about
+    `variants_seconds`. If it fits and the SSDs limit the step, the alternatives are variants that use them less.
 
     Raises:
         ModelError: there is no configuration, or training refuses its architecture, which is tried on a tiny instance.
@@ -177,7 +177,9 @@ def lengths_of(config: Any, options: Options) -> tuple[int, int]:
         limits = (position_limit(config), tokens)
         length = min([DEFAULT_SEQUENCE_LENGTH, *(limit for limit in limits if limit is not None)])
     if length < 2:
-        raise ConfigError(f"sequence_length: {length} given; a row has at least 2 tokens, for each follows from others")
+        raise ConfigError(
+            f"sequence_length: {length} given; a row needs at least 2 tokens, because each is predicted from earlier ones"
+        )
     check_positions(config, length)
     return DEFAULT_ROWS_PER_STEP * length if tokens is None else tokens, length
 
@@ -272,8 +274,8 @@ class _ModelPlans:
         return self._seconds_of(plan, _COARSE_OPERATIONS)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
-        """Return the variant of a plan with few commits, if it is faster: states that live in memory are only written by
-        commits, and a step whose updates wait may have some there.
+        """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step
+        whose updates wait may have such states.
         """
         if found is None or plan.checkpoint_every > 1:
             return ()

@@ -1,7 +1,7 @@
 """Workers and a node: does it fit on both sides, how fast, what limits it, and what to buy next.
 
-Invariant: the worker's placement is `make_plan`'s, the node's is `serving_plan`'s, as in a run, and times are the simulator's
-for both programs on one virtual clock; nothing else is estimated.
+Invariant: the worker's placement is `make_plan`'s and the node's is `serving_plan`'s, as in a run. Times are the simulator's
+for both programs on one virtual clock. Nothing else is estimated.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from headrace.terms.plan_options import PlanOptions
 from headrace.update import optimizer_of, rule_of
 from headrace.update.combinations import refuse_combination
 
-# Bytes per second of a network that nobody named: 10 Gbit/s.
+# Bytes per second of a network without a given rate: 10 Gbit/s.
 _LINK_BYTES_PER_SECOND = 1.25e9
 # Forecasts that are only compared with one another may be coarse.
 _COARSE_OPERATIONS = 1600
@@ -52,7 +52,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
     """
     workers, machine = options.workers, options.machine
     if workers is None or machine is None:
-        raise ConfigError("workers: what a worker is has to be known; name its --machine, such as a100-40g")
+        raise ConfigError("workers: a plan needs the machine of a worker; name it with --machine, such as a100-40g")
     worker = load_bare_profile(machine) if isinstance(machine, str) else machine
     node = _node(options)
     config, whole = read_parts(model)

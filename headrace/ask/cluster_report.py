@@ -1,6 +1,7 @@
 """What `headrace plan --workers` answers, as a value and as text.
 
-Invariant: it fits if and only if there is a plan of a worker and of the node; every printed number is one of the report's.
+Invariant: the report says that it fits only if there is a plan of a worker and of the node. Every printed number is one of the
+report's.
 """
 
 from collections.abc import Iterator
@@ -150,7 +151,7 @@ def _lines(report: ClusterReport) -> Iterator[str]:
     yield _line(
         "time",
         f"{format_seconds(found.step_seconds)} per step, {plain_figure(found.tokens_per_second, 4)} tokens/s of all workers, "
-        f"{plain_figure(found.tokens_per_second_per_worker, 4)} of each (at best {at_best}, were nothing ever waiting)",
+        f"{plain_figure(found.tokens_per_second_per_worker, 4)} of each (at best {at_best}, if nothing waited)",
     )
     for at, words in enumerate(limit_words(found).split("; ")):
         yield _line("" if at else "limit", words)

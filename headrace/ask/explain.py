@@ -73,8 +73,8 @@ def _times(report: PlanReport) -> Iterator[str]:
         return
     yield _line(
         "time",
-        f"{format_seconds(forecast.step_seconds)} per step, {plain_figure(forecast.tokens_per_second, 4)} tokens/s "
-        f"(at best {format_seconds(forecast.lower_bound_seconds)}, were nothing ever waiting)",
+        f"{format_seconds(forecast.step_seconds)} per step, {plain_figure(forecast.tokens_per_second, 4)} tokens/s (at best "
+        f"{format_seconds(forecast.lower_bound_seconds)}, if nothing waited)",
     )
     yield _line("limit", forecast.explanation)
     for resource, seconds in report.doubled.items():

@@ -50,10 +50,10 @@ def open_coded(model: str | Path, compress: str | None = None) -> Checkpoint:
         ModelError: it cannot be read.
     """
     if compress is not None:
-        raise ConfigError(f"compress: {model} is coded already; leave --compress out, and its own code is planned with")
+        raise ConfigError(f"compress: {model} is coded already; leave --compress out to plan with its own code")
     if not Path(model).is_dir():
         raise ConfigError(
-            f"model: the weights of {model} are coded, and how small they are only its files say; give the directory"
+            f"model: the weights of {model} are coded, and only its files say how small they are; give the directory"
         )
     return Checkpoint.open(model, decode=True)
 
@@ -103,8 +103,8 @@ def _from_hub(name: str) -> Path:
         reason = str(error).strip().splitlines()
         raise ModelError(
             f"model: {name} is no directory here, and its config.json could not be fetched from the Hub "
-            f"({type(error).__name__}: {reason[0] if reason else 'no reason given'}); "
-            "give a local model directory or config.json"
+            f"({type(error).__name__}: {(reason[0] if reason else 'no reason given')}). Give a local model directory or "
+            "config.json"
         ) from error
 
 

@@ -59,8 +59,8 @@ def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes
     `host_peak_bytes` is the peak of this process's whole life: data are tokenised before the steps, and the model is written
     after them.
 
-    Times are the median of the steps after the first (there kernels compile and caches fill), bytes are the mean of these
-    steps, because a commit may come with every few steps only; peaks are the greatest of all steps and of the process.
+    Times are the median of the steps after the first, in which kernels compile and caches fill. Bytes are the mean of these
+    steps, because a commit may come only every few steps. Peaks are the greatest of all steps and of the process.
     """
     plan, forecast = report.plan, report.forecast
     steady = records[1:] or records

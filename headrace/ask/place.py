@@ -1,6 +1,6 @@
 """What a machine may give: this one, or one that a profile describes.
 
-Invariant: where nobody says, a share of what is free now, as the engine takes it (`default_bytes`, `machine.limits`).
+Invariant: without a given budget, a share of what is free now, as the engine takes it (`default_bytes`, `machine.limits`).
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.sizes import MIB, format_bytes
 
-# Bytes of host memory for the interpreter and libraries in a run that tokenises its data and compiles its kernels itself: 339
-# MiB were measured, 303 where both were cached (docs/log/process-memory); a build of torch for CUDA takes 140 MiB more.
+# Bytes of host memory for the interpreter and libraries in a run that tokenises its data and compiles its kernels itself.
+# Measured were 339 MiB, and 303 with both cached (docs/log/process-memory). A build of torch for CUDA takes 140 MiB more.
 _RUNTIME_BYTES, _CUDA_BUILD_BYTES = 352 * MIB, 140 * MIB
 # For another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
 RUNTIME_ELSEWHERE_BYTES = 300 * MIB
@@ -29,8 +29,8 @@ _OFFERED_PERCENT = 90
 
 
 def runtime_bytes(measured: int) -> int:
-    """Return the bytes to plan for the interpreter and its libraries: a figure that covers every run, or, where a program has
-    already loaded more than that, what it has: `measured`.
+    """Return the bytes to plan for the interpreter and its libraries: a figure that covers every run, or `measured` if the
+    program has already loaded more.
     """
     stated = _RUNTIME_BYTES + (_CUDA_BUILD_BYTES if torch.version.cuda else 0)
     return max(stated, planned_runtime_bytes(measured))
@@ -60,7 +60,7 @@ def default_device_overhead_bytes(ceilings: Ceilings | None, *, here: bool) -> i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run would be: what it may use when nobody says, and what there is at all (`most_bytes`, by tier, if known)."""
+    """Where a run would be: what it may use by default, and what there is at all (`most_bytes`, by tier, if known)."""
 
     name: str
     host_bytes: int
@@ -69,7 +69,7 @@ class Place:
     runtime_bytes: int
     cores: int
     most_bytes: dict[str, int]
-    has_drives: bool = False  # of a machine elsewhere, whose directories nobody can name
+    has_drives: bool = False  # of a machine elsewhere, whose directories are unknown here
 
     @classmethod
     def here(cls, machine: Machine, runtime_bytes: int, cores: int) -> "Place":

@@ -34,8 +34,8 @@ class Alternative:
 class PlanReport:
     """Whether a model can be trained on a machine, how, how fast, and what would be better.
 
-    `reason` says why it does not fit. `needed_bytes` and `allowed_bytes` are per tier; `needed_bytes` are the plan's peaks, or,
-    if there is no plan, what the leanest one would need in the tier that lacks most. `doubled` maps a resource, in words, to
+    `reason` says why it does not fit. `needed_bytes` and `allowed_bytes` are per tier. `needed_bytes` are the plan's peaks.
+    Without a plan they are the needs of the leanest plan in the tier that lacks most. `doubled` maps a resource, in words, to
     the seconds per step with twice of it. `measured` is false where the machine is a nominal one, because there is no profile.
     `unused_tensors` are stored with the model, which has no place for them; None where no files were opened.
     """

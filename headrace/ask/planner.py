@@ -1,4 +1,4 @@
-"""The engine's plans: what the model takes in this process, what may be used here, and the search that follows.
+"""The engine's plans: what the model takes in this process, what may be used here, and the search among placements.
 
 Invariant: neither states nor a step's buffers are made or touched: a plan that is refused leaves everything as it was.
 """
@@ -54,8 +54,8 @@ class PlannedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaysToPlan:
-    """How plans are made: `given` is one to use instead of searching; `search` makes one otherwise (None: the planner's);
-    `adjust` may change each that is made.
+    """How plans are made. `given` is used instead of searching. Otherwise `search` makes a plan (None: the planner's). `adjust`
+    may change each plan.
     """
 
     given: Plan | None = None
@@ -90,8 +90,8 @@ class RunPlanner:
         state: Sequence[Path],
         beside: Beside | None = None,
     ) -> bool:
-        """Plan for units of these forms from now on. Return whether host memory holds the states of what is trained beside
-        frozen weights, or, if a plan is given, whether it is for such units. The other arguments are as for `plan`.
+        """Plan for units of these forms from now on. Return whether host memory holds the states of the trained families beside
+        frozen weights. If a plan is given, return whether it is for such units. The other arguments are as for `plan`.
 
         Raises:
             ConfigError: the lengths do not divide.
@@ -154,7 +154,7 @@ class RunPlanner:
         )
 
     def _ssd_bytes(self, state: Manifest | Sequence[Path], beside: Beside | None) -> int | None:
-        """Return how many bytes may be written; None if a directory cannot be used, which whoever makes the files reports."""
+        """Return how many bytes may be written; None if a directory cannot be used; creating the files reports it."""
         if isinstance(state, Manifest):
             directories, held = state.directories, sum(path.stat().st_size for path in state.data_paths())
         else:

@@ -1,4 +1,4 @@
-"""The planner's question: one builder of questions, for `headrace plan`, `headrace train` and the engine.
+"""The question that a plan answers. `headrace plan`, `headrace train` and the engine build it here.
 
 Invariant: all of them count the same bytes for libraries, whatever a process has done before.
 """
@@ -69,8 +69,8 @@ class Question:
         rule: RuleFigures,
         own_rule: RuleFigures | None = None,
     ) -> Problem:
-        """Return the question about a model whose units have these forms, whose costs are by rows of a micro-batch, under a
-        rule of updates; `own_rule` is that rule for trained families of their own.
+        """Return the question about a model whose units have these forms, under an update rule. Its costs are by rows of a
+        micro-batch; `own_rule` is the rule for trained families.
         """
         return Problem(
             forms=tuple(forms),

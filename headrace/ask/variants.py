@@ -106,8 +106,8 @@ def _one_short_sequence(question: Question) -> Iterator[Candidate]:
 
 
 def smaller_states(question: Question) -> Iterator[Candidate]:
-    """Yield the question with smaller states of the same rule, if the rule has such a form; not for subspaces, whose states are
-    moved from one to the next.
+    """Yield the question with smaller states of the same rule, if the rule has such a form. Subspaces have none, because their
+    states move from one to the next.
     """
     if isinstance(question.wire, SubspaceWire):
         return

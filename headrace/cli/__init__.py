@@ -1,4 +1,4 @@
-"""Words to calls: the command `headrace`."""
+"""The command `headrace`: words become calls."""
 
 from headrace.cli.entry import main
 

@@ -63,7 +63,7 @@ def _why_kept(leftover: Leftover) -> tuple[str, str]:
         return "whose run is not where it was", reason
     if _has_lost_commits(where):
         return "whose commit records are damaged", f"{' and '.join(RECORD_NAMES)} are damaged in {where}; restore one of them"
-    return "that can be resumed", f"`headrace resume {where}` can go on with it"
+    return "that can be resumed", f"`headrace resume {where}` can resume it"
 
 
 def _has_lost_commits(run_directory: Path) -> bool:

@@ -30,4 +30,4 @@ def compress_model(model: Path, out: Path, options: Mapping[str, Any]) -> None:
     try:
         show(result_table(compress(wanted, say=show)))
     except KeyboardInterrupt:
-        leave("interrupted; the same command goes on after the last block that is done", INTERRUPTED)
+        leave("interrupted; the same command resumes after the last finished block", INTERRUPTED)

@@ -21,8 +21,8 @@ _DEFAULTS = {
     # A lost peer is reported in one line, not by the library's stack.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-# A thread that comes back from the kernel waits so many seconds for a thread that runs Python to make way. Python's own 5 ms
-# are as long as a drive takes for several pieces: beside such a thread, 1 ms gave 1.6 times the bytes per second.
+# A thread that comes back from the kernel waits so many seconds for a thread that runs Python to make way. A drive transfers
+# several pieces in Python's own 5 ms. Beside such a thread, 1 ms gave 1.6 times the bytes per second.
 _SWITCH_SECONDS = 0.001
 
 

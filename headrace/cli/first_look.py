@@ -1,5 +1,5 @@
-"""Places that do not exist and choices that cannot be are refused before transformers is imported, which takes seconds; places
-even before torch.
+"""Early refusals: missing places and impossible choices are refused before transformers is imported, which takes seconds.
+Places are checked even before torch.
 
 Invariant: nothing is refused here that would be accepted later, and the words are the same: all is looked at again.
 """

@@ -66,7 +66,7 @@ def _answer_file(model: str, options: GenerateOptions) -> None:
         with open_generator(Path(model), options, ceilings_of(options.machine), say) as generator:
             refused = run_job(generator, options, sink=say, tell_plan=_tell_plan, progress=progress)
     except KeyboardInterrupt:
-        leave("interrupted; the same command goes on with it", INTERRUPTED)
+        leave("interrupted; the same command resumes it", INTERRUPTED)
     if refused:
         leave(f"{refused} line{'s' if refused > 1 else ''} could not be answered; {options.output} says why", 1)
 

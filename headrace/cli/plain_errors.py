@@ -104,13 +104,13 @@ def leave_failed_step(error: StepFailed, run_directory: object) -> NoReturn:
     if cause is None:
         raise error
     words = str(error) if str(cause) in str(error) else f"{error}: {cause}"
-    leave(f"{words}; remove the cause, then go on with: headrace resume {run_directory}", REFUSED)
+    leave(f"{words}; remove the cause, then resume with: headrace resume {run_directory}", REFUSED)
 
 
 @contextlib.contextmanager
 def plain_usage_errors() -> Iterator[None]:
-    """Report also what is wrong with the words of a command line in one line, with a pointer to the help; and likewise if the
-    output of --help cannot be written.
+    """Report errors in the words of a command line in one line, with a pointer to the help. Do the same if the output of --help
+    cannot be written.
     """
     try:
         yield

@@ -32,8 +32,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 # The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
-# What plans of generation and of compression go by, of the options of `plan`; data count only where passes do, and these not
-# at a node.
+# Which options of `plan` the plans of generation and of compression use. Data count only if passes do, and not at a node.
 _OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
 _OF_COMPRESSION = frozenset(("machine", "host_memory"))
 _OF_DATA = frozenset(("epochs", "packing", "cache"))
@@ -152,7 +151,7 @@ def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: 
     path = output or machine_profile_path()
     with alone(_WAIT_SECONDS) as first:
         if not first:
-            _say(Notice(text="another process measures this machine, too: both find less than there is"))
+            _say(Notice(text="another process measures this machine, too: both get lower figures"))
         ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +219,7 @@ def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
 
 
 def _measured_machine(options: Options) -> Ceilings | None:
-    """Return the profile of this machine, or what a run measured of it; None if nobody measured."""
+    """Return the profile of this machine, or what a run measured of it; None if there is none."""
     profile = machine_profile_path()
     if profile.exists():
         return load_profile(profile)

@@ -114,7 +114,7 @@ def _stops(run: RunDirectory) -> Iterator[None]:
     except StepFailed as error:
         leave_failed_step(error, run.path)
     except KeyboardInterrupt:  # before the first step, or while the model is written
-        how = f"go on with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
+        how = f"resume with: headrace resume {run.path}" if run.config.exists() else "nothing was begun"
         leave(f"interrupted; {how}", INTERRUPTED)
 
 
@@ -128,7 +128,7 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
         ExportFailed: there is no space, or `out` cannot be written; nothing is left there.
     """
     if out.exists():
-        raise RunDirectoryError(f"{out} exists; name a directory that does not, nothing was written")
+        raise RunDirectoryError(f"{out} exists; name a new directory; nothing was written")
     run = RunDirectory(run_directory.absolute())
     config = run.read_config()  # reports if this is no run at all
     if merge and config.adapter is None:

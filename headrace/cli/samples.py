@@ -66,7 +66,7 @@ def totals(tokens: TokenSet, spec: DataSpec) -> str:
         f"samples   {summary.samples} ({', '.join(f'{number} {kind}' for kind, number in summary.kinds.items())})",
         f"tokens    {summary.tokens}, {summary.trained_tokens} of them trained ({share:.0%})",
         f"dropped   {summary.dropped_samples} samples without a trained token",
-        f"unmarked  {summary.unmarked_samples} samples left out: refused by the chat template, or turns not found",
+        f"unmarked  {summary.unmarked_samples} samples skipped: refused by the chat template, or turns not found",
         f"cut       {summary.cut_tokens} tokens of {summary.cut_samples} samples beyond {spec.sequence_length}",
         f"rows      {summary.rows} of {spec.sequence_length} tokens, {summary.efficiency:.1%} filled",
         f"steps     {summary.steps_per_epoch:.1f} in an epoch, of {spec.tokens_per_step} tokens each",

@@ -1,4 +1,4 @@
-"""Help in sections: options by the group that their declaration names, commands by what one wants to do.
+"""Help in sections: options by the group that their declaration names, commands by purpose.
 
 A section is Typer's `rich_help_panel`, printed here without rich, which takes longer to import than the rest of the help.
 """

@@ -1,4 +1,4 @@
-"""Stdout and stderr as they really are: full, closed, or a pipe that nobody reads any more.
+"""Stdout and stderr as they really are: full, closed, or a pipe without a reader.
 
 Invariant: a failure to write to stdout is an error of its own, never taken for one of a run's files.
 """

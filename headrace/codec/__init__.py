@@ -1,4 +1,4 @@
-"""How weights lie as bytes, where they do not lie as compute reads them: one file for each code.
+"""Codes of weights: how weights are stored as bytes, and decoded for compute. One file for each code.
 
 What is exported is loaded when it is first asked for: the table of codes (`table.py`) is read without torch.
 """

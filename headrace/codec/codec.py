@@ -1,8 +1,7 @@
-"""What a code for frozen weights is: it makes parts of a matrix, which lie on drives and cross links, and are decoded for
+"""What a code for frozen weights is. It turns a matrix into parts, which lie on drives and cross links, and decodes them for
 compute.
 
-A code works row by row: any range of rows is decoded by itself, so that several cores share a matrix, and an expert needs no
-other.
+A code works row by row: any range of rows is decoded by itself. So several cores share a matrix, and an expert needs no other.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str:
-        """The code's name in a run's record: a run goes on with the code in which its state was written."""
+        """The code's name in a run's record. A run keeps the code of its state."""
 
     @property
     def digest(self) -> str | None:

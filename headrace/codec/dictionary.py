@@ -1,14 +1,14 @@
 """QMoE's dictionary: 65536 sequences of ternary weights, each one 16-bit word (Frantar and Alistarh 2023, section 4).
 
 A word of fixed length stands for 2 to 28 weights. The sequences are those that are likeliest where a weight is zero with a
-given probability and both signs are equally likely. Weights go in pairs: a pair of symbols (first, second), each 0 for zero, 1
-for a row's least value, 2 for its largest, has the number first + 3 * second. Every prefix of a sequence is a sequence too, and
-so is every suffix, so that the greedy parse is a shortest one, and a row may end anywhere.
+given probability and both signs are equally likely. Weights go in pairs. A symbol is 0 for zero, 1 for a row's least value, 2
+for its largest. The pair (first, second) has the number first + 3 * second. Every prefix and every suffix of a sequence is a
+sequence, too. So the greedy parse is a shortest one, and a row may end anywhere.
 
 Which of several equally likely sequences get in depends on the order of floating-point operations. So a dictionary is
 identified by its digest, not by its probability. `QMOE_DIGEST` is that of the published one.
 
-Words of a table (65536, 2) uint32, as published: bits 0 to 3 of both halves hold the pairs of the whole sequence; then come two
+Words of a table (65536, 2) uint32, as published. Bits 0 to 3 of both halves hold the pairs of the whole sequence. Then come two
 bits for each weight, the first 14 weights in the first half.
 """
 
@@ -53,8 +53,8 @@ class Dictionary:
         made = cls(zeros, _words_of(*_likeliest(zeros / 1000)))
         if zeros == QMOE_ZEROS and made.digest != QMOE_DIGEST:
             raise ModelError(
-                f"the dictionary that was built has the digest {made.digest[:16]}, QMoE's is {QMOE_DIGEST[:16]}: this machine "
-                "multiplies in another order; read the table from a file of weights instead"
+                f"the built dictionary has the digest {made.digest[:16]}, but QMoE's is {QMOE_DIGEST[:16]}: this machine "
+                "multiplies in another order. Read the table from a file of weights instead"
             )
         return made
 
@@ -70,8 +70,8 @@ class Dictionary:
         found = cls(zeros, np.ascontiguousarray(words))
         if found.digest != digest:
             raise ModelError(
-                f"the dictionary for {zeros} zeros in a thousand has the digest {found.digest[:16]}, noted is {digest[:16]}: "
-                "it is damaged, or belongs to another model; fetch it again"
+                f"the dictionary for {zeros} zeros in a thousand has the digest {found.digest[:16]}, expected was "
+                f"{digest[:16]}: it is damaged, or belongs to another model. Fetch it again"
             )
         found._check()
         return found

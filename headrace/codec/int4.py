@@ -1,8 +1,8 @@
 """Four bits a weight as in compressed-tensors (`pack-quantized`): eight codes in an int32, a scale for each group.
 
-Of a matrix (rows, columns) the parts are `weight_packed` int32 (rows, columns / 8, rounded up), with the code of column
-8 i + k in bits 4 k to 4 k + 3 of word i; `weight_scale` (rows, groups); `weight_shape` int64 (2). Code u stands for (u - 8)
-times the scale of its group, rounded to the scale's dtype.
+A matrix (rows, columns) has three parts. `weight_packed` int32 (rows, columns / 8, rounded up) has the code of column 8 i + k
+in bits 4 k to 4 k + 3 of word i. The others are `weight_scale` (rows, groups) and `weight_shape` int64 (2). Code u stands for
+(u - 8) times the scale of its group, rounded to the scale's dtype.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 It minimises the error of products, ||(Q - W) X||^2 = trace (Q - W) H (Q - W)^T with H = X X^T (Frantar et al. 2023,
 section 3). Matrices of one shape are rounded together: experts come by the hundred (QMoE, section 3.2).
-Invariants: the result depends neither on the number of columns in a block nor on the other matrices of the batch; and with H =
-I it is plain rounding, bit for bit.
+Invariants: the result depends neither on the number of columns in a block nor on the other matrices of the batch. With H = I it
+is plain rounding, bit for bit.
 """
 
 from dataclasses import dataclass

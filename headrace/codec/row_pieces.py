@@ -1,4 +1,4 @@
-"""What several codes share: decoding a few rows at a time, which takes little memory, and refusing what is no number."""
+"""What several codes share: decoding a few rows at a time, with little memory, and refusing numbers that are not finite."""
 
 from collections.abc import Iterator
 

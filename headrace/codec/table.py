@@ -24,13 +24,13 @@ class Code:
     """A code. `kind` is the first word of its codecs' names, by which weights that are to be decoded are counted.
 
     `words` say what it is, `files` how files with it are called. A matrix takes `bits` for each weight and `row_bits` for each
-    row; where that depends on the weights, `bits` is for what `assumed` says, and `other_bits` for what `otherwise` says.
+    row. If that depends on the weights, `assumed` describes the case of `bits`, and `otherwise` that of `other_bits`.
     `needs_data`: weights are rounded for the inputs of real data. `experts_alone`: plans take it for experts alone, where a
     model has stacks of them. `stock_loads`: transformers loads files with it. `target` makes what writes it, from the columns
-    of a group; None: it is only read. `codec` is the
-    one by which plans reckon, `measured` the one whose decoding is measured (None: the same), on the matrix `sample`
-    (rows, columns). Where nobody measured, a core decodes `decoded_per_second` weights to bfloat16 (docs/log/decoding-rates),
-    and a device moves `device_bytes_per_weight` of its memory for each: none where Triton's kernels decode.
+    of a group; None: it is only read. `codec` is the one by which plans reckon, `measured` the one whose decoding is measured
+    (None: the same), on the matrix `sample` (rows, columns). Unless measured otherwise, a core decodes `decoded_per_second`
+    weights to bfloat16 (docs/log/decoding-rates). A device moves `device_bytes_per_weight` of its memory for each; none if
+    Triton's kernels decode.
     """
 
     name: str

@@ -35,8 +35,8 @@ class Target(Protocol):
     def describe(self, groups: Mapping[str, int], ignored: Sequence[str]) -> dict[str, Any]:
         """Return the `quantization_config` of `config.json`.
 
-        `groups` are the columns of a group (0: whole rows) by the name of the coded module; the name has `re:` before it where
-        it is a regular expression for several. `ignored` are the names of linear modules that are not coded.
+        `groups` are the columns of a group (0: whole rows) by the name of the coded module. A name that begins with `re:` is a
+        regular expression for several modules. `ignored` are the names of linear modules that are not coded.
         """
 
 

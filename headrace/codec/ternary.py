@@ -1,12 +1,12 @@
 """Ternary weights: each row has three values (its least, zero, its largest), in less than a bit, or five to a byte.
 
-There are two codes of the same weights (Frantar and Alistarh 2023, QMoE). `WordsCodec` has 16-bit words of a dictionary, 0.6 to
-1.1 bits a weight where most are zero; `TritsCodec` has five weights in a byte, always 1.6 bits. Ternary weights are decoded
+There are two codes of the same weights (Frantar and Alistarh 2023, QMoE). `WordsCodec` has 16-bit words of a dictionary: 0.6 to
+1.1 bits a weight if most are zero. `TritsCodec` has five weights in a byte, always 1.6 bits. Ternary weights are decoded
 exactly: a row keeps both values as bfloat16. Encoding other weights rounds them: a weight beyond half of the row's least or
 largest value becomes that value, others become zero.
 
 Invariant: a weight is compared with zero first. A row without negative weights has a least value of zero, and its zeros are
-still coded as zeros; QMoE's own packing takes them for the least value, and such a row loses its compression.
+still coded as zeros. QMoE's own packing takes them for the least value, so such a row loses its compression.
 """
 
 from collections.abc import Callable
@@ -156,7 +156,7 @@ class WordsCodec(TernaryCodec):
 
     def _check(self, parts: Parts, columns: int) -> None:
         if len(parts["row_offsets"]) != len(parts["levels"]) + 1:
-            raise ModelError("ternary weights: row offsets and levels are of different numbers of rows; make the file again")
+            raise ModelError("ternary weights: row offsets and levels have different numbers of rows; make the file again")
 
 
 class TritsCodec(TernaryCodec):

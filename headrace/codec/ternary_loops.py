@@ -4,8 +4,8 @@
 do not yield it, and writes nowhere but into `out`. All loops stand in this one file, because numba notices changes of a
 function's own file only. They run without the GIL on one core.
 
-Legend: `levels` and `out` are the bits of weights, uint16 or uint32: `levels` (rows, 2) are the least and the largest value of
-each row, and `out` (rows, columns) is filled. Symbols are 0 for zero, 1 and 2 for the first and the second level.
+Legend: `levels` and `out` are the bits of weights, uint16 or uint32. `levels` (rows, 2) are the least and the largest value of
+each row; `out` (rows, columns) is filled. Symbols are 0 for zero, 1 and 2 for the first and the second level.
 """
 
 from typing import Any

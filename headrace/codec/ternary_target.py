@@ -1,9 +1,10 @@
 """Ternary weights as `headrace compress` writes them: in words where these are smaller than trits, with the tables they need.
 
-These tensors of a matrix lie in the file of its block, in the place of `weight`: `weight_shape` int64 with rows, columns, and
-the dictionary's share of zeros in thousandths (0: trits); `weight_levels` bfloat16 (rows, 2); and either `weight_codes` uint16
-with `weight_row_offsets` int32, or `weight_trits` uint8. Each file has the tables of the dictionaries that it needs, once, with
-their digests. Invariant: the choice of a dictionary follows from the matrix alone, so that a resumed run writes the same.
+These tensors of a matrix lie in the file of its block, in the place of `weight`. `weight_shape` int64 has rows, columns, and
+the dictionary's share of zeros in thousandths (0: trits). `weight_levels` is bfloat16 (rows, 2). The codes are `weight_codes`
+uint16 with `weight_row_offsets` int32, or `weight_trits` uint8. Each file has the tables of the dictionaries that it needs,
+once, with their digests. Invariant: the choice of a dictionary follows from the matrix alone, so that a resumed run writes the
+same.
 """
 
 from collections.abc import Mapping, Sequence

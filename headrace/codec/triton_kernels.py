@@ -51,8 +51,8 @@ def int4_to_bfloat16(
 ):
     """Fill row `program` of `out` (rows, columns) with the weights of `block` words of row `first` and on, as bfloat16's bits.
 
-    `words` int32 have eight codes each, `scales` bfloat16 are (rows, groups); `zeros` int32 (rows / 8, groups) have the zero
-    points of eight rows each, and are only read with `has_zeros`.
+    `words` int32 have eight codes each; `scales` bfloat16 are (rows, groups). `zeros` int32 (rows / 8, groups) have the zero
+    points of eight rows each. They are read only with `has_zeros`.
     """
     row = (first + tl.program_id(0)).to(tl.int64)
     index = tl.program_id(1) * block + tl.arange(0, block)

@@ -1,1 +1,1 @@
-"""A model gets smaller weights, one block in memory at a time."""
+"""Compression of a model's weights, with one block in memory at a time."""

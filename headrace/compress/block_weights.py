@@ -1,8 +1,8 @@
-"""The weights of a block that is being compressed, in two forms: as they came, and rounded.
+"""The weights of a block that is being compressed, in two forms: original and rounded.
 
-Either both forms of the whole block are in memory. Or, of a mixture's block that is too large for that, both forms of what
-every token reads, and one expert at a time: as it came, it is read from the model's files; rounded, from a file beside the
-hidden states.
+Either both forms of the whole block are in memory. If a mixture's block is too large for that, memory holds both forms of its
+common part, and one expert at a time. The original expert is read from the model's files; the rounded one from a file beside
+the hidden states.
 Invariant: rows get the same bits either way.
 """
 

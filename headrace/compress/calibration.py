@@ -1,8 +1,8 @@
-"""Calibration data: rows from which matrices' inputs are taken, and rows that only measure the loss.
+"""Calibration data: rows that calibrate the rounding, and rows that only measure the loss.
 
-Invariant: no held-out row is among those that calibrate. In calibrating rows, padding and special tokens do not count, nor does
-what a chat template adds to what is said; but the first token of each sample counts, whatever it is, because heads attend to it
-where they have nothing to say: weights that are rounded without regard to it lose the model (docs/log/four-bits).
+Invariant: no held-out row is among those that calibrate. In calibrating rows padding, special tokens and words that the chat
+template adds do not count. But the first token of each sample always counts, because heads attend to it when they have nothing
+to say. Weights that are rounded without it lose the model (docs/log/four-bits).
 """
 
 from collections.abc import Callable
@@ -75,9 +75,9 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
     widest = max((spec.shape[-1] for unit in chain.layouts[1:] for spec in unit.parameters if len(spec.shape) > 1), default=1)
     if counted < widest:
         raise DataError(
-            f"{', '.join(options.data)}: calibration is too short: {counted} tokens in {calibrating} rows of {length} (without "
-            f"padding, chat template and special tokens), and a matrix has {widest} inputs; give at least as many, better 100 "
-            "times as many"
+            f"{', '.join(options.data)}: calibration is too short: {counted} tokens in {calibrating} rows of {length} "
+            f"(without padding, chat template and special tokens). A matrix has {widest} inputs; give at least as many "
+            "tokens, better 100 times as many"
         )
     return CalibrationData(tuple(rows), tokens.info.digest, length, spec.template_date)
 

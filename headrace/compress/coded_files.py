@@ -44,8 +44,8 @@ class CodedFiles:
     """Writes the files of a compressed model into `folder`, in any order; `finish` adds what makes them a model directory."""
 
     def __init__(self, folder: Path, weights: WeightMap, chain: Chain, *, joined: bool = False) -> None:
-        """`joined`: whether weights that are not coded, and that transformers joins as it reads them (experts into one stack,
-        convolutions into one), are written as it joins them: where others may be coded, its joining drops such as are not.
+        """`joined`: whether plain weights that transformers joins as it reads (experts, convolutions) are written joined.
+        Transformers drops single ones where others may be coded.
         """
         self.folder, self._weights = folder, weights
         self._joined = _joined_of(weights) if joined else {}

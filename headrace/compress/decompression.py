@@ -23,7 +23,7 @@ def decompress(model: Path, out: Path) -> Path:
         ExportFailed: there is no space, or `out` cannot be written; nothing is left there.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise RunDirectoryError(f"{out}: exists already; name a directory that does not, nothing was written")
+        raise RunDirectoryError(f"{out}: exists already; name a new directory; nothing was written")
     checkpoint = Checkpoint.open(model, decode=True)
     if not checkpoint.is_coded:
         raise ModelError(f"{model}: its weights are not coded; there is nothing to decompress")
@@ -45,7 +45,7 @@ def check_digests(model: Path) -> None:
         digests: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))["digests"]
         pairs = [(str(name), str(digest)) for name, digest in digests.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{note}: is damaged ({error!r}); copy the model again from where it was written") from error
+        raise ModelError(f"{note}: is damaged ({error!r}); copy the model again from its origin") from error
     for name, expected in pairs:
         if not (model / name).is_file() or digest_of(model / name) != expected:
             raise ModelError(f"{model / name}: is not the file that was written (digest {expected}); copy the model again")

@@ -1,4 +1,4 @@
-"""Rows through a mixture's block whose experts come one at a time, in a pass without gradients: a few rows at once.
+"""Rows through a mixture's block, a few at a time, with experts loaded one at a time and without gradients.
 
 What every token reads of the block is bound, and one expert is in memory, whatever the number of experts. Each micro-batch runs
 the block's own code in a thread, one thread at a time. All wait at their experts (`model/banks.py`), which come in ascending

@@ -38,7 +38,7 @@ class HiddenRows:
         mark = os.pread(self._descriptor, 1, self._marks + index)
         dtype = _DTYPES[mark[0]] if mark and mark[0] < len(_DTYPES) else None
         if dtype is None:
-            raise StorageError(f"{self._path}: holds no rows {index}; remove the directory and begin again")
+            raise StorageError(f"{self._path}: holds no rows {index}; remove the directory and start again")
         tensor = torch.empty(self._shapes[index], dtype=dtype)
         left = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
         offset = self._starts[index]

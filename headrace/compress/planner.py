@@ -2,7 +2,7 @@
 
 Every term is a count (bytes, operations, launches) over a rate of the machine's profile, and stands by itself in the answer. No
 two of them are taken to overlap: their sum is the time of a machine that does one thing at a time. The size of ternary weights
-follows from the share of zeros, which nobody knows before: that of QMoE's largest model is assumed, and beside it stands the
+follows from the share of zeros, which is not known before. The plan assumes that of QMoE's largest model. It also shows the
 size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of codes (`codec/table.py`) has these figures.
 """
 
@@ -128,8 +128,8 @@ def plan_compression(
     here: bool = False,
     budget: Budget = _UNSAID,
 ) -> CompressionReport:
-    """Return what compressing `model` (a directory, a config.json, or a name on the Hub) to the code `name` takes on a
-    machine, None for a nominal one of this size.
+    """Return what compressing `model` to the code `name` takes on a machine (None: a nominal one of this size). `model` is a
+    directory, a config.json, or a name on the Hub.
 
     `tokens` is the number of calibration tokens; by default each matrix sees as many tokens as it has inputs. Of the `budget`
     host memory counts: with little of it, experts come one at a time, and rows pass a block several times. `here` says that it

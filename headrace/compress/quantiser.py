@@ -1,9 +1,9 @@
-"""Compresses a model block by block, in a forward pass: each block's weights are rounded before its outputs go on.
+"""Compresses a model block by block in a forward pass: each block's weights are rounded before its outputs are computed.
 
 One block of the model is in memory, and what lies around the blocks; the hidden states of all rows wait in files between
 blocks. The matrices that a block multiplies are rounded for the inputs that it gets from blocks already rounded (GPTQ; QMoE's
 driver, section 3.2). Held-out rows pass twice, through the weights as they came and as coded: the rise of their loss is the
-cost. Invariant: after `advance` of a block has returned, the next block needs nothing else; so a run that was killed goes on
+cost. Invariant: after `advance` of a block has returned, the next block needs nothing else. So a run that was killed continues
 from there, with the same bits.
 """
 
@@ -127,8 +127,8 @@ class Quantiser:
         start = self.chain.prologue(self._on_device(batch))
         if any(call.hands or call.gets for call in start.calls):
             raise ModelError(
-                f"{type(self.chain.model).__name__}: its blocks hand one another more than hidden states, which nothing keeps "
-                "from one block to the next here; models of this kind cannot be compressed yet"
+                f"{type(self.chain.model).__name__}: its blocks pass on more than hidden states, and compression keeps "
+                "nothing else between blocks. Models of this kind cannot be compressed yet"
             )
         return start.hidden
 

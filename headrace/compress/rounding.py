@@ -1,7 +1,7 @@
-"""Which matrices of a block are coded, and how they are rounded: this part of compressing knows one block at a time.
+"""Which matrices of a block are coded, and how they are rounded. This module knows one block at a time.
 
-No architecture is named here. A matrix is coded if it was seen to multiply, is stored as a matrix of its own, and has a width
-that the code can hold. Routers are left alone: matrices with one row for each expert, or with few rows.
+No architecture is named here. A matrix is coded if a trial saw it multiply, if it is stored as a separate matrix, and if the
+code can hold its width. Routers are left alone: matrices with one row for each expert, or with few rows.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Compressing a model, as a user sees it: options and data go in, a model directory comes out, and a killed run goes on.
+"""Compressing a model: options and data go in, a model directory comes out, and the same command resumes a killed run.
 
-Work lies in `OUT.unfinished` until all of it is done. A block is done when the record says so; the same command goes on after
-the last one. Invariant: OUT appears whole or not at all, and a run that was killed ends with the bytes of one that was not.
+Unfinished work lies in `OUT.unfinished`. A record names the finished blocks; the same command continues after the last one.
+Invariant: OUT appears complete or not at all, and a killed run ends with the bytes of an undisturbed one.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from headrace.terms.sizes import format_bytes, format_seconds
 
 _RECORD = "record.json"
 _UNFINISHED = ".unfinished"
-# Changes with the bytes that a compression writes, so that none goes on with what an older version began.
+# Changes with the bytes that a compression writes, so that no version resumes what an older one began.
 _FORM = 3
 # Options that may change when the same command goes on.
 _FREE = {"output", "cache", "most_loss", "host_memory"}
@@ -56,7 +56,7 @@ class Compressed:
 
 
 def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda text: None) -> Compressed:
-    """Compress `options.model` into `options.output`, or go on where it stopped. `say` gets lines for people.
+    """Compress `options.model` into `options.output`, or resume. `say` gets lines for people.
 
     Raises:
         InputError: model, data or an option cannot be used, or held-out loss rises by more than `most_loss`; nothing is left.
@@ -65,7 +65,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
     target_of(options)  # refused before anything is read
     output = Path(os.path.realpath(options.output))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunDirectoryError(f"{options.output}: exists already; name a directory that does not, nothing was written")
+        raise RunDirectoryError(f"{options.output}: exists already; name a new directory; nothing was written")
     refuse_coded(options.model)
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
@@ -109,8 +109,8 @@ def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:
     replaced = replaced_for_codes(chain.model) if CODES[options.to].stock_loads else None
     if replaced:
         raise ModelError(
-            f"{options.model}: its experts ({replaced}) lie in one stack that int4 does not code, and transformers loads coded "
-            "models of this kind in another form alone; give another model"
+            f"{options.model}: its experts ({replaced}) lie in one stack that int4 does not code, and transformers loads "
+            "coded models of this kind only in another form. Give another model"
         )
 
 
@@ -124,13 +124,13 @@ def refuse_coded(model: Path) -> None:
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except ValueError:
-        return  # whoever reads it next reports the error
+        return  # the next reader reports the error
     found = config.get("quantization_config") if isinstance(config, dict) else None
     if found is not None:
         method = found.get("quant_method") if isinstance(found, dict) else found
         raise ModelError(
-            f"{model}: is coded already ({method}), and rounding twice would only lose more; give the model in 16 or 32 bits, "
-            "or make one of it with `headrace decompress`"
+            f"{model}: is coded already ({method}), and rounding twice would lose more. Give the model in 16 or 32 bits, or "
+            "make one with `headrace decompress`"
         )
 
 
@@ -281,8 +281,8 @@ class _Run:
         for name, value in identity.items():
             if begun.get(name) != value:
                 raise RunDirectoryError(
-                    f"{self.work}: was begun with {name} {begun.get(name)}, asked for is {value}; ask for the same again to "
-                    "go on, or remove the directory to begin anew"
+                    f"{self.work}: was begun with {name} {begun.get(name)}, asked for is {value}; give the same again to "
+                    "resume, or remove the directory to start again"
                 )
         return record
 

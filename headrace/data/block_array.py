@@ -84,9 +84,9 @@ class BlockArray(Generic[_T]):
         found, expected = zlib.crc32(self._bytes[offset : offset + BLOCK_BYTES].data), int(self._checksums[block])
         if found != expected:
             raise CorruptData(
-                f"{self._path}: the token cache is damaged: bytes {offset} to "
-                f"{min(offset + BLOCK_BYTES, len(self._bytes))} have the checksum {found:08x}, they were written with "
-                f"{expected:08x}. Remove {self._path.parent}: the data is tokenised again then; and look at the drive"
+                f"{self._path}: the token cache is damaged: bytes {offset} to {min(offset + BLOCK_BYTES, len(self._bytes))} "
+                f"have the checksum {found:08x}, they were written with {expected:08x}. Remove {self._path.parent} to "
+                "tokenise the data again, and check the drive"
             )
         self._verified[block] = True
 

@@ -1,8 +1,8 @@
-"""Texts to tokens, only as many as are kept: of a long text only the beginning is tokenised, so memory depends on what is kept.
+"""Texts to tokens: only the beginning of a long text is tokenised, so memory depends on the kept tokens.
 
 Where a text is cut into tokens depends on the words nearby, not on what follows pages later. But no tokenizer says how near. So
-two beginnings are tokenised, one longer than the other; where both begin with the same tokens, as many as are asked for, these
-are the whole text's. Invariant: tokens that still change with what follows are never taken as the text's.
+two beginnings are tokenised, one longer than the other. If both begin with the same tokens, as many as needed, these are the
+whole text's. Invariant: tokens that still change with what follows are never taken as the text's.
 """
 
 from bisect import bisect_left, bisect_right
@@ -91,9 +91,9 @@ def _all_of(texts: list[str], tokenizer: Tokenizer, options: dict[str, Any]) -> 
 def _stretches(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """Return the begin and the end of each token in characters; no stretch is empty.
 
-    Some tokenizers leave blanks out of the characters of a token, so that a token of blanks alone has none: it gets the
-    characters between its neighbours. If there are none, the token was inserted (a mark for the beginning of a word), and gets
-    the character that follows.
+    Some tokenizers leave blanks out of the characters of a token, so a token of blanks alone has none. It gets the characters
+    between its neighbours. If there are none, the token was inserted (a mark for the beginning of a word), and gets the
+    character that follows.
     """
     begins, ends, done = [], [], 0
     for begin, end in offsets:

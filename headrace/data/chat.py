@@ -18,7 +18,7 @@ _NAME = _NAME_START + "{}-"
 
 
 def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[str, ...] = ("messages",)) -> Encoded | Unmarked:
-    """Return the ids of the conversation in `columns`, trained where the assistant speaks in the last of them, but for turns
+    """Return the ids of the conversation in `columns`. Trained are the assistant's words in the last of them, except for turns
     that the data flags as context.
 
     Raises:
@@ -48,7 +48,7 @@ def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[s
 def encode_contents(row: Row, said: Messages, template: Template, most_tokens: int) -> Encoded | Unmarked:
     """Return the ids of a conversation, marked ("trained") where anybody speaks, and not in what the template adds.
 
-    What the template adds is found by rendering the conversation with a name in the place of each text: the pieces between
+    To find what the template adds, the conversation is rendered with a name in the place of each text. The pieces between
     names, together with the texts, must be the rendering of the conversation itself.
     """
     try:
@@ -118,5 +118,5 @@ def _tokens_of(tokens: Tokens, text: str, begin: int, end: int, tokenizer: Token
 def _num_tokens(tokens: Tokens, start: str, tokenizer: Tokenizer) -> int:
     (made,) = tokenize([start], tokenizer, len(tokens.ids), add_special_tokens=False)
     if tokens.ids[: len(made.ids)] != made.ids[: len(tokens.ids)]:
-        raise Unmarkable("a token reaches over the border of a turn, and this tokenizer cannot tell which characters it has")
+        raise Unmarkable("a token crosses the border of a turn, and this tokenizer cannot say which characters it has")
     return min(len(made.ids), len(tokens.ids))

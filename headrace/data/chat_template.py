@@ -60,7 +60,7 @@ class Template:
         template = tokenizer.chat_template
         if not template:
             raise ModelError(
-                "the samples are conversations, but the tokenizer has no chat template; use the tokenizer of an instruct "
+                "the samples are conversations, but the tokenizer has no chat template. Use the tokenizer of an instruct "
                 "model, add a chat_template.jinja to its directory, or give the data as text or prompt + completion strings"
             )
         # The tokenizer chooses among several named templates by whether there are tools: tags only count if all of them have

@@ -50,8 +50,8 @@ def _with_unread(row: Row, sample: Encoded, most_tokens: int) -> Encoded:
     """Return `sample`, counting what was not read of its row as beyond it."""
     if not sample.beyond and len(sample.ids) <= most_tokens:
         raise DataError(
-            f"{row.place}: of a string that is very long only the beginning is read, which has fewer tokens than "
-            f"sequence_length {most_tokens}; cut the string into several samples"
+            f"{row.place}: only the beginning of a very long string is read, and it has fewer tokens than sequence_length "
+            f"{most_tokens}. Cut the string into several samples"
         )
     whole = (len(sample.ids) + sample.beyond) * (1 + row.unread)
     return replace(sample, beyond=max(1, round(whole) - len(sample.ids)))
@@ -192,8 +192,8 @@ def _check_is_one_sample(row: Row) -> None:
     lengths = [] if row.values.get("seq_lengths") is None else _integers(row, "seq_lengths")
     if positions != list(range(len(positions))) or len(lengths) > 1:
         raise DataError(
-            f"{row.place}: its position_ids or seq_lengths say that it holds several samples; give one sample a row, they are "
-            "packed here"
+            f"{row.place}: its position_ids or seq_lengths say that it holds several samples; give one sample per row; "
+            "Headrace packs them"
         )
 
 

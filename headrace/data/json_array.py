@@ -48,7 +48,7 @@ def elements(name: str, pieces: Iterable[bytes], most_bytes: int) -> Iterator[El
                     begin, text = at, bytearray()
             elif depth > 1:
                 depth -= 1
-            elif mark in b",]":  # another bracket is no JSON, which whoever parses the element will report
+            elif mark in b",]":  # another bracket is no JSON; parsing the element reports it
                 text += made[begin : at - 1]
                 begin, is_over = at, mark == b"]"
                 if index or not is_over or text.strip():

@@ -81,4 +81,4 @@ def _whole_characters(string: bytes) -> bytes:
             continue
         if not ("\ud800" <= value[-1:] <= "\udbff"):
             return kept
-    return string  # it is no JSON, which whoever reads the line will report
+    return string  # it is no JSON; reading the line reports it

@@ -33,9 +33,8 @@ class Conversation:
 def read_messages(place: str, found: Any, column: str) -> Conversation:
     """Return the messages that stand in `column`, without null fields.
 
-    Raises:
-        DataError: not a non-empty list of objects with a `role` and a `content` (or `tool_calls`); a picture, sound or video;
-            a flag that is neither on nor off.
+    Raises: DataError: no list of objects with a `role` and a `content` (or `tool_calls`), or an empty one. Or a picture, sound
+        or video; or a flag that is neither on nor off.
     """
     if not isinstance(found, list) or not found:
         raise DataError(
@@ -146,7 +145,7 @@ def _flag(where: str, fields: Message) -> bool | None:
 
 
 def unread_fields(messages: Sequence[Message], read: Sequence[str]) -> list[str]:
-    """Return the fields of messages that nobody reads: neither this program nor the texts `read` of a chat template."""
+    """Return the unused fields of messages: read neither by this program nor by the texts `read` of a chat template."""
     reasoning = ("reasoning_content", "reasoning", "thinking")  # transformers hands each on under all names
     names = dict.fromkeys(name for message in messages for name in message)
     known = {"role", "content", "name", "tool_call_id", *FLAGS, *_FLAGS_WITHIN}

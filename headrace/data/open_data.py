@@ -133,7 +133,7 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
 
 def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     """Return the stream of a decided configuration, at its first row. A `resumed` run may have begun with tokens that were made
-    by earlier rules: it goes on with them if they are still in the cache.
+    by earlier rules. It keeps them if they are still in the cache.
 
     Raises:
         InputError: see `open_tokens`.

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 # A window's samples are taken longest first. Measured on 200,000 lengths (log-normal, exponential, uniform, bimodal): 0.996 to
-# 0.999 of the positions are filled where the lengths allow it, within 0.002 of windows that are eight times as wide. There must
-# be more open rows than a window has samples: with fewer, rows of long samples are closed before the short ones come (down to
+# 0.999 of the positions are filled if the lengths allow it. That is within 0.002 of windows eight times as wide. There must be
+# more open rows than a window has samples: with fewer, rows of long samples are closed before the short ones come (down to
 # 0.77).
 _WINDOW_SAMPLES = 512
 _OPEN_ROWS = 1024

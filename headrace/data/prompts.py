@@ -52,8 +52,8 @@ class Prompts:
         """
         if not self.tokenizer.chat_template:
             raise ModelError(
-                "the prompt is a conversation, but the tokenizer has no chat template; use the tokenizer of an instruct model, "
-                "add a chat_template.jinja to its directory, or give the prompt as text with --raw"
+                "the prompt is a conversation, but the tokenizer has no chat template. Use the tokenizer of an instruct "
+                "model, add a chat_template.jinja to its directory, or give the prompt as text with --raw"
             )
         whole = list(messages)
         if self.system is not None and not (whole and whole[0].get("role") == "system"):

@@ -1,9 +1,9 @@
 """Paths to rows: which files are meant, what is in them, and whether every sample can be trained on.
 
-JSON is read here, line by line or array element by element, and never by `datasets`: so each message names the place, nothing
-is copied to disk first, strings that look like dates stay strings, and absent keys stay absent (Arrow would fill them in, and
-chat templates would see them). Tables are read by `tables.py`. The invariant: a row that leaves `read_rows` has the columns of
-its kind, and none is null.
+JSON is read here, line by line or array element by element, and never by `datasets`. So each message names the place, and
+nothing is copied to disk first. Strings that look like dates stay strings. Absent keys stay absent; Arrow would fill them in,
+and chat templates would see them. Tables are read by `tables.py`. The invariant: a row that leaves `read_rows` has the columns
+of its kind, and none is null.
 """
 
 import hashlib

@@ -49,7 +49,7 @@ class BatchStream:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What whoever trains on the data should know about it."""
+        """Notes for the person who trains on the data."""
         share = 0.0 if self._spec.packing else self._padding_share()
         wasted = (f"not packed: {share:.0%} of the tokens computed are padding",) if share >= 0.01 else ()
         return (*self._tokens.notices, *wasted)
@@ -121,8 +121,8 @@ class BatchStream:
         begun = state.get("samples_digest")
         if begun not in (None, self._tokens.info.digest) and state.get("rules", EARLIER_FORMATS[-1]) != FORMAT_VERSION:
             raise DataError(
-                "cannot continue the data where the run stopped: earlier rules of what is trained made its tokens "
-                "(docs/data.md), and the cache no longer has them; start a new run, or go on with the version of then"
+                "cannot continue the data where the run stopped: its tokens were made by an earlier version of the rules "
+                "(docs/data.md), and the cache no longer has them. Start a new run, or resume with that version"
             )
         for name, value in self._identity().items():
             if name not in state or state[name] != value:
@@ -138,8 +138,8 @@ class BatchStream:
         rows = self._lay_out(epoch) if epoch >= 0 else None
         if rows is None or rows.checksum != checksum or not 0 <= row_index <= len(rows):
             raise DataError(
-                f"cannot continue the data where the run stopped: epoch {epoch}, row {row_index} of the saved position does "
-                "not lie in the order that this version makes (another NumPy?); use the versions that the run began with"
+                f"cannot continue the data where the run stopped: epoch {epoch}, row {row_index} of the saved position is "
+                "not in the order that this version makes (another NumPy?). Use the versions that the run began with"
             )
         self._epoch, self._row_index, self._rows, self._counters = epoch, row_index, rows, counters
 

@@ -188,8 +188,8 @@ def open_hub(name: str, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row
             loaded = datasets.load_dataset(name, split="train", cache_dir=str(cache_dir))
         except Exception as error:
             raise DataError(
-                f"{name}: no such file or directory here, and not to be had as a Hub data set with a split 'train' "
-                f"({type(error).__name__}: {_first_line(error)}); check the path, or the network"
+                f"{name}: no such file or directory here, and no Hub data set with a split 'train' ({type(error).__name__}: "
+                f"{_first_line(error)}). Check the path, or the network"
             ) from error
     return f"{name}\0{loaded._fingerprint}\n", lambda: _rows_of_data_set(
         name, lambda: loaded, "cannot be read; delete its copy in the cache"

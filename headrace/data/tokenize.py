@@ -1,7 +1,7 @@
 """Tokenise once, find it again: the cache of token sets.
 
-The invariant: a cached set is used only if it was made from the same sources (path, size, time of change), the same tokenizer
-files with its chat template, the same sequence length and format version; any other combination has another name.
+The invariant: a cached set is used only if its sources (path, size, time of change), tokenizer files with chat template,
+sequence length and format version are the same. Any other combination has another name.
 """
 
 import errno
@@ -214,9 +214,9 @@ class _Samples:
         first = self._first_unmarked
         assert first is not None
         return (
-            f"{self._num_unmarked} of {self._count} samples ({self._num_unmarked / self._count:.1%}) are left out, because the "
-            "chat template refuses them or nobody can tell which of their tokens are the assistant's; the first is "
-            f"{first.place}: {first.reason}"
+            f"{self._num_unmarked} of {self._count} samples ({self._num_unmarked / self._count:.1%}) are skipped: the chat "
+            f"template refuses them, or their assistant tokens cannot be told from the rest. The first is {first.place}: "
+            f"{first.reason}"
         )
 
     def _too_many(self) -> str:

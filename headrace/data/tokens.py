@@ -37,7 +37,7 @@ from headrace.terms.sizes import format_bytes
 
 # 2: padding of given token ids is left out; 3: checksums; 4: what of a conversation is trained is compared as text.
 FORMAT_VERSION = 4
-# Whose files have the same form: a run that began with such tokens goes on with them.
+# Versions whose files have the same form. A run that began with such tokens keeps them.
 EARLIER_FORMATS = (3,)
 _FLUSH_TOKENS = 1 << 20
 _FILES = ("tokens", "trained", "offsets")
@@ -54,7 +54,7 @@ class TokenInfo:
 
     `cut_tokens` were beyond `sequence_length`, in `cut_samples` samples (an estimate for texts so long that only their
     beginnings were tokenised). `dropped_samples` had no trained token (left). `unmarked_samples` were left out: the chat
-    template refuses them, or nobody can tell which tokens are the assistant's. `kinds` counts the samples that were read, by
+    template refuses them, or its assistant tokens cannot be told from the rest. `kinds` counts the samples that were read, by
     their columns. `remarks` are sentences for people. `digest` is of the arrays: equal digests mean equal samples in equal
     order. `largest_id` is the largest token id.
     """
@@ -292,7 +292,7 @@ def _disk_full(directory: Path) -> str:
     free_bytes = shutil.disk_usage(directory.parent).free
     return (
         f"{directory.parent}: no space left for the token cache, which takes 4 bytes and one bit a token (now free: "
-        f"{format_bytes(free_bytes)}); make room there or choose another cache directory"
+        f"{format_bytes(free_bytes)}). Make room there, or choose another cache directory"
     )
 
 

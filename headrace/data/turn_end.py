@@ -1,4 +1,4 @@
-"""The end of a turn becomes a token that ends texts: a model that was tuned on conversations stops where its answers end.
+"""The end of a turn becomes an end-of-text token, so a model tuned on conversations stops where its answers end.
 
 Chat templates end turns with marks that a base model's generation_config.json does not know. Where a run trained on
 conversations, the model that it leaves has that mark among `eos_token_id`; adapters have the file beside them.
@@ -37,8 +37,8 @@ def add_turn_end(config: RunOptions, out: Path) -> str:
 
 
 def turn_end_file(config: RunOptions, out: Path | None = None) -> tuple[dict[str, str], str]:
-    """Return generation_config.json of what a run leaves in `out` (None: of its model), by its name, if the token that ends
-    turns is new in it; and a note, or "" where nothing changes.
+    """Return, by its name, the generation_config.json of a run's output `out` (None: of its model), if the token that ends
+    turns is new in it. Also return a note, or "" if nothing changes.
     """
     values, note = _with_turn_end(config, *([out] if out else []))
     return ({} if values is None else {_NAME: json.dumps(values, indent=2) + "\n"}), note
@@ -62,7 +62,7 @@ def _with_turn_end(config: RunOptions, *beside: Path) -> tuple[dict[str, Any] | 
         mark, token = turn_end(tokenizer)
         values = _values(config.model, *beside)
     except (InputError, OSError, ValueError) as error:
-        return None, f"whether turns end with a token that ends texts was not found out: {error}"
+        return None, f"could not find out whether turns end with an end-of-text token: {error}"
     if token is None:
         return None, f"turns end with {mark!r}, which is no single token: no answer ends there by itself; give it as --stop"
     found = values.get("eos_token_id")

@@ -1,10 +1,10 @@
 """Where the assistant speaks in the text that a chat template makes of a conversation.
 
 If the template marks the assistant's words by `{% generation %}`, the template decides. Otherwise each turn is found by
-rendering the conversation up to it, with and without it, or by its header, its words and the mark that ends it.
+rendering the conversation up to it, with and without it. Or it is found by its header, its words and the mark that ends it.
 
 The invariant: the data says what may be trained, the template only how it looks. A stretch holds the words of its own turn and
-the turn's end, and nothing of another message, of a header or of a system message; all of it is compared as text. A sample for
+the turn's end. It holds nothing of another message, a header or a system message. All of it is compared as text. A sample for
 which this cannot be shown is left out, and nothing is guessed.
 """
 
@@ -17,8 +17,8 @@ from headrace.data.messages import Messages, unread_fields
 from headrace.data.words import Words, find_words
 
 _NO_END = (
-    "by its {% generation %} tags, the chat template trains no mark that ends a turn, so the model does not learn to end; put "
-    "{% endgeneration %} behind that mark"
+    "by its {% generation %} tags, the chat template trains no mark that ends a turn, so the model does not learn to end. "
+    "Put {% endgeneration %} behind that mark"
 )
 _HAS_NO_END = "the chat template prints no mark at the end of the last turn, so the model may not learn to end"
 _SAYS_LESS = "by its {% generation %} tags, the chat template does not train all that the assistant says"
@@ -135,7 +135,9 @@ class Rendered:
         elif header == "":
             begin = low + self._led(index, low)
         if not low <= begin - len(header or "") <= stop:
-            raise Unmarkable(f"the chat template renders what is before message {index} unlike the whole conversation")
+            raise Unmarkable(
+                f"the chat template renders the messages before message {index} otherwise than in the whole conversation"
+            )
         return begin
 
     def _led(self, index: int, low: int) -> int:
@@ -160,9 +162,9 @@ class Rendered:
     def _end(self, index: int, begin: int, own: list[Words], high: int, closed: str | None) -> int:
         """Return where the turn that begins at `begin` ends, behind its words and before character `high`.
 
-        Some templates render the last turn differently from earlier ones (Qwen3 adds an empty thought to it), so the whole does
-        not begin with `closed`, the conversation that ends with this turn. Its last special token is the mark that ends a turn
-        in both; or what follows the words there follows them here; or the next special token ends the turn.
+        Some templates render the last turn differently from earlier ones; Qwen3 adds an empty thought to it. So the whole does
+        not begin with `closed`, the conversation that ends with this turn. Then the last special token of `closed` marks the
+        end in both, or the text behind its words does. Otherwise the next special token ends the turn.
         """
         after = max([begin, *(words.end for words in own)])
         if closed is not None and self.text.startswith(closed) and len(closed) >= after:
@@ -181,12 +183,14 @@ class Rendered:
         nexts = [(place, each) for each in specials if (place := self.text.find(each, after, high)) >= 0]
         ends_so = (self.template.answer_end or "").strip().startswith(tuple(specials))
         if not nexts or not own or not ends_so or self.messages[index].get("tool_calls"):
-            raise Unmarkable(f"the chat template renders message {index} unlike the whole conversation, and no mark ends it")
+            raise Unmarkable(
+                f"the chat template renders message {index} otherwise than in the whole conversation, and no mark ends it"
+            )
         found, mark = min(nexts)
         return found + len(mark)
 
     def _checked(self, index: int, begin: int, end: int, *, whole: bool = True) -> Stretch:
-        """Return the stretch of turn `index`, if its own words and nobody else's are there; `whole`: all of them."""
+        """Return the stretch of turn `index`, if only its own words are there; `whole`: all of them."""
         for words in self.words:
             is_inside = begin <= words.place < end
             if words.message != index and is_inside:

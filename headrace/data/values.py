@@ -160,8 +160,8 @@ class DataSpec:
 class Batch:
     """The rows of one optimizer step, all arrays of shape `(sequences, length)`.
 
-    Packed rows have `position_ids` that restart at each sample and a `token_mask` (1 for tokens, 0 for padding, on the right),
-    but no `attention_mask`, which would hide from models that samples are separate. Padded rows (one sample each) have an
+    Packed rows have `position_ids` that restart at each sample, and a `token_mask`: 1 for tokens, 0 for padding, on the right.
+    They have no `attention_mask`, which would hide from models that samples are separate. Padded rows (one sample each) have an
     `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out;
     `num_trained_tokens` counts the labels that are not `IGNORED`, and is the divisor of a token-weighted loss.
     """

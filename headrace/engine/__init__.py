@@ -1,6 +1,7 @@
 """Training: a run begins, steps, is flushed, resumed and exported; the node and its workers.
 
-What is exported is loaded when it is first asked for: the opener (`open_model.py`) serves others, too, without what trains.
+Exports are imported at their first use: generation and compression use the opener (`open_model.py`) without the code that
+trains.
 """
 
 from importlib import import_module

@@ -205,8 +205,8 @@ class Crowd:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all workers of a generation do alike: how sums are grouped, the turns of a step and of a pass forward; and how many
-    micro-batches each has room for, by rank.
+    """What is the same for all workers of a generation: how sums are grouped, and the turns of a step and of a forward pass.
+    `most` says how many micro-batches each has room for, by rank.
     """
 
     grouping: Grouping
@@ -225,8 +225,8 @@ def _agreed(setup: Setup, generation: Generation) -> Terms:
         grouping = Grouping.from_json(generation.up.receive_message(1)["grouping"])
     if (num_micro := -(-setup.sequences // grouping.rows)) < len(ranks):
         raise ConfigError(
-            f"workers: {len(ranks)} of them, and a step has {num_micro} micro-batches of {grouping.rows} rows; give fewer "
-            "workers, or more tokens_per_step"
+            f"workers: {len(ranks)} were asked for, but a step has {num_micro} micro-batches of {grouping.rows} rows; give "
+            "fewer workers, or more tokens_per_step"
         )
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)

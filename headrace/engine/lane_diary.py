@@ -1,4 +1,4 @@
-"""What a worker's lanes did in a step, told to the node in few words: for the report page, and to know how fast the worker is.
+"""What a worker's lanes did in a step, sent to the node in few bytes: for the report page, and to know how fast the worker is.
 
 Times travel as microseconds since the worker heard of the step. The node counts them from when it had told of it: both clocks
 differ by what that message took on its way.

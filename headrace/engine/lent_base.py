@@ -1,8 +1,8 @@
-"""Frozen weights that a run reads where they lie, in the model's own files, and does not copy into its state.
+"""Frozen weights that a run reads from the model's own files, and does not copy into its state.
 
-That is done unit by unit, where a file has a unit's tensors as compute reads them, and where the model lies on the one drive
-that the state goes to: another drive that was named for the state, or several, get a copy. Invariant: what is read are the
-bytes of the files that the run began with; a run whose files have changed since is not gone on with.
+That is decided unit by unit. A file must have a unit's tensors as compute reads them, and the model must lie on the one drive
+of the state. If the state goes to another drive or to several, they get a copy. Invariant: exactly the bytes of the files that
+the run began with are read. A run whose files have changed since is not resumed.
 """
 
 import os
@@ -95,8 +95,7 @@ def check_lent(identity: Mapping[str, Any]) -> None:
         if not path.exists() or _mark(path) != list(mark):
             what = "changed since" if path.exists() else "is gone since"
             raise RunDirectoryError(
-                f"{path}: {what} the run began, which reads its frozen weights there; put the file back as it was, with its "
-                "time (cp -p)"
+                f"{path}: {what} the run began, which reads its frozen weights there; restore the file with its time (cp -p)"
             )
 
 

@@ -1,7 +1,7 @@
 """A node's engine, LuWu's central optimizer node: it has the state and updates it; workers compute.
 
-It is the trainer with three parts exchanged: the plan (`plan.serving`), the schedule (`plan.schedules.serve`), and a crowd of
-workers in the place of the model's computing. Import, store, updates, commits, resume and export are the trainer's own.
+It is the trainer with three parts exchanged: the plan (`plan.serving`), the schedule (`plan.schedules.serve`), and the
+computing. Its workers compute the model. Import, store, updates, commits, resume and export are the trainer's own.
 """
 
 from collections.abc import Mapping
@@ -40,11 +40,12 @@ class NodeEngine(Engine):
         rows, workers = plan.tokens_per_step // plan.sequence_length, self._crowd.num_workers
         if workers > 1 and self.chain.collects_asides:
             raise ConfigError(
-                f"workers: {workers} of them, and {type(self.chain.model).__name__} has router losses, of a whole step "
-                "and not gathered from workers yet; give one worker, or set output_router_logits to false in config.json"
+                f"workers: {workers} were asked for, but {type(self.chain.model).__name__} has router losses of a whole "
+                "step, which are not gathered from workers yet. Use one worker, or set output_router_logits to false in "
+                "config.json"
             )
         if rows < workers:
-            raise ConfigError(f"workers: {workers} of them, and a step has {rows} rows; give fewer workers")
+            raise ConfigError(f"workers: {workers} were asked for, but a step has {rows} rows; give fewer workers")
         if sequences > max(rows, rows * plan.sequence_length // length):
             raise DataError(
                 f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {plan.sequence_length} at most"

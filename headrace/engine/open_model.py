@@ -1,5 +1,5 @@
-"""The one opener: a model directory becomes a chain that runs here, for a run, a generation, an evaluation or a compression;
-and a run's last commit becomes weights to read.
+"""The one opener: a model directory becomes a chain that runs here, for a run, a generation, an evaluation or a compression. A
+run's last commit becomes weights to read.
 
 Invariant: whatever for, its architecture is tried, its parts and its files are compared, and products are computed alike.
 Nothing of training is imported before a run directory is opened.
@@ -98,7 +98,7 @@ def run_on(machine: Machine, chain: Chain, *, compile_blocks: bool = False, lige
 
 @dataclass(frozen=True, slots=True)
 class OpenRun:
-    """The last commit of a run; `store` is only read. Whoever has it closes the store.
+    """The last commit of a run; `store` is only read. The owner closes the store.
 
     `directory` is the model with which the run began. `adapters` reads those of a run of adapters; None for any other run.
     """
@@ -127,7 +127,7 @@ class OpenRun:
         chain, stored_layouts = opened.chain, self.store.manifest.layouts
         if _parameter_names(chain.layouts) != _parameter_names(stored_layouts):
             raise RunDirectoryError(
-                f"{self.directory}: it now holds another model than the run began with; put that back there"
+                f"{self.directory}: it now holds another model than the run began with; restore that model there"
             )
         chain.lay_out(stored_layouts)
         optimizer = optimizer_of(self.options)
@@ -155,11 +155,11 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         for name in ("wire", "codec", "site"):
             if (found := identity.get(name)) not in (None, seams.names[name]):
                 raise RunDirectoryError(
-                    f"{run_directory}: it was begun by a program with a {name} of its own ({found}), which no option names; "
-                    "have that program write the model (`Engine.save_pretrained`), and generate with what it wrote"
+                    f"{run_directory}: a program began it with a {name} of its own ({found}), which no option names. Have "
+                    "that program write the model (`Engine.save_pretrained`), and generate with the result"
                 )
         if compute_dtype not in (None, own):
-            raise ConfigError(f"compute_dtype: {compute_dtype} asked for, the run computes in {own}; leave it out")
+            raise ConfigError(f"compute_dtype: {compute_dtype} was asked for, but the run computes in {own}; leave it out")
         wire = seams.wire
 
         def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:

@@ -1,4 +1,6 @@
-"""The exchangeable parts of a run: its wire, its codec, its far site; and the forms of its units under these."""
+"""The exchangeable parts of a run: its wire (how gradients travel), its codec, its far site; and the forms of units under
+these.
+"""
 
 from dataclasses import dataclass, field
 
@@ -44,7 +46,7 @@ class Seams:
         return {self.codec.name: self.codec} if self.codec else {}
 
     def check(self, store: StateStore) -> None:
-        """Refuse to go on with a run in another way than it began.
+        """Refuse to resume a run in another way than it began.
 
         Raises:
             RunDirectoryError: it was begun with another wire, codec or site; or one was begun by a node and the other is not.
@@ -52,7 +54,7 @@ class Seams:
         for name, asked in self.names.items():
             if (found := store.manifest.identity.get(name)) != asked:
                 raise RunDirectoryError(
-                    f"{name}: the run was begun with {found or 'none'}, asked for is {asked or 'none'}; its state means "
+                    f"{name}: the run was begun with {found or 'none'}, asked for is {asked or 'none'}. Its state means "
                     "something else there: resume it with what it was begun with"
                 )
 
@@ -66,7 +68,7 @@ def forms_of(
     *,
     on_host: bool = True,
 ) -> tuple[Form, ...]:
-    """Return the forms of the units of `chain` under a run's seams and a rule; the `optimizer` says what is trained at all, and
+    """Return the forms of the units of `chain` under a run's seams and a rule. The `optimizer` says what is trained at all.
     `stored` says which blocks the model's files already hold coded.
 
     `on_host`: the host computes, and decodes.
@@ -81,7 +83,7 @@ def forms_of(
 
 
 def seams_of(options: Options, begun: str | None = None) -> Seams:
-    """Return the seams that a run's options mean: the wire that they name; for a run that was `begun`, the wire of that name.
+    """Return the seams that a run's options name. For a run that was `begun`, take the wire of that name.
 
     Raises:
         ConfigError: there is no wire of that name, or it has no such setting.

@@ -57,8 +57,8 @@ class Subject:
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
         stored: which of its blocks the files already hold coded.
         machine: what computes it.
-        optimizer, rule, own_rule: the rule's settings, its figures, and those for trained families of their own, which
-            are float32 whatever compute reads (None where no unit has one).
+        optimizer, rule, own_rule: the rule's settings, its figures, and those for trained families of their own. The latter are
+            float32 whatever compute reads (None if no unit has one).
         forms, maker: how each unit exists, and what makes its weights.
         updater, own_updater: what updates on the host: in place, and in trained families of their own.
         cores: the number of threads that torch had before.
@@ -184,7 +184,7 @@ class Subject:
         if not self.lent.units:
             return text
         units = f"{len(self.lent.units)} of {len(self.forms)} units"
-        return f"{text}; those of {units} are read where they lie, in {self.directory}: leave its files as they are"
+        return f"{text}; those of {units} are read from {self.directory}: do not change its files"
 
     @property
     def _groups(self) -> dict[str, str]:
@@ -246,15 +246,14 @@ class Subject:
         check_lent(store.manifest.identity)
         if self._groups and store.manifest.identity.get("groups") != self._groups["groups"]:
             raise RunDirectoryError(
-                "this run began under a version that padded samples of about one length together, which changes what this "
-                "model computes; this version groups them by exact length: resume it with that version, or begin another run"
+                "this run began under a version that padded samples of similar length together, which changes this model's "
+                "results. This version groups them by exact length: resume with that version, or start a new run"
             )
         if store.manifest.layouts != tuple(self.chain.layouts):
             _refuse_other_kinds(store.manifest.layouts, self.chain.layouts)
             raise RunDirectoryError(
-                f"{self.directory}: its parameters are not those that this run's state was laid out for "
-                f"({len(store.manifest.layouts)} units in the run, {len(self.chain.layouts)} in the model); "
-                "put the model back that the run was started with"
+                f"{self.directory}: its parameters are not those of this run's state ({len(store.manifest.layouts)} units in "
+                f"the run, {len(self.chain.layouts)} in the model). Restore the model that the run was started with"
             )
 
     def close(self) -> None:
@@ -270,7 +269,7 @@ class Subject:
 
 
 def _refuse_other_kinds(begun: Sequence[UnitLayout], layouts: Sequence[UnitLayout]) -> None:
-    """Raise `RunDirectoryError` if a run goes on with the parameters that it began with, but would train one otherwise."""
+    """Raise `RunDirectoryError` if a run has the parameters that it began with, but would train one of them otherwise."""
     then, now = (
         {spec.name: (spec.shape, spec.kind) for unit in units for spec in unit.parameters} for units in (begun, layouts)
     )
@@ -278,8 +277,8 @@ def _refuse_other_kinds(begun: Sequence[UnitLayout], layouts: Sequence[UnitLayou
         found = now.get(name, (shape, kind))
         if found[0] == shape and found[1] != kind:
             raise RunDirectoryError(
-                f"this run began under a version that took {name} for {_KINDS[kind]}; this one takes it for {_KINDS[found[1]]} "
-                "and would train it otherwise: resume it with that version, or begin another run"
+                f"this run began under a version that took {name} for {_KINDS[kind]}. This one takes it for "
+                f"{_KINDS[found[1]]} and would train it otherwise: resume with that version, or start a new run"
             )
 
 

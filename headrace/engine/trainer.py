@@ -1,4 +1,4 @@
-"""The engine: steps with the parts of a run that `beginning` put together, and offers flush, evaluation and export."""
+"""The engine of training: it runs steps, evaluates, exports. `beginning` builds the parts that it needs."""
 
 import json
 import math
@@ -71,14 +71,15 @@ class Engine:
     ) -> Self:
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
-        `options` say everything else (`headrace.Options`); events go to `sink`. The run directory `output` holds the run's
-        records (default: a temporary folder, removed by `close`); the `ssd` directories hold the state (default: the run
-        directory). Without `tokens_per_step` the plan is made for the first batch. Of the machine's drives only those of the
-        SSD directories count. `plan` replaces the one that `options` name. `adjust_plan` may change the plan before anything is
-        built, for experiments with placements that the planner would not choose. `final` is where the model will be written at
-        the end, beside the state: without space for both, no run begins. `measure` is asked for the machine's figures if the
-        options have none; it gets the plan that is made without them, and another one is made with what it returns. `seams` are
-        the other exchangeable parts: how gradients travel, how frozen weights lie on the drives, where far units live.
+        `options` are `headrace.Options`; events go to `sink`. Without `tokens_per_step` the plan is made for the first batch.
+        The run directory `output` holds the run's records; the default is a temporary folder, removed by `close`. The `ssd`
+        directories hold the state; the default is the run directory. Only their drives count in the plan. `final` is where the
+        model will be written at the end. Without space for the state and for `final`, no run begins.
+        `plan` replaces the plan that `options` name. `adjust_plan` may change the plan before anything is built, for
+        experiments with other placements. `measure` is called for the machine's figures if the options have none. It gets the
+        plan made without them; a second plan is made with its result.
+        `seams` are the other exchangeable parts: how gradients travel, how frozen weights lie on the drives, and where far
+        units live.
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
@@ -104,8 +105,8 @@ class Engine:
     ) -> Self:
         """Return the engine of an existing run, at its last committed step. `verify` reads and checks the whole state first.
 
-        `check` is called before that with the options of the run, and may refuse it. `seams` must be those with which it was
-        opened.
+        `check` is called first with the options of the run, and may refuse it. `seams` must be those that the run was opened
+        with.
 
         Raises:
             RunDirectoryError: there is no run, it has another format version, another process uses it, or it has other seams.
@@ -176,14 +177,14 @@ class Engine:
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """Run one optimizer step over a whole batch and return its loss, gradient norm, tokens and seconds.
 
-        `batch`: `input_ids`, `labels` (-100: not trained), optional `attention_mask`, `position_ids` and `token_mask` (0 for
-        what only fills a packed row: auxiliary losses leave it out), integer tensors of (sequences, length). The loss is the
-        mean over the step's trained tokens, whatever the split into micro-batches.
+        `batch` has integer tensors of shape (sequences, length): `input_ids`, `labels` (-100: not trained), and optionally
+        `attention_mask`, `position_ids` and `token_mask`. `token_mask` is 0 for tokens that only fill a packed row; auxiliary
+        losses leave them out. The loss is the mean over the step's trained tokens, whatever the split into micro-batches.
         `position` is stored with the step (the data position; see `Engine.position`).
 
         Raises:
             DataError: shapes do not agree, a token is not in the vocabulary, or none is trained.
-            StepFailed: a lane failed (its cause is chained); the last committed step is untouched, `resume` goes on from it.
+            StepFailed: a lane failed (its cause is chained). The last committed step is untouched; `resume` continues from it.
         """
         started, cpu_batch = time.perf_counter(), checked_batch(batch, self.chain.vocabulary)
         check_apart(cpu_batch, self.chain)
@@ -290,7 +291,7 @@ class Engine:
                 self._emit(moved)
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
-        """Return the mean loss of a batch, given as to `step`, under the newest weights; nothing is changed.
+        """Return the mean loss of a batch under the newest weights; nothing is changed. `batch` is as for `step`.
 
         The newest step is made durable first. Auxiliary losses are left out.
 
@@ -329,16 +330,16 @@ class Engine:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Which weights the newest ones are: the run, and the number of its steps."""
+        """Where the newest weights come from: the run, and the number of its steps."""
         return {"run_id": self.store.manifest.run_id, "steps": self.num_steps}
 
     def save_pretrained(self, out_dir: str | Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Write the newest weights as an ordinary Hugging Face directory, in constant memory; a run of adapters writes them in
-        peft's files (`engine.merging` merges them).
+        """Write the newest weights as an ordinary Hugging Face directory, in constant memory. A run with adapters writes PEFT's
+        files (`engine.merging` merges them).
 
-        Tensors have the names, layout and dtype of the checkpoint that was opened; tokenizer files come along. `headrace.json`
-        has the `provenance`; `notes` are the texts of further files, by name. The buffers of steps are freed before; the next
-        step makes them again, and reads what lives in them.
+        Tensors have the names, layout and dtype of the opened checkpoint. Tokenizer files are copied. `headrace.json` has the
+        `provenance`; `notes` are the texts of further files, by name. The buffers of steps are freed first. The next step
+        allocates and fills them again.
         """
         self.flush()
         self._drop_buffers()  # the plan has no room for these and an export's buffers at once

@@ -112,7 +112,7 @@ class Worker:
         config = config_from(setup.config)
         self.chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.figures.parameter_alignment)
         if digest_of(self.chain.layouts) != setup.layouts:
-            raise ModelError("the model has other parameters here than at the node; install the node's version of transformers")
+            raise ModelError("the model has other parameters here than on the node; install the node's version of transformers")
         set_buffers(self.chain.model, setup.buffers)
         self.machine = this_machine(options.budget.device_bytes)
         run_on(self.machine, self.chain, compile_blocks=options.compile_blocks, liger=options.liger)

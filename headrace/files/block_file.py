@@ -1,6 +1,6 @@
 """The contracts of the lowest layer: files of aligned blocks, and tickets for transfers under way.
 
-Knows bytes only: no tensors, no units, no steps. Invariant: a transfer is complete or it raises; nobody ever sees part of one.
+Knows bytes only: no tensors, no units, no steps. Invariant: a transfer is complete or it raises; no one ever sees part of one.
 """
 
 from pathlib import Path

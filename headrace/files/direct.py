@@ -1,7 +1,7 @@
 """A file on a real file system, past the page cache where the file system allows it.
 
-Where O_DIRECT is refused (some FUSE and network file systems) the file is read and written through the page cache, and what was
-moved is dropped from it again. Invariant: the page cache never holds more than a fixed number of this file's bytes.
+If O_DIRECT is refused (some FUSE and network file systems), the file is read and written through the page cache. Moved bytes
+are then dropped from the cache. Invariant: the page cache never holds more than a fixed number of this file's bytes.
 """
 
 import contextlib
@@ -75,8 +75,8 @@ class DirectFile:
             DiskFull: not enough space.
             StorageError: it cannot be made.
         """
-        # Not O_TMPFILE, which some file systems do not have; and in no folder of its own, which network file systems would
-        # keep for as long as the file is open. Space is reserved only after the name is gone.
+        # Not O_TMPFILE, which some file systems lack. And not in a folder of its own, which network file systems would keep
+        # while the file is open. Space is reserved only after the name is gone.
         path = directory / f".headrace-trial-{secrets.token_hex(8)}"
         file = cls.create(path, 0)
         try:

@@ -42,8 +42,8 @@ class Bandwidth(NamedTuple):
 class DirectoryFacts:
     """What is known of a directory without measuring. Facts behind the first that is false are false or 0.
 
-    `refusal` is the system's reason why no file can be made there, or why it cannot be looked at: empty where one can, or where
-    only space is missing.
+    `refusal` is the system's reason why no file can be made there, or why it cannot be looked at. It is empty if a file can be
+    made, or if only space is missing.
     """
 
     path: Path
@@ -154,7 +154,7 @@ def measured_weights(directories: Sequence[Path]) -> tuple[int, ...] | None:
     """Return how much of a volume each directory gets: in proportion to what it measures, reading and writing at once. Those of
     one file system, each measured alone, have to share that: each drive gets what it can do, as `Ceilings.of_directories` says.
 
-    None where there is nothing to share out: one directory gets all, and a bad one is refused by whoever makes the files.
+    None where there is nothing to share out: one directory gets all, and creating the files refuses a bad one.
     """
     if len(directories) < 2 or not all(directory.is_dir() for directory in directories):
         return None
@@ -187,8 +187,8 @@ def measured_stripes(directories: Sequence[Path], size_bytes: int = _SHORT_BYTES
 
 
 def measured_reading(paths: Sequence[Path], size_bytes: int = _SHORT_BYTES) -> float:
-    """Return the bytes per second at which files are read where they lie, each file system's beside the others': measured on
-    the largest file of each.
+    """Return the bytes per second at which files are read from their own place, all file systems at once: measured on the
+    largest file of each.
 
     Raises:
         StorageError: a file cannot be read.
@@ -254,8 +254,8 @@ def _trial_file(directory: Path, size_bytes: int) -> Iterator[DirectFile]:
 
 
 def drive_name(directory: Path) -> str:
-    """Return what tells the drive of `directory` from others of this machine, the same after a restart: what is mounted there,
-    its file system and its size. Of a directory that is still to be made, where it will lie. Never raises.
+    """Return what distinguishes the drive of `directory` on this machine, also after a restart: what is mounted there, its file
+    system and its size. Of a directory that is still to be made, where it will lie. Never raises.
     """
     there = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     try:

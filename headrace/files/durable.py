@@ -1,8 +1,7 @@
-"""Files and directories that are there as a whole or not at all, also after a power cut: written beside their place, synced,
-renamed.
+"""Files and directories that are complete or absent, even after a power cut: written beside their place, synced, renamed.
 
-Invariant: what has the name is complete and on the drive; what is beside it belongs to a living process or goes with the next
-one that writes there.
+Invariant: a file under its name is complete and on the drive. A file beside it belongs to a living process, or is removed by
+the next one that writes there.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """As `write_whole`, but for a file that nobody has made: of several processes one succeeds. On a file system without links
+    """As `write_whole`, but only for a new file: of several processes one succeeds. On a file system without links
     a kill, or a power cut, may leave it cut short.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Bytes read where they lie in other people's files: the shards of a model, past the page cache, from several drives at once.
+"""Bytes read from other people's files, such as the shards of a model: past the page cache, from several drives at once.
 
 Invariant: nothing is ever written there; the file's last block may be cut short, all others are read whole.
 """

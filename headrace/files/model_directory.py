@@ -1,4 +1,4 @@
-"""What is wrong with a model directory, in the words of whoever fetched it. Nothing is loaded to tell.
+"""What is wrong with a model directory, in words for the person who downloaded it. Nothing is loaded to tell.
 
 Invariant: nothing is refused here that could be read: these are reasons for what is missing.
 """

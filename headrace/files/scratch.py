@@ -35,7 +35,7 @@ def scratch(parent: Path, prefix: str, discard: Callable[[Path], None] = remove_
 
 
 def claim(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Make a directory in `parent` and lock it; return it and the open descriptor that holds the lock, which goes with the
+    """Make a directory in `parent` and lock it. Return it and the open descriptor that holds the lock. The lock ends with the
     process, however that ends.
 
     Raises:
@@ -76,6 +76,6 @@ def remove_dead(parent: Path, prefix: str, discard: Callable[[Path], None] = rem
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             discard(path)
         except OSError:
-            pass  # it lives, or nobody can tell
+            pass  # it lives, or it cannot be told
         finally:
             os.close(descriptor)

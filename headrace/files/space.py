@@ -1,6 +1,6 @@
 """How much may be written to SSD directories.
 
-Invariant: nothing is reserved by asking; whoever makes the files looks again.
+Invariant: asking reserves nothing; creating the files looks again.
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ def default_ssd_bytes(
     """Return what may be written to `directories`, or without any to the profile's drives: free space less 10 %.
 
     `ceilings` are those of the directories (`Ceilings.of_directories`). Data are striped over the drives in proportion to
-    bandwidth, so the one with the least space for its share sets the limit. What a run's own state holds there, `held_bytes`,
-    counts as free, and all of it may be written in any case: where there is no space besides, nothing else counts. What will be
-    written `beside` it may fill the rest of its file system, and what is more counts as taken.
+    bandwidth, so the one with the least space for its share sets the limit. `held_bytes`, which the run's own state holds
+    there, count as free, and all of them may be written. If there is no other space, nothing else counts. What will be written
+    `beside` it may fill the rest of its file system, and what is more counts as taken.
 
     Raises:
         ConfigError: a directory is named twice.

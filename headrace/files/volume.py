@@ -1,8 +1,8 @@
 """One address space over several drives.
 
-Stripes go round the files in a fixed cycle in which each file comes as often as its weight says, so that drives of unequal
-speed finish together. Invariant: where a byte lies depends on weights and stripe size alone, never on the capacity; a volume
-can grow at its end without anything moving.
+Stripes visit the files in a fixed cycle, each file as often as its weight says. So drives of unequal speed finish together.
+Invariant: where a byte lies depends on weights and stripe size alone, never on the capacity. So a volume can grow at its end
+without moving anything.
 """
 
 from collections.abc import Iterator, Sequence

@@ -67,10 +67,10 @@ class Buffers:
         return _as_tensor(self.stored(unit, host_slot), self.dtype)
 
     def accumulator(self, unit: int, slot: int, partial: int = 0) -> torch.Tensor | None:
-        """Return where backward sums a unit's gradient before it is drained, for a block in `slot`; None where it is made
-        directly in its host buffer.
+        """Return where backward sums a unit's gradient before it is drained, for a block in `slot`. None if it is made directly
+        in its host buffer.
 
-        A block's accumulator has the gradient's dtype if a step has one micro-batch, else fp32; those of prologue and epilogue
+        A block's accumulator has the gradient's dtype if a step has one micro-batch, else fp32. Those of prologue and epilogue
         are fp32, and share their memory unless weights are tied. `partial`: one of a tree's partial sums; 0 has the total in
         the end.
         """

@@ -1,4 +1,4 @@
-"""What completes frozen weights, out of the store: the trained family and its basis, for a step, an export and a generation."""
+"""The trained family and its basis, read from the store to complete frozen weights: for a step, an export and a generation."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The model runs: prologue, blocks and epilogue forward, then backward, each block recomputed from its input.
+"""The model's computation: prologue, blocks and epilogue forward, then backward. Each block is recomputed from its input.
 
 All micro-batches pass through one block before the next (block-major; GreedySnake calls it vertical), so a block's weights are
 bound once per pass. No autograd graph outlives an operation, so a slot may be refilled as soon as its operations are done.
@@ -147,8 +147,8 @@ def prologue_backward(state: StepState, op: Op) -> None:
 
 
 class _Bound:
-    """While in the context, a unit's parameters are views of the slot that compute reads; with `gradients`, the wire catches
-    those into the accumulator, if anything of the unit is trained.
+    """While in the context, a unit's parameters are views of the slot that compute reads. With `gradients`, the wire adds their
+    gradients to the accumulator, if anything of the unit is trained.
 
     Where gradients are made in place, the accumulator is the drained gradient's own buffer.
     """
@@ -236,8 +236,8 @@ class _Bound:
         )
 
     def _delivered(self) -> set[str]:
-        """Return the set that notes which gradients there are; a leaf of a tree begins with none, or with those of the other
-        use of a tied matrix.
+        """Return the set that notes which gradients exist. A leaf of a tree begins with none, or with those of the other use of
+        a tied matrix.
         """
         state = self._state
         if state.plan.gradient_sum == SEQUENTIAL or not state.plan.accumulate:

@@ -1,4 +1,4 @@
-"""Gradients go: accumulator -> 16 bits in host memory; their norm decides what becomes of them."""
+"""Gradients leave the device: accumulator -> 16 bits in host memory. Their norm decides how they are applied."""
 
 import math
 from typing import Any

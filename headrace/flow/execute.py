@@ -19,8 +19,8 @@ from headrace.terms.program import Op, Program
 
 Perform = Callable[[Op], None]
 
-# How many operations a lane's thread may have issued to a device that are not finished. Two keep the device busy; without a
-# bound the host would run ahead of it through a whole step, and take memory for all of it.
+# How many operations a lane's thread may have issued to a device that are not finished. Two keep the device busy. Without a
+# bound the host would run ahead of it through a whole step, and allocate memory for all of it.
 _IN_FLIGHT = 2
 
 
@@ -41,7 +41,7 @@ class _Completion:
     def set(self, device_event: DeviceEvent | None = None) -> None:
         """Let all who wait go on. Setting twice is harmless, unless two threads do it at once."""
         self.device_event = device_event
-        if not self._is_set:  # `locked` would not tell, because whoever waits holds the lock for a moment
+        if not self._is_set:  # `locked` would not tell: a waiting thread holds the lock for a moment
             self._is_set = True
             self._unissued.release()
 
@@ -104,7 +104,7 @@ class Interpreter:
             raise StepFailed(f"the step failed: {self.failure}; the last committed step is untouched") from self.failure
 
     def fail(self, failure: BaseException) -> None:
-        """Run nothing more: queued operations end undone, and whoever waits or comes later is told the first failure."""
+        """Run nothing more: queued operations end undone, and waits, now or later, raise the first failure."""
         self.failure = self.failure or failure
         self.on_failure(failure)
 
@@ -225,7 +225,7 @@ class OverlappedInterpreter(Interpreter):
                 self.check()
             self._finish(Lane.COMPUTE)
         except BaseException as failure:
-            # It stopped in the middle: other lanes must not wait for operations that nobody will do.
+            # It stopped in the middle: other lanes must not wait for operations that will not be done.
             self.fail(failure)
             for op in program.ops:
                 if op.lane is Lane.COMPUTE or op.index >= num_queued:

@@ -1,4 +1,4 @@
-"""Weights come: SSD -> host slot -> device slot; or what lies there is made into the weights that compute reads."""
+"""Weights come: SSD -> host slot -> device slot. Weights of both families are made there from what was read."""
 
 import torch
 

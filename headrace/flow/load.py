@@ -1,4 +1,4 @@
-"""A model goes into the store and out again, unit by unit: it never exists whole in memory."""
+"""A model enters the store and leaves it, unit by unit. It never exists whole in memory."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,9 +23,9 @@ from headrace.update.tensors import join, split
 def import_model(weights: WeightMap, store: StateStore, maker: Maker, record: Mapping[str, Any], site: Site | None) -> None:
     """Read each unit's tensors from the checkpoint into the store and commit `record`.
 
-    The first state plane (the remainder of the split master, or the fp32 master) is written only if it is not all zero; the
-    rule's own states are zero, which the store knows without writing. Frozen weights are written as their form has them,
-    unless they are lent, and beside them the first weights of the trained family.
+    The first state plane (the remainder of the split master, or the fp32 master) is written only if it is not all zero. The
+    rule's own states are zero, which the store knows without writing. Frozen weights are written as their form has them, unless
+    they are lent, and beside them the first weights of the trained family.
     """
     units, plane = store.manifest.units, maker.weight
     # One buffer for each plane, as large as the largest unit, serves all units: freed memory goes back to the system late.
@@ -120,8 +120,8 @@ class UnitReader:
         return zip(self._store.manifest.units, self._maker.forms, strict=True)
 
     def __call__(self, unit: int) -> tuple[NDArray[Any], NDArray[Any] | None] | None:
-        """Return `(weights, rest)`, where `rest` is `lo`, the fp32 master, or None where the weights are the master; return
-        None for a unit that stays exactly as it came.
+        """Return `(weights, rest)`. `rest` is `lo`, the fp32 master, or None if the weights are the master. Return None for a
+        unit that stays exactly as it came.
         """
         described, form, plane = self._store.manifest.units[unit], self._maker.forms[unit], self._maker.weight
         if form.trained is None and form.code is None:

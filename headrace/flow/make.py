@@ -1,5 +1,6 @@
-"""The weights that compute reads are made from what lies on the drive and what is trained: for a step, an evaluation and an
-export by the same code, so that all three see the same bits.
+"""The weights that compute reads are made from the frozen weights on the drive and the trained family.
+
+A step, an evaluation and an export use the same code, so all three see the same bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +62,8 @@ class Maker:
     def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
         """Fill `into`, a flat tensor of the compute dtype, with the weights of `unit`.
 
-        `stored` are its bytes as they lie on the drive (None: `into` already has them), `trained` its trained family's weights,
-        float32; all of them are on one device.
+        `stored` are its bytes as they lie on the drive (None: `into` already has them). `trained` are its trained family's
+        weights, float32. All of them are on one device.
         """
         form = self.forms[unit]
         if form.code is not None:

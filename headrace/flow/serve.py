@@ -30,8 +30,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What workers have to say of a step: the sum of token losses, the auxiliary loss where there is one, and what their lanes
-    did, on the node's clock.
+    """What workers report of a step: the sum of token losses, the auxiliary loss if there is one, and what their lanes did, on
+    the node's clock.
     """
 
     loss_sum: float | None

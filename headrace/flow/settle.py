@@ -1,8 +1,7 @@
-"""Between two steps: weights are merged with what is trained of a subspace, and what belongs to the old basis is moved to a new
-one.
+"""Between two steps: the trained subspace is merged into the weights, and its states move to a new basis.
 
 A step leaves a unit's new basis beside the old one, in its own commit. The work here follows from that commit alone, and ends
-with a commit of its own: if it is cut short, it is done again from the same bytes.
+with its own commit. If it is interrupted, it is done again from the same bytes.
 
 Invariant: a model has the same weights before and after it, apart from the rounding of one sum.
 """

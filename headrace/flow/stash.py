@@ -1,4 +1,4 @@
-"""What forward leaves for backward waits: a block's input and its kept operator outputs, on the device, in host memory, on SSD.
+"""What forward keeps for backward: a block's input and chosen operator outputs, on the device, in host memory or on SSD.
 
 In host memory all of it lies in one buffer, so that it is one transfer. Invariant: what comes back has the bits, shapes and
 strides that it had.

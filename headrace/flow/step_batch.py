@@ -56,7 +56,7 @@ def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int, *, labelle
             besides = f", or {IGNORED} for labels that are not trained" if name == "labels" else ""
             raise DataError(f"batch: {name} has token {wrong}; the model has embeddings for 0 to {vocabulary - 1}{besides}")
     if labelled and not (labels[:, 1:] != IGNORED).any():
-        raise DataError(f"batch: none of its {labels.numel()} labels is trained (all {IGNORED}, or the first of their row)")
+        raise DataError(f"batch: none of its {labels.numel()} labels is trained (all are {IGNORED}, or first in their row)")
     return checked
 
 
@@ -70,8 +70,8 @@ def check_apart(batch: Mapping[str, torch.Tensor], chain: Chain) -> None:
         return
     if (batch["position_ids"][:, 1:] == 0).any():
         raise DataError(
-            f"batch: position_ids begin again within a row of {batch['position_ids'].shape[1]} tokens, but the model does not "
-            f"keep samples of one row apart: {chain.packing_reason}; give each sample a row of its own"
+            f"batch: position_ids begin again within a row of {batch['position_ids'].shape[1]} tokens, but the model does "
+            f"not keep samples of one row apart: {chain.packing_reason}. Give each sample its own row"
         )
 
 

@@ -1,4 +1,4 @@
-"""From step to step: the program of each, what it leaves to the next one, and how a step is taken back.
+"""From step to step: the program of each, what it leaves to the next, and how a step is undone.
 
 `step.py` is one step; this is the sequence of them. Batches, schedules and records are not here (the engine has them).
 """
@@ -177,8 +177,8 @@ class Steps:
 
     @contextmanager
     def _whole_or_failed(self) -> Iterator[None]:
-        """Let nothing follow work that stopped in the middle, also by an interrupt from the keyboard: what these steps know
-        about the buffers would be wrong, and a commit would make it durable. The last committed step is untouched.
+        """Refuse to continue after work that stopped in the middle, also after Ctrl-C. What these steps know about the buffers
+        would be wrong, and a commit would make it durable. The last committed step is untouched.
         """
         try:
             yield

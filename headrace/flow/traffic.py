@@ -1,4 +1,4 @@
-"""What moves between a store and its drives, counted from one question to the next, so that nothing is missed."""
+"""The bytes between a store and its drives, counted from one query to the next, so that nothing is missed."""
 
 from headrace.store import StateStore
 from headrace.terms.events import Flushed

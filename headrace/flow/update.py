@@ -1,8 +1,8 @@
-"""States come, the rule makes one pass, states and weights go: chunk by chunk, out of core, exactly.
+"""An update: states are read, the rule makes one pass, states and weights are written. Chunk by chunk, out of core, exactly.
 
-The pass runs on the host, or, where the plan says so, on the device: then the chunk goes there and comes back between reading
-and writing. Invariant: the bits are the same either way, but for products of matrices (Muon),
-which each device adds up in an order of its own.
+The pass runs on the host, or on the device where the plan says so. Then the chunk goes there and comes back between reading and
+writing. Invariant: the bits are the same either way, but for products of matrices (Muon), which each device adds up in an order
+of its own.
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""A model answers: its weights are read where they lie, and as many stay in memory as the budget holds."""
+"""A model answers prompts: weights are read from its own files, and blocks that fit into the budget stay in memory."""

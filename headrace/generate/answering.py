@@ -135,8 +135,8 @@ def changes_of(generator: Generator, options: GenerateOptions, tokenizer: Any) -
     config, _ = model.checked(None, changes)
     if config.num_return_sequences > 1:
         raise ConfigError(
-            f"{model.directory / 'generation_config.json'}: num_return_sequences is {config.num_return_sequences}, but a "
-            "prompt is answered once here; take it out, or generate from Python"
+            f"{model.directory / 'generation_config.json'}: num_return_sequences is {config.num_return_sequences}, but "
+            "`headrace generate` answers a prompt once; remove it, or generate from Python"
         )
     return changes
 

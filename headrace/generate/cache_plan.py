@@ -1,7 +1,7 @@
-"""Where a generation's keys and values live, block by block: where compute is, in host memory, or on the drives.
+"""Where a generation's keys and values live, block by block: where blocks are computed, in host memory, or on the drives.
 
-Keys and values of a block that live elsewhere are read ahead for each seat before it enters the block, and only those of new
-tokens go back. Full pages lie on the drives; a page that is not full yet waits in host memory.
+Keys and values of a block that live elsewhere are prefetched for each seat before it enters the block. Only those of new tokens
+go back. Full pages lie on the drives; a page that is not full yet waits in host memory.
 """
 
 import itertools
@@ -107,8 +107,8 @@ def cache_choices(
 ) -> Iterator[CachePlan]:
     """Yield the placements of caches to try; those that keep most of them where compute is come first.
 
-    `attention`: which of attending on the host (true) and not are tried. Where the host attends, all caches that can live
-    elsewhere do, so that the same blocks attend there, with the same bits, whatever else is planned.
+    `attention`: which of attending on the host (true) and not are tried. If the host attends, all caches that can live
+    elsewhere do. So the same blocks attend there, with the same bits, whatever else is planned.
     """
     if False in attention:
         yield CachePlan()

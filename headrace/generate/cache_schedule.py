@@ -1,4 +1,4 @@
-"""How seats' keys and values come to a block and go back, where they live elsewhere: read ahead, in the order of their use."""
+"""How keys and values that live elsewhere reach a block and return: prefetched in the order of their use."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The units of a generation whose weights are coded: those of a directory, or those that compressing a model would make.
+"""The units of a generation with coded weights: those of a directory, or those that compression would write.
 
 Invariant: of a directory they are what a run reads, by the same code (`flow.sources`).
 """

@@ -1,9 +1,9 @@
-"""Which prompts share a micro-batch: rows of about one length together, so that little of a seat is padding.
+"""Which prompts share a micro-batch: rows of similar length, so that little of a seat is padding.
 
 A seat computes, and keeps, as many tokens as its longest row has, times its rows. MoE-Lightning (Cao et al. 2025, Algorithm 2)
-puts each prompt, the longest first, to the micro-batch that has the smallest sum of tokens; that is for code that fills no rows
-up. Here prompts are cut, in the order of their lengths, where the largest of those products is the smallest that it can be, and
-the others come near to their mean (docs/log/composition.md).
+adds each prompt, the longest first, to the micro-batch with the smallest sum of tokens. That is for code that pads no rows.
+Here prompts are sorted by length and divided so that the largest of those products is as small as possible. The others come
+near to their mean (docs/log/composition.md).
 
 Invariant: each prompt is in one micro-batch, and the composition is a function of lengths and kinds alone.
 """

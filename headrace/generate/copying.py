@@ -1,7 +1,7 @@
-"""Whether weights are read where they lie, or from a copy that is striped over the given drives: decided once, for a plan.
+"""Are weights read from the model's files, or from a copy striped over the given drives? Decided once, for a plan.
 
-A copy is made where it is asked for; or, where nobody says, where each pass reads weights and the drives together read them
-faster by a quarter than the files are read where they are. One that is there is used.
+A copy is made if it is asked for. Without a word it is made if each pass reads weights, and the drives together read a quarter
+faster than the model's own files. One that is there is used.
 """
 
 import shlex
@@ -62,7 +62,7 @@ class Copying:
         removing = f"rm -r {shlex.join(map(str, copy.folders))}"
         self._say(
             f"weights: {format_bytes(total)}{begun} are copied to {_named(copy.folders)}, striped, and read back: about "
-            f"{format_seconds(seconds)}, once; the same command goes on where it was interrupted; `{removing}` removes the copy"
+            f"{format_seconds(seconds)}, once. The same command resumes an interrupted copy; `{removing}` removes it"
         )
         for folder in copy.outdated():
             self._say(f"weights: {folder} is a copy from before the files were changed; nothing reads it, remove it")

@@ -1,4 +1,4 @@
-"""The loss of held-out data, as a user sees it: for a model, a run or a coded directory, and a file.
+"""The loss of a model, a run or a coded directory on held-out data.
 
 Invariant: every sample of the data is scored once, whatever the plan, with the marks, cuts and rows of training.
 """
@@ -107,10 +107,10 @@ def evaluate(
 ) -> Scored:
     """Return the loss of `options.data` under the model at `place`: a directory, coded or not, or a run, finished or not.
 
-    `say` gets what a person should know, the plan included, before anything is computed.
+    `say` gets the plan and notes before anything is computed.
 
     Raises:
-        InputError: model, data or an option cannot be used; or the loss is no finite number, and which tensor is none.
+        InputError: model, data or an option cannot be used. Or the loss is not finite; the message then says why.
         PlanInfeasible: it does not fit; nothing has been allocated.
     """
     adapter = None if options.adapter is None else Path(options.adapter)
@@ -163,8 +163,8 @@ def _no_number(model: GenerationModel, *adapters: Path | None) -> ModelError:
     except ModelError as error:
         return error
     return ModelError(
-        f"{model.directory}: the loss is no finite number in {model.chain.compute_dtype}, though all weights are; "
-        "use --compute-dtype float32"
+        f"{model.directory}: the loss is not finite in {model.chain.compute_dtype}, though all weights are; use "
+        "--compute-dtype float32"
     )
 
 

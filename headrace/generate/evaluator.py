@@ -1,4 +1,4 @@
-"""Measures the loss of rows with a model of any size, in passes of a generation's engine whose seats score and do not answer.
+"""Measures the loss of rows with a model of any size. The seats of its passes score rows instead of answering.
 
 Invariant: what is scored, and how it is cut, follows from the rows and the plan; weights are only read.
 """

@@ -1,4 +1,4 @@
-"""Experts that stay in host memory: those to which most tokens were sent, not those that were used last.
+"""Experts that stay in host memory: those that most tokens were sent to, not those used last.
 
 They are chosen by how many tokens were sent to each expert, and chosen again after 1, 2, 4, 8, ... passes: so at first the
 choice follows what is generated, and then it stays. An expert that is chosen and not there yet stays when it next comes anyway.

@@ -1,4 +1,4 @@
-"""Experts that come by themselves in a pass: what its operations with a `part` do, and how seats wait within a block.
+"""Single experts in a pass: the operations with a `part`, and how seats wait within a block.
 
 A seat runs a block in its own thread. Where the block's experts are called it says which ones it will want, and waits. Then
 experts come round by round, and each seat that waits for one goes on until it wants one that is not there (`model/banks.py`).
@@ -153,7 +153,7 @@ class ExpertFlow:
         self._ready[computed] = found
 
     def go_on(self, op: Op) -> None:
-        """Let seats go on with the experts of a round."""
+        """Let seats continue with the experts of a round."""
         computed, host = op.slot(Pool.DEVICE_EXPERTS), op.slot(Pool.EXPERTS)
         ready: Sequence[tuple[int, torch.Tensor]]
         if computed >= 0:
@@ -183,7 +183,8 @@ class ExpertFlow:
         if self._waiting:
             wanted = sorted({visit.wants for visit in self._waiting})
             raise StepFailed(
-                f"unit {op.unit}: its code asks for experts {wanted[:4]} after larger ones, or ones its router did not choose"
+                f"unit {op.unit}: its code asks for experts {wanted[:4]} after larger ones, or for ones that its router did "
+                "not choose"
             )
         self._chain.release(op.unit)
 

@@ -1,9 +1,8 @@
-"""Experts that come by themselves, as a plan sees them: how large, how many, and how many of them are wanted.
+"""Single experts in a plan: how large they are, how many there are, and how many are expected to be used.
 
 Every token reads the same part of a mixture's block: attention, norms, router, shared experts. That part is the unit that
-streams; the block's other experts come a few at a time, in *rounds*. They are either those that tokens were sent to, once that
-is known (*routed*), or all of them, ahead of compute, where almost every expert is needed (prefill). No block is in memory as a
-whole.
+streams; the block's other experts come a few at a time, in *rounds*. Either they are those that tokens were sent to, once that
+is known (*routed*). Or they are all prefetched, when almost every expert is needed (prefill). No block is in memory as a whole.
 
 Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are equally likely.
 """
@@ -55,8 +54,8 @@ class ExpertFigures:
 class ExpertPlan:
     """How experts come. `choices` is how many experts a token is sent to, `in_round` how many experts come together.
 
-    `cached` experts stay in host memory. A pass reads all experts ahead if its tokens are expected to want a share of more than
-    `ahead_share` of them; otherwise it waits for the routers.
+    `cached` experts stay in host memory. A pass prefetches all experts if its tokens are expected to use more than
+    `ahead_share` of them. Otherwise it waits for the routers.
     """
 
     figures: ExpertFigures
@@ -85,8 +84,9 @@ class ExpertPlan:
         return self.rounds(unit, float(tokens * self.choices))
 
     def waiting_bytes(self, tokens: int, hidden_bytes: int) -> int:
-        """Return the bytes of a seat of so many tokens while it waits within a block: hidden states (as they came in, normed,
-        the sum so far, and the shared experts' result), routers' scores, and the loop's mask of places in 64-bit numbers.
+        """Return the bytes of a seat of so many tokens while it waits within a block: hidden states, routers' scores and the
+        loop's mask. Hidden states count as they came in, normed, summed so far, and as the shared experts' result. The mask of
+        places has 64-bit numbers.
         """
         most = max(self.figures.num_experts)
         return 5 * hidden_bytes + tokens * (most * 8 + self.choices * (most + 3) * 8)
@@ -104,8 +104,8 @@ class ExpertPlan:
         cached = f", {self.cached} of {sum(counts)} stay in host memory" if self.cached else ""
         how = "all read ahead" if self.is_ahead(tokens) else "read once routers have chosen"
         return (
-            f"by themselves, {self.in_round} at a time: of {most} in a block {wanted:.3g} are likely to be wanted by one token "
-            f"of each row, {how}{cached}"
+            f"single, {self.in_round} at a time: one token of each row is likely to use {wanted:.3g} of {most} in a block, "
+            f"{how}{cached}"
         )
 
     @property

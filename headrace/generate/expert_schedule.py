@@ -1,8 +1,8 @@
-"""A block of a generation whose experts come by themselves: all seats go to their routers, then experts come in rounds.
+"""A block with single experts: all seats run to their routers, then experts are loaded in rounds.
 
-In a round a few experts come, and all seats that have tokens for them go on until they want others: so an expert is read once
-for all seats. Routed experts are read once the routers of all seats have run (lane `router`); experts that are read ahead wait
-for memory alone, and reading goes on into the next block.
+In each round a few experts come. All seats with tokens for them continue until they want others, so an expert is read once for
+all seats. Routed experts are read once the routers of all seats have run (lane `router`). Experts that are prefetched wait only
+for memory; reading continues into the next block.
 """
 
 from collections.abc import Sequence

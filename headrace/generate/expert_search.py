@@ -1,8 +1,8 @@
-"""How experts may come in a generation's plan: which ways are tried, and what they take by a closed formula.
+"""How a generation's plan may load single experts: which ways are tried, and their seconds by a closed formula.
 
 Reading ahead reads all E experts of a block while others compute. Waiting for routers reads only the wanted share s, but reads
-nothing until all seats have been to their routers. Let t be the seconds of reading one expert and c those of computing what
-lies before the routers: a block then takes max(E t, all its computing) in the first way and at least c + s E t in the second.
+nothing until all seats have been to their routers. Let t be the seconds of reading one expert, and c those of computing the
+part before the routers. A block then takes max(E t, all its computing) in the first way, and at least c + s E t in the second.
 So reading ahead pays from s = 1 - c / (E t) on, and always where computing limits.
 """
 

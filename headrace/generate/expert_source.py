@@ -1,4 +1,4 @@
-"""The weights of a model's own files where experts come one at a time: a source of blocks without experts, and of experts."""
+"""A source of weights for single experts: blocks without experts, and experts, from the model's own files."""
 
 from collections.abc import Mapping
 

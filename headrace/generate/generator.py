@@ -1,7 +1,7 @@
-"""The engine of generations: a model of any size takes prompts in seats, pass by pass, until all are answered.
+"""The engine of generation: a model of any size answers prompts in passes over its weights.
 
-What a seat runs is transformers' own `generate` (model/seats.py); a pass takes all seats through all blocks (`verbs.py`).
-A seat whose answers are complete makes way for the next micro-batch, which comes in with its prompt while others decode.
+Each micro-batch has a seat, which runs transformers' own `generate` (model/seats.py). A pass takes all seats through all blocks
+(`verbs.py`). A finished seat makes way for the next micro-batch, which enters with its prompt while others decode.
 """
 
 import contextlib
@@ -84,14 +84,13 @@ class Generator:
         opened: Callable[[Path, Budget, str | None, Sink | None], GenerationModel] | None = None,
         **changes: Any,
     ) -> "Generator":
-        """Return the generator of a model directory; none of its weights is read yet.
+        """Return the generator of a model directory. No weight is read yet.
 
-        `options` are those of `headrace generate` (what they say of prompts and sampling is not used here); `budget` and
-        `changes` (`rows=4`, `compute_dtype="float32"`) win over them. `opened` opens the model in another way than as a
-        directory.
+        `options` are those of `headrace generate`; their prompts and sampling are not used here. `budget` and `changes`
+        (`rows=4`, `compute_dtype="float32"`) win over them. `opened` opens a model that is no directory.
 
         Raises:
-            InputError: the model cannot be read, its architecture cannot generate block by block.
+            InputError: the model cannot be read, or its architecture cannot generate block by block.
         """
         if budget is not None:
             changes |= {"host_memory": budget.host_bytes, "device_memory": budget.device_bytes, "ssd": budget.ssd}
@@ -105,9 +104,10 @@ class Generator:
         return cls(found, planner, interpreter, sink, copying)
 
     def prepare(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
-        """Return the plan for so many prompts, after making its buffers; an earlier plan whose buffers suffice is kept.
+        """Return the plan for so many prompts, after allocating its buffers. An earlier plan is kept if its buffers are large
+        enough.
 
-        `kept_copies`: see the function of that name.
+        For `kept_copies` see the function of that name.
 
         Raises:
             PlanInfeasible: a budget is too small; nothing has been allocated.
@@ -130,7 +130,7 @@ class Generator:
         kept_copies: int = 0,
         **fixed: Any,
     ) -> GenerationPlan:
-        """Return the plan for so many prompts, without making anything; `fixed` as for a planner. Raises as `prepare` does."""
+        """Return the plan for so many prompts, without allocating. `fixed` is as for a planner. Raises as `prepare` does."""
         self.model.check_positions(prompt_length, new_tokens)
         return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies, **fixed)
 
@@ -145,7 +145,7 @@ class Generator:
         return self.prepare(prompts, prompt_length, new_tokens, kept_copies)
 
     def use(self, plan: GenerationPlan) -> None:
-        """Make the buffers of `plan`, and read the weights that stay; before that, copy the weights where that was decided."""
+        """Copy weights to the drives, if so decided. Then allocate the buffers of `plan`, and read the resident weights."""
         self._drop()
         model = self.model
         if self._copying is not None:
@@ -177,9 +177,9 @@ class Generator:
     ) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield `(index, new tokens)` for prompts of token ids, as they are completed.
 
-        `generation_config` and `settings` are those of transformers' `generate`; without a configuration the model's counts.
-        Each is computed as transformers computes it, or refused by name. With `num_return_sequences` each index comes so often,
-        in order. Micro-batch k draws as after `torch.manual_seed(seed + k)`.
+        `generation_config` and `settings` are those of transformers' `generate`; the default configuration is the model's. Each
+        setting works as in transformers or is refused by name. With `num_return_sequences=n` each index comes n times, in
+        order. Micro-batch k draws as after `torch.manual_seed(seed + k)`.
 
         Raises:
             ConfigError: a setting is refused, or the model has fewer positions.
@@ -222,7 +222,7 @@ class Generator:
                 yield self._generated(batch, seat.result)
 
     def through(self, items: Iterable[_Item], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:
-        """Yield items with their seats, once these are done; `sit` seats an item. They enter in order, as many together as
+        """Yield each item with its seat, once the seat is done; `sit` seats an item. Items enter in order, as many together as
         planned.
 
         Raises: as `run` does.

@@ -79,7 +79,7 @@ def run_job(
     source, output = Path(str(options.input)), Path(str(options.output))
     folder = output.with_name(output.name + ".job")
     if output.exists():
-        raise RunDirectoryError(f"output: {output} exists; name a file that does not, or remove it")
+        raise RunDirectoryError(f"output: {output} exists; name a new file, or remove it")
     tokenizer = open_tokenizer(generator.model.directory)
     changes = changes_of(generator, options, tokenizer)
     day = options.template_date or generator.model.template_date or _day_of(folder, tokenizer)
@@ -211,8 +211,8 @@ def _begun(folder: Path, lines: Sequence[PromptLine], bounded: bool) -> dict[str
     otherwise = "" if bounded or any(line.has_tools for line in lines) else None
     if members != [line.number for line in lines] or found.get("prompts", otherwise) not in (None, _digest(lines)):
         raise RunDirectoryError(
-            f"{folder} holds an unfinished job of other prompts: another model, or an earlier version, read them otherwise; "
-            "remove it and begin again"
+            f"{folder} holds an unfinished job of other prompts: another model, or an earlier version, read them "
+            "differently; remove it and start again"
         )
     return dict(found)
 

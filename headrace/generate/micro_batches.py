@@ -1,4 +1,4 @@
-"""What goes through a generator together, and what comes out of it."""
+"""The input and output of a generator: micro-batches of prompts, and their answers."""
 
 from collections.abc import Mapping, Sized
 from dataclasses import dataclass, field

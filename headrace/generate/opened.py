@@ -1,4 +1,4 @@
-"""What a generation needs: a model, where its weights come from, and the settings of its `generate`."""
+"""What a generation needs: a model, the source of its weights, and the settings of its `generate`."""
 
 import contextlib
 import copy
@@ -204,8 +204,8 @@ class GenerationModel:
         limit = position_limit(self.chain.config)
         if limit and prompt_length + max(1, new_tokens) > limit:
             raise ConfigError(
-                f"prompt: {prompt_length} tokens and {max(1, new_tokens)} new ones are more than the {limit} positions of the "
-                f"model; shorten the prompt, or give --max-new-tokens {max(0, limit - prompt_length)}"
+                f"prompt: {prompt_length} tokens and {max(1, new_tokens)} new ones are more than the {limit} positions of "
+                f"the model. Shorten the prompt, or give --max-new-tokens {max(0, limit - prompt_length)}"
                 if prompt_length < limit
                 else f"prompt: {prompt_length} tokens are as many as the model has positions ({limit}), or more; shorten it"
             )

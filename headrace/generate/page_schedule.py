@@ -1,11 +1,12 @@
-"""How weights come to a pass of a generation: on a separate device in pages, between the small copies of micro-batches.
+"""Weights in a pass of a generation. On a separate device they come in pages, between the small copies of micro-batches.
 
-The order is CGOPipe's (MoE-Lightning, Cao et al. 2025, arXiv 2411.11217, section 4.1): a block's weights cross the link in as
-many pages as there are micro-batches, one while each of them is computed in an earlier block. What a micro-batch waits for
-(its keys and values) takes its turn in between, behind one page at most. The queue is the program's, and so the same each time.
+The order is that of CGOPipe (MoE-Lightning, Cao et al. 2025, arXiv 2411.11217, section 4.1). A block's weights cross the link
+in as many pages as there are micro-batches. One page crosses while each micro-batch is computed in an earlier block. What a
+micro-batch waits for (its keys and values) takes its turn in between, behind one page at most. The queue is the program's, and
+so the same each time.
 
-Blocks that stay in memory from pass to pass are spread evenly among the others, so that links and drives have something to
-bring all the time: while those that stay are computed, the next of the others comes.
+Blocks that stay in memory from pass to pass are spread evenly among the others. So links and drives always have work: while
+such a block is computed, the next of the others is brought.
 """
 
 from collections import deque

@@ -48,13 +48,13 @@ class GenerationPlan:
     """Every choice of a generation. Units as in `Plan`; prologue and epilogue stay where compute reads them.
 
     A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
-    memory; what comes does so `prefetch` blocks ahead, on a separate device in pages (`page_bytes`). Where that is one block,
-    one block less than there are slots need not be read again in the next pass, because the order of use is known. `costs` are
+    memory; what comes does so `prefetch` blocks ahead, on a separate device in pages (`page_bytes`). If that is one block, one
+    block less than there are slots need not be read again in the next pass, because the order of use is known. `costs` are
     those of one seat. With `experts` these come by themselves, and `units` are without them. With `kept_copies` caches stay
     where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Products of blocks with up
-    to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones.
-    `uncoded` is what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
-    `unused_tensors` are stored with the model, which has no place for them; None where no files were opened for the plan.
+    to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones. `uncoded` is what coded
+    weights would take in the compute dtype, by a plan of their own, where anybody asked.
+    `unused_tensors` are stored tensors that the model has no place for; None if no files were opened for the plan.
     """
 
     compute_dtype: str

@@ -1,4 +1,4 @@
-"""The question of a generation's plan, here or on another machine: one builder for all, as `question.py` is for steps.
+"""The question of a generation's plan, here or on another machine. All callers build it here.
 
 Invariant: what `headrace plan --generate` answers is what `headrace generate` runs.
 """
@@ -58,8 +58,8 @@ class GenerationUnits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """What passes do: `costs` gives those of a seat, by rows and tokens; up to `most_rows` are tried if no rows are asked for;
-    prompts may be taken in `chunks`.
+    """What passes do. `costs` gives the costs of a seat, by rows and tokens. Up to `most_rows` are tried if no rows are asked
+    for. Prompts may be taken in `chunks`.
     """
 
     costs: Callable[..., GenerationCosts] = generation_costs
@@ -185,7 +185,7 @@ class GenerationPlanner:
         if not why:
             return (False, True) if asked == AUTO else (True,)
         if asked == ON_HOST:
-            raise ConfigError(f"attention: host asked for, and it cannot be computed there: {why}")
+            raise ConfigError(f"attention: host was asked for, but it cannot be computed there: {why}")
         notes.append(f"attention of this architecture is not computed on the host: {why}")
         return (False,)
 
@@ -212,8 +212,8 @@ def plan_generation(
 ) -> GenerationPlan:
     """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
 
-    Of a directory whose weights are coded the headers of its files are read; with `compress` the plan is for what compressing
-    the model to that code would make. Either says what a plan for the weights in the compute dtype would take, too.
+    For a directory with coded weights, the headers of its files are read. With `compress` the plan is for the model that
+    compression to that code would write. Either says what a plan for the weights in the compute dtype would take, too.
 
     `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine.
 
@@ -270,7 +270,7 @@ def _of_copying(
         return ()
     files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
     if here and files and options.copy_weights is None and on_drives_of(files, directories):
-        return ("weights are read where they lie: the drives that were named have them already",)
+        return ("weights are read from the model's files: the named drives have them already",)
     num_bytes = sum(map(plan.stored_bytes, range(len(plan.units))))
     where = _drives(len(directories) or len(drives)) + (", if these read faster," if here and not options.copy_weights else "")
     found = f"weights are copied to {where} once: {format_bytes(num_bytes)}"

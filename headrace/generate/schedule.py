@@ -1,11 +1,11 @@
 """One pass of a generation: a program that takes all seats through all blocks once, and then gives each its turn.
 
-All seats pass through a block before the next block's weights are needed (FlexGen's zig-zag, Sheng et al. 2023, section 4.2, is
-the same order), whether a seat decodes one token or comes in with its whole prompt. Between two passes each seat's own code
-runs; meanwhile the first blocks of the next pass are fetched.
+All seats pass through a block before the next block's weights are needed, as in FlexGen's zig-zag (Sheng et al. 2023, section
+4.2). A seat decodes one token, or comes in with its whole prompt. Between two passes each seat's own code runs; meanwhile the
+first blocks of the next pass are fetched.
 
-Invariant: a copy that a seat waits for and that could go waits behind at most one page of weights, in the simulator as in a
-link's queue, where weights come one block ahead or all caches are elsewhere.
+Invariant: a copy that a seat waits for waits itself behind at most one page of weights, in the simulator as in a link's queue.
+This holds if weights come one block ahead or all caches are elsewhere.
 """
 
 from collections.abc import Sequence

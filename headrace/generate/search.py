@@ -27,8 +27,8 @@ from headrace.terms.sizes import format_bytes
 MOST_SEATS = 64
 MOST_ROWS = 4096
 _NO_PACKED = (
-    "packed_products: asked for, but no plan with them fits: each block would have to stay in host memory, decoded and packed, "
-    "with symmetric four-bit weights computed in bfloat16 on a processor with AVX2; give more --host-memory, or leave it out"
+    "packed_products: asked for, but no plan with them fits. They need every block in host memory, decoded and packed, and "
+    "symmetric four-bit weights computed in bfloat16 on a processor with AVX2. Give more --host-memory, or leave it out"
 )
 # The number of placements whose passes are simulated.
 _MOST_SIMULATED = 24

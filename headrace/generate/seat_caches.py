@@ -1,4 +1,4 @@
-"""Keys and values of a generation's seats on their way: between drives, host memory and where compute reads them.
+"""Keys and values of a generation's seats on their way between drives, host memory and compute.
 
 A seat that comes in takes a *place*: bytes for each block at that block's home, which the next seat with that place overwrites.
 On the drives that is a scratch file without a name, whose space is free again when its process ends, however that happens.
@@ -66,7 +66,7 @@ class CacheFile:
         if not total:
             return None
         if not directories:
-            raise ConfigError("caches: the plan has some on the drives, and no directory is named; give --ssd DIR")
+            raise ConfigError("caches: the plan has some on the drives, but no directory is named; give --ssd DIR")
         weights = measured_weights(directories) or (1,) * len(directories)
         files: list[DirectFile] = []
         try:

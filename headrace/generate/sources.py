@@ -121,7 +121,7 @@ class ShardSource:
         notes = [f"experts come with their whole block: {self.why_whole}"] if self.why_whole else []
         if whole:
             notes.append(
-                f"{whole} of {len(self._units)} units are stored otherwise than they are computed, and made for each pass"
+                f"{whole} of {len(self._units)} units are stored in another form than computed, and converted for each pass"
             )
         if coded:
             read = sum(self._units[unit].num_bytes for unit in coded)

@@ -28,8 +28,8 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 
 @dataclass(frozen=True)
 class Pass:
-    """What the operations of passes share. `seats` are those of this pass, by the number that operations give them; `caches`
-    have the parts of theirs that are not where compute is, None for a seat whose cache stays there.
+    """What the operations of passes share. `seats` are those of this pass, by their number in operations. `caches` are the
+    parts of their caches that lie elsewhere; None for a seat whose cache stays where it is computed.
 
     `packed` has the weights that are multiplied packed, None where the plan has none. `experts` brings experts that come by
     themselves; operations with a `part` belong to these.

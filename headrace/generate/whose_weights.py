@@ -1,4 +1,4 @@
-"""Whose weights a generation uses: a model directory's, a finished run's, or those that an unfinished run has committed."""
+"""Whose weights a generation uses: those of a model directory, of a finished run, or of an unfinished run's last checkpoint."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ def open_model(
     *,
     adapter: Path | None = None,
 ) -> GenerationModel:
-    """Return the model of a directory, or of a run: its finished model, or else its last commit; with an `adapter`, the
+    """Return the model of a directory, or of a run: its finished model, or else its last commit. With an `adapter`, return the
     directory's model and the adapter beside it.
 
     Raises:
@@ -50,7 +50,7 @@ def open_model(
             found.generation_config.eos_token_id = ends
         found.notes += (note,) if note else ()
     else:
-        raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` goes on with it")
+        raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` resumes it")
     found.template_date = None if config is None else config.template_date
     return found
 

@@ -11,8 +11,8 @@ _HERE = Path("/")
 
 
 def groups_of(controller: str, root: Path = _HERE) -> Iterator[tuple[int, list[Path]]]:
-    """Yield version and directories, this process's own first and then those above it, of each hierarchy that may have
-    `controller`: a machine may have it in either version.
+    """Yield version and directories of each hierarchy that may have `controller`, this process's own first and then those above
+    it. A machine may have it in either version.
     """
     for line in (text_of(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -27,8 +27,8 @@ def groups_of(controller: str, root: Path = _HERE) -> Iterator[tuple[int, list[P
 def quota_cores(root: Path = _HERE) -> float | None:
     """Return the least CPU time a second of this process's control groups and those above them; None for no limit.
 
-    Container engines set it (`docker run --cpus`, a pod's CPU limit). Affinity does not show it, so that libraries start a
-    thread for each of the machine's cores; all of them are then stopped for the rest of each period (0.1 s).
+    Container engines set it (`docker run --cpus`, a pod's CPU limit). Affinity does not show it, so libraries start a thread
+    for each of the machine's cores. The kernel then stops all of them for the rest of each period (0.1 s).
     """
     limits = [
         limit

@@ -1,8 +1,8 @@
 """An NVIDIA GPU: one stream per device lane, pinned host arenas, timed events as marks.
 
 Host arenas are registered with CUDA as a whole (exact size; torch's own pinned allocator rounds to powers of two). Invariants:
-a lane's device work is on its own stream and nothing is on the default stream while a step runs; memory that crosses streams
-is lent (`lend`); a mapping is unregistered before it can be unmapped.
+a lane's device work is on its own stream, and nothing is on the default stream while a step runs. Memory that crosses streams
+is lent (`lend`). A mapping is unregistered before it can be unmapped.
 """
 
 import contextlib

@@ -23,8 +23,8 @@ _EVERYTHING_BYTES = (1 << 31) - 1
 STATM = Path("/proc/self/statm")
 # What may be made between two looks at what is resident: one block of the heap, several where they are small.
 _MARGIN_BYTES, _SMALL_BLOCKS_MARGIN_BYTES = LARGEST_HEAP_BLOCK_BYTES, 8 * MAPPED_BYTES
-# Where giving back leaves too much, it is tried again when so much more is resident, or after so many looks, for what is freed
-# since cannot be seen: meanwhile it would only stop whoever asks for memory.
+# If too much stays after a return, it is tried again when so much more is resident, or after so many looks. Memory freed since
+# cannot be seen, and each try stops every thread that allocates.
 _REGROWN_BYTES, _LOOKS_BETWEEN = MAPPED_BYTES, 20
 
 
@@ -47,9 +47,9 @@ def keep_freed_memory(keep: bool) -> bool:
     """Choose what the C library does with large freed blocks; returns whether it could be told.
 
     Kept, blocks of up to 32 MiB come from one heap and are used again: their pages are there. But they leave pieces that later
-    requests do not fit, half as much again as is alive (docs/log/freed-memory); `plan.footprint` counts it. Given back at once,
-    blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on pages that are fresh each time: 15 to 28 % of
-    a step where the CPU computes. Of what is smaller, the heap keeps `KEPT_FREE_BYTES` at its end in either case.
+    requests do not fit, half as much again as is alive (docs/log/freed-memory); `plan.footprint` counts it. If they are
+    returned at once, blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on fresh pages each time. That is 15
+    to 28 % of a step where the CPU computes. Of what is smaller, the heap keeps `KEPT_FREE_BYTES` at its end in either case.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -74,11 +74,10 @@ class HeapGuard:
     """Keeps freed memory as long as there is room, and gives it back where there is not.
 
     `keep` says whether it is kept from the beginning. Otherwise it is from the first step on that leaves room for another
-    workspace. All is given back as soon as more than `most_bytes` is resident, also where only blocks too small to be mapped
-    were kept: scans of state-space layers make so many of them that half a workspace more stayed than is planned. `look` must
-    be called all the time for this, not between operations: one was seen to add 1.9 to 2.8 workspaces to what it began with,
-    by chance (docs/log/state-space-models, docs/log/freed-memory). Where giving back does not suffice, freed memory is no
-    longer kept.
+    workspace. Everything is returned as soon as more than `most_bytes` is resident, even if all kept blocks are too small to be
+    mapped. Scans of state-space layers make so many of them that half a workspace more stayed than planned. `look` must be
+    called all the time for this, not between operations. One operation was seen to add 1.9 to 2.8 workspaces, by chance
+    (docs/log/state-space-models, docs/log/freed-memory). Where giving back does not suffice, freed memory is no longer kept.
     """
 
     def __init__(self, planned_bytes: int, workspace_bytes: int, *, keep: bool) -> None:

@@ -1,7 +1,7 @@
 """Functions compiled by numba at their first call: the loops of update and checksum, and what they have in common.
 
-Invariant: where no directory for machine code can be written (a read-only installation without a home directory), functions are
-compiled in each process anew; importing them never fails.
+Invariant: importing functions never fails. If no directory for machine code can be written (a read-only installation without a
+home directory), each process compiles them again.
 """
 
 from collections.abc import Callable

@@ -34,8 +34,8 @@ class _Group:
 
 
 def available_memory_bytes(root: Path = _HERE) -> int:
-    """Return what this process may still take: the least of the kernel's estimate (`MemAvailable`), the rests of its control
-    groups (version 2 or 1, with all above them) and the rests of `RLIMIT_AS` and `RLIMIT_DATA`.
+    """Return what this process may still take: the least of three. They are the kernel's estimate (`MemAvailable`), the rests
+    of its control groups (version 2 or 1, with all above them), and the rests of `RLIMIT_AS` and `RLIMIT_DATA`.
     """
     rests = [group.rest_bytes for group in _groups(root)] + list(_resource_rests(root))
     estimate = _fields(root / "proc/meminfo").get("MemAvailable")

@@ -1,8 +1,7 @@
 """The seam between the engine and the hardware: buffers, copies, and marks in a lane's queue. Nothing else.
 
-Lanes (terms.program.Lane) are threads on the host. On a machine with a GPU the lanes of compute, of the two copies and of
-updates on the device also own a CUDA stream each; an operation of such a lane is *issued* by its thread, and *finished* when
-the mark after it is reached.
+Lanes (terms.program.Lane) are threads on the host. On a machine with a GPU some lanes also own a CUDA stream: compute, both
+copies, and updates on the device. A lane's thread *issues* an operation; it is *finished* when the mark after it is reached.
 """
 
 from contextlib import AbstractContextManager

@@ -1,5 +1,5 @@
-"""What decides a plan, measured in a few seconds before a long run: products, the drives, copies, the update, and how much they
-slow one another.
+"""What decides a plan, measured in a few seconds before a long run. Measured are products, the drives, copies, the update, and
+how much they slow one another.
 
 `headrace bench machine` measures more, and more exactly; this module stays inside a run's own budgets instead.
 Invariant: no more of a tier is taken than `Room` says, all of it is given back, and no file stays.

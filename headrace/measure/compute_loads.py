@@ -1,8 +1,8 @@
 """The compute lane: forward and backward of a block and of the head, through the code that training runs.
 
-Operations are counted as the planner counts them (`model.cost_profile`): a forward, and a backward of three times that, because
-it computes the block again (twice for the head, which is not computed again). What takes time besides matrix products is found
-by fitting the seconds of several shapes: `fitted_rates`.
+Operations are counted as the planner counts them (`model.cost_profile`). A backward counts three times its forward, because it
+computes the block again; twice for the head, which is not computed again. What takes time besides matrix products is found by
+fitting the seconds of several shapes: `fitted_rates`.
 """
 
 import statistics
@@ -134,7 +134,7 @@ class HeadLoad:
 def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float]) -> tuple[float, float]:
     """Return the seconds for one of each of two kinds of work, of which `amounts` were done in `seconds`.
 
-    They are the least squares of relative errors, and neither is below zero: where the best fit would have one there, it is
+    They minimise the squares of relative errors, and neither is below zero. If the best fit would have one below zero, it is
     zero and the other explains all. Both are zero where there is no time to explain.
     """
     if not any(seconds):
@@ -157,8 +157,8 @@ def fitted_rates(amounts: Sequence[tuple[float, float]], seconds: Sequence[float
 def fresh_pages_share(load: Load, seconds: float, rounds: int) -> float:
     """Return the share of its rate that `load` keeps where freed memory is given back to the kernel; afterwards it is kept.
 
-    The two are measured in this order and not in turns: memory that a heap has kept once is never mapped afresh again, whatever
-    it is told.
+    The two are measured in this order and not in turns. Memory that a heap has kept once is never mapped afresh again, whatever
+    the setting.
     """
     rates = []
     for keep in (False, True):

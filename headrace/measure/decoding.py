@@ -1,4 +1,4 @@
-"""What Python takes of a generation: to begin an operator of a block, and between two passes.
+"""What Python costs in a generation: for each operator of a block, and between two passes.
 
 It is measured on a model so small that nothing else takes time, which goes the way of a generation: a seat, block by block.
 """
@@ -80,8 +80,8 @@ def decoding_seconds(machine: Machine) -> tuple[float, float]:
 
 
 def row_product_rate(machine: Machine) -> float | None:
-    """Return the bytes of bfloat16 weights per second that a CPU multiplies with one row; None where it widens them, or for a
-    GPU, whose products go as fast as its memory.
+    """Return the bytes of bfloat16 weights per second that a CPU multiplies with one row. None if it widens them, or for a GPU,
+    whose products are as fast as its memory.
     """
     if machine.device.type != "cpu" or not machine.multiplies("bfloat16"):
         return None
@@ -95,8 +95,8 @@ def row_product_rate(machine: Machine) -> float | None:
 
 
 def attended_rate() -> float:
-    """Return the bytes of keys and values per second through which all cores go as the host attends: numbers of bfloat16, heads
-    of 128, four query heads to one of keys.
+    """Return the bytes of keys and values per second that all cores read when the host computes attention. Numbers are
+    bfloat16, heads have 128, and four query heads share one head of keys.
     """
     rows, heads, group, tokens, width = _ATTENDED
     numbers = torch.full((tokens, 2 * rows * heads * width), 0.01, dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 """SSD directories: how they are best kept busy, sustained reads and writes through the I/O engine, and what a commit costs.
 
-Invariant: nothing of size is left behind in a directory, whatever happens to the process, and no more than a tenth of the
-directory's free space is used meanwhile.
+Invariant: nothing large is left in a directory, whatever happens to the process. At most a tenth of the directory's free space
+is used meanwhile.
 """
 
 import contextlib

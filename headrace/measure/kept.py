@@ -1,7 +1,7 @@
-"""What was measured before a run, kept in the cache for later runs, under what the figures depend on.
+"""Measurements of this machine, kept in the cache for later runs, under everything that the figures depend on.
 
-Invariant: what is found was measured on this processor or GPU, with as many cores and the same torch, for the same dtype, on
-the drives that were asked for. A file that cannot be read counts as none.
+Invariant: kept figures were measured on this processor or GPU, with as many cores and the same torch. They were measured for
+the same dtype, on the same drives. A file that cannot be read counts as none.
 """
 
 import contextlib

@@ -99,9 +99,9 @@ def interleaved(
 ) -> Figures:
     """Measure what `order` has, names alone and pairs at once, `rounds` times over, and return medians.
 
-    Each round measures everything, so that a slow phase of the machine falls on all and not on one. What a pair keeps is the
-    median of the rounds' own ratios, so that a machine which is slower in one round slows both sides of its ratio. After the
-    first round, nothing more is begun once `time.perf_counter()` has passed `deadline`.
+    Each round measures everything, so that a slow phase of the machine falls on all and not on one. A pair's figure is the
+    median of the rounds' own ratios. So a machine that is slower in one round slows both sides of its ratio. After the first
+    round, nothing more is begun once `time.perf_counter()` has passed `deadline`.
     """
     found: dict[tuple[str, ...], list[Sequence[float]]] = {names: [] for names in order}
     for number in range(rounds):

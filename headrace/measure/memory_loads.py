@@ -1,7 +1,7 @@
 """Host memory and the link: a stream over all of it, the update kernel, copies to the device and back.
 
-Invariant: buffers are written before they are read, because pages that were never written are all one shared page of zeros, and
-reading them measures the cache.
+Invariant: buffers are written before they are read. Pages that were never written are all one shared page of zeros, and reading
+them measures the cache.
 """
 
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -1,4 +1,4 @@
-"""From rates to the figures of a machine profile: what both ways of measuring (`machine`, `brief`) make of their results.
+"""From rates to the figures of a machine profile: what both ways of measuring (`machine`, `brief`) share.
 
 Invariant: noise never leads to a figure that `Ceilings.from_json` refuses.
 """

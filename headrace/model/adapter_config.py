@@ -1,6 +1,6 @@
-"""What `adapter_config.json` says of an adapter, as stock peft understands it: each of its keys is known.
+"""`adapter_config.json` as stock peft understands it: each of its keys is known.
 
-Invariant: a key that changes the result is computed, or its value is refused by name; so is a key that nobody here knows.
+Invariant: a key that changes the result is computed, or its value is refused by name; so is an unknown key.
 """
 
 import json
@@ -118,7 +118,7 @@ class AdapterConfig:
         if isinstance(modules, str) and (
             found.get("layers_to_transform") is not None or found.get("layers_pattern") is not None
         ):
-            raise ValueError("layers_to_transform and layers_pattern go with a list of target_modules, found an expression")
+            raise ValueError("layers_to_transform and layers_pattern need a list of target_modules, found an expression")
         kind = Dora if _switch(found, "use_dora") else Lora
         alpha = _number("lora_alpha", found["lora_alpha"])
         return cls(
@@ -200,8 +200,8 @@ def _check_keys(directory: Path, found: Mapping[str, Any]) -> None:
             continue
         if key not in REFUSED:
             raise ModelError(
-                f"{directory}: {CONFIG_NAME}: {key} {_shown(value)} is not known here, and may change what is computed; "
-                "merge the adapter with the peft that wrote it"
+                f"{directory}: {CONFIG_NAME}: {key} {_shown(value)} is unknown, and may change results; merge the adapter "
+                "with the peft that wrote it"
             )
         if value not in REFUSED[key]:
             raise ModelError(f"{directory}: {CONFIG_NAME}: {key} {_shown(value)} is not supported; merge it with peft")

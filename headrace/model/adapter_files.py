@@ -127,8 +127,8 @@ def _config(adapters: Adapters, weights: WeightMap, names: Mapping[str, str]) ->
 
 
 def _is_named_by_parameter(product: Product, adapters: Adapters, model_type: str) -> bool:
-    """Return whether peft reads the adapter of a product only if it is named by its parameter: packed experts, and linear
-    modules of which peft would think that they are such. DoRA has no such form.
+    """Return whether peft reads the adapter of a product only by the name of its parameter. That holds for packed experts, and
+    for linear modules that peft mistakes for them. DoRA has no such form.
     """
     taken = is_taken_for_experts(product, model_type) and not adapters.settings.has_magnitudes
     return isinstance(product, Stack) or taken

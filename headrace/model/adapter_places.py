@@ -1,4 +1,4 @@
-"""The names that modules and parameters have in adapters' files, those of older versions of transformers, too.
+"""The names of modules and parameters in adapters' files, including those of older versions of transformers.
 
 Invariant: a name belongs to what stock peft adapts under that name with the same configuration.
 """

@@ -1,4 +1,4 @@
-"""Adapters out of peft's files, its own and older ones: which tensor belongs to what of a model.
+"""Reads PEFT's files, its own and older ones: which tensor belongs to which part of a model.
 
 Invariant: what is read computes what stock peft computes with the same files; what peft would pass over is refused by name.
 """
@@ -59,7 +59,7 @@ def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredAd
                 elif end in _ENDS and places.untargeted(stem):
                     raise ModelError(
                         f"{directory}: {key}: adapter_config.json does not choose {stem} (target_modules, exclude_modules, "
-                        "layers_to_transform, target_parameters), and peft passes over it; correct one of them"
+                        "layers_to_transform, target_parameters), and peft ignores it; correct one of them"
                     )
                 elif end in _ENDS and chain.tied and stem == places.head:
                     raise ModelError(
@@ -151,7 +151,7 @@ class _Part:
         """Read the tensors into `views` of the product's."""
         for expert, keys in self.of_expert.items():
             if lacking := [end for end in views if end not in keys]:
-                raise ModelError(f"{next(iter(keys.values()))}: {lacking[0]} is missing beside it; the adapter is not whole")
+                raise ModelError(f"{next(iter(keys.values()))}: {lacking[0]} is missing beside it; the adapter is incomplete")
             if expert < 0:
                 for end, view in views.items():
                     view.copy_(read(keys[end], view.shape))
@@ -187,7 +187,7 @@ def _parts_of(
         name = next(iter(of_expert.values()))[0]
         if len(of_expert) != product.experts:
             raise ModelError(
-                f"{directory}: {name}: {len(of_expert)} of {product.experts} experts have adapters; it is not whole"
+                f"{directory}: {name}: {len(of_expert)} of {product.experts} experts have adapters; the adapter is incomplete"
             )
         settings = {(rank := config.rank(each), config.scale(each, rank)) for each, _ in of_expert.values()}
         rank, scale = next(iter(settings))
@@ -219,7 +219,7 @@ def _check_copy(directory: Path, key: str, parameter: str | None, weights: Weigh
     if not pieces:
         model = type(weights.model).__name__
         raise ModelError(
-            f"{directory}: {key!r} belongs to nothing in the blocks of {model}: the adapter is of another model, or adapts "
+            f"{directory}: {key!r} belongs to nothing in the blocks of {model}. The adapter is of another model, or adapts "
             "more than linear modules of blocks and heads; give the model that it was trained on"
         )
     own, found = weights.checkpoint.tensors[pieces[0].key], file.get_slice(key)
@@ -227,6 +227,6 @@ def _check_copy(directory: Path, key: str, parameter: str | None, weights: Weigh
         torch.equal(_floats_of(own, rows), found[start:stop].float()) for start, stop, rows in read_rows(own)
     ):
         raise ModelError(
-            f"{directory}: {key}: this adapter brings other weights for {parameter} than the model has, and peft puts them in "
-            "their place; merge the adapter with peft, or give the model that it was trained on"
+            f"{directory}: {key}: this adapter has other weights for {parameter} than the model, and peft would replace the "
+            "model's. Merge the adapter with peft, or give the model that it was trained on"
         )

@@ -1,4 +1,4 @@
-"""What of a model may have adapters, and what of it a run's settings choose.
+"""Which parts of a model may have adapters, and which of these a run's settings choose.
 
 Invariant: names are matched as peft matches them: a word is the whole name of a module, or its end.
 """
@@ -14,8 +14,8 @@ from headrace.terms.adapter import Lora
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout
 
-# Names that stock peft takes for packed experts wherever they stand in a mixture, by what transformers calls the kind of its
-# files: before transformers 5 each expert had linear modules of these names.
+# Names that stock peft takes for packed experts anywhere in a mixture, by transformers' name for the kind of its files. Before
+# transformers 5 each expert had linear modules of these names.
 _NAMES_OF_EXPERTS = {
     "mixtral": ("gate", "w1", "w2", "w3"),
     "qwen2_moe": ("gate", "gate_proj", "up_proj", "down_proj"),

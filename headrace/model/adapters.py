@@ -123,8 +123,8 @@ class Adapters:
             self._bound.pop(spec.name, None)
 
     def first(self, unit: int, layout: UnitLayout, weights: Mapping[str, Tensor], into: Tensor) -> None:
-        """Fill `into`, laid out by `layout`, with a unit's first numbers: A as `nn.Linear` begins, B zero, and magnitudes from
-        the unit's matrices, which `weights` give by parameter.
+        """Fill `into`, laid out by `layout`, with a unit's initial numbers: A like `nn.Linear`, B zero, and magnitudes from the
+        unit's matrices. `weights` give these by parameter.
 
         A is drawn from the seed and the module's name, and depends on nothing else.
         """
@@ -141,8 +141,8 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self, unit: int, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Change `weights`, a unit's matrices by parameter, in place, so that they compute alone what they computed with the
-        adapters, whose `tensors` are given by name. The result is made in float32, and rounded once.
+        """Merge the adapters into `weights`, a unit's matrices by parameter, in place. Alone they then compute what they
+        computed with the adapters, whose `tensors` are given by name. The result is made in float32, and rounded once.
         """
         for each in self.products[unit]:
             down, up = (tensors[f"{each.name}.{end}"] for end in (DOWN, UP))
@@ -228,7 +228,7 @@ def _notes_on_files(products: Mapping[int, Sequence[Product]], settings: Lora, s
     lora = "" if any(is_refused_by_peft(each, stored_type) for each in unread) else "train lora, or "
     return (
         f"peft does not load {settings.name} of {', '.join(ends)} in {stored_type}: {lora}give "
-        f"exclude_modules={'+'.join(ends)}, or merge the finished run (`headrace export RUN OUT --merge`); Headrace itself "
+        f"exclude_modules={'+'.join(ends)}, or merge the finished run (`headrace export RUN OUT --merge`). Headrace itself "
         "reads these adapters",
     )
 

@@ -1,9 +1,9 @@
 """The compiled loop of attention on the host: one query token of each row against all its keys and values, read once, in place.
 
-For each row and head of keys all query heads of that group are computed together, piece by piece of the tokens, with a running
-maximum and a running sum (the online softmax of Milakov and Gimelshein 2018, arXiv 1805.02867). Everything is computed in
-float32, whatever the dtype of keys and values. It runs without the GIL on one core; sums are in the order of the tokens
-and independent of how rows are divided among cores.
+For each row and head of keys all query heads of that group are computed together, piece by piece of the tokens. A running
+maximum and a running sum are kept: the online softmax of Milakov and Gimelshein (2018, arXiv 1805.02867). Everything is
+computed in float32, whatever the dtype of keys and values. It runs without the GIL on one core; sums are in the order of the
+tokens and independent of how rows are divided among cores.
 """
 
 from functools import partial
@@ -44,10 +44,10 @@ def attend(query: Any, table: Any, values_at: Any, kind: Any, mask: Any, sinks: 
     """Fill `out` for the pairs of a row and a head of keys from number `first` up to `last`.
 
     `query` (rows, heads of keys, group, width) and `out` (rows, heads of keys, group, width of values) are float32, the query
-    times its scale. A line of `table` (tokens, numbers of a token) holds the bits of a token, numbers of this `kind`: the keys
-    (rows, heads, width), and from `values_at` on the values. `mask` (rows, tokens) is added to scores, with no columns it is
-    all zeros; `sinks` (heads of keys, group) are scores without a value, -inf where there are none. A row that sees nothing
-    gets zeros.
+    times its scale. A line of `table` (tokens, numbers of a token) holds the numbers of a token, as bits of this `kind`. First
+    come the keys (rows, heads, width), and from `values_at` on the values. `mask` (rows, tokens) is added to scores; without
+    columns it is all zeros. `sinks` (heads of keys, group) are scores without a value, -inf if there are none. A row that sees
+    nothing gets zeros.
     """
     full_width()
     heads, group, width = query.shape[1], query.shape[2], query.shape[3]

@@ -1,7 +1,7 @@
 """Find out by trying whether the experts of an architecture can come one at a time (see `banks`).
 
-Invariant: if an architecture's tiny instance gave other bits with banks, or asked for other experts than announced, it gets no
-banks: its blocks come whole.
+Invariant: an architecture gets no banks if its tiny instance gave other bits with them, or asked for other experts than
+announced. Its blocks then come whole.
 """
 
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,12 +1,12 @@
-"""Expert banks: they stand where a model's stacked experts stood, so that its own loop stops at an expert that is not there.
+"""Expert banks replace a model's stacked experts, so that its own loop stops at an expert that is not in memory.
 
 Transformers computes a mixture by a loop over the experts that tokens were sent to, one `weights[expert]` after another. A
-`Bank` takes the place of such a stack of weights: indexed with an expert it returns that expert's weights if they are there; if
-not, whoever runs the block in this thread waits for them. The experts that will be asked for are known before the first is:
-they are the integers that the module is called with.
+`Bank` takes the place of such a stack of weights. Indexed with an expert, it returns that expert's weights. If they are not in
+memory, the thread that runs the block waits for them. The experts that will be asked for are known before the first is: they
+are the integers that the module is called with.
 
-Invariant: only modules that were seen to ask for one expert at a time, in ascending order, and for the announced ones alone,
-have banks (`bank_check`).
+Invariant: only some modules have banks (`bank_check`). Trials must have seen them ask for one expert at a time, in ascending
+order, and only for announced ones.
 """
 
 import threading
@@ -33,7 +33,7 @@ class BlockExperts:
 
 
 class Visitor(Protocol):
-    """Whoever runs a block in a thread."""
+    """What runs a block in a thread."""
 
     def announce(self, experts: Mapping[int, int]) -> None:
         """Take which experts will be asked for, ascending, and for how many tokens. Called before the first is."""
@@ -43,7 +43,7 @@ class Visitor(Protocol):
 
 
 class _Own(threading.local):
-    """Whoever runs blocks in this thread."""
+    """What runs blocks in this thread."""
 
     visitor: Visitor | None = None
 
@@ -52,7 +52,7 @@ class Banks:
     """Banks in the place of the experts of blocks, from `install` to `remove`.
 
     `present` are the weights that are there, by the expert's number and then by the attribute of their module. They are of the
-    one block that is being computed. Whoever runs blocks sets and empties it.
+    one block that is being computed. The code that runs blocks sets and empties it.
     """
 
     def __init__(self, experts: Sequence[BlockExperts | None], dtype: torch.dtype, device: torch.device) -> None:
@@ -88,7 +88,7 @@ class Banks:
         while (weights := self.present.get(number)) is None:
             visitor = self._own.visitor
             if visitor is None:
-                raise ModelError(f"expert {number} is asked for, and nobody is there to bring it")
+                raise ModelError(f"expert {number} is asked for, and nothing is there to load it")
             visitor.wait_for(number)
         return weights[attribute]
 

@@ -1,6 +1,6 @@
 """Bind a model's parameters to flat buffers, unit by unit, and release them again.
 
-Invariant: a parameter is either a view of the buffer that its unit is bound to, or on the meta device; no parameter outlives
+Invariant: a parameter is either a view of the buffer that its unit is bound to, or on the meta device. No parameter outlives
 its buffer. Binding replaces the `Parameter` objects, it never writes into storage that a live graph may refer to.
 """
 
@@ -37,10 +37,10 @@ class Binding:
     ) -> None:
         """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements.
 
-        With a `sink`, each gradient is handed over as soon as it is complete for the running backward, and dropped; a parameter
+        With a `sink`, each gradient is handed over once it is complete for the running backward, and then dropped. A parameter
         used in several backwards of a step is handed over in each. A parameter needs no gradient if there is no sink or it is
-        not `wanted`. With `as_loaded` it still says that it needs one, as the parameters of a loaded model do: where they say
-        so, torch folds products differently and so rounds differently, even where no gradient is computed.
+        not `wanted`. With `as_loaded` it still says that it needs one, as the parameters of a loaded model do. Torch then folds
+        products differently and rounds differently, even if no gradient is computed.
 
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.

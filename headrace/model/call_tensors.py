@@ -9,8 +9,8 @@ import torch
 def call_bytes(calls: tuple[Any, ...], rows: int) -> int:
     """Return the bytes of the distinct tensors that blocks are called with: masks, rotary tables, positions.
 
-    A tensor that all `rows` of a micro-batch share counts once per row where rows are packed, because positions then differ;
-    pass 1 where they cannot be packed. What a block hands to others counts for each of them, though some only pass it on.
+    A tensor that all `rows` of a micro-batch share counts once per row if rows are packed, because positions then differ. Pass
+    1 if they cannot be packed. What a block hands to others counts for each of them, though some only pass it on.
     """
     handed = sum(hand.value.nbytes for call in calls for hand in call.hands if hand and isinstance(hand.value, torch.Tensor))
     sizes = {

@@ -1,6 +1,6 @@
-"""The inputs of a block's matrices, caught where products happen: it does not matter which module multiplies, or its name.
+"""The inputs of a block's matrices, caught at the products. The module that multiplies, and its name, do not matter.
 
-A matrix is identified by where its weights lie: a parameter of two dimensions is one matrix, one of three (experts) has one in
+A matrix is identified by where its weights lie. A parameter of two dimensions is one matrix; one of three (experts) has one in
 each slice. Of the inputs X only the sum X^T X is kept, in float32. Tokens that do not count are left out of it. Experts get
 some of the tokens only: their rows are those that were picked by indices most recently.
 Invariant: what the block computes is not changed.
@@ -169,7 +169,7 @@ class CatchInputs(TorchFunctionMode):
         self._latest = (inputs, own)
         if not bool(own.hessian.diagonal().isfinite().all()):
             raise ModelError(
-                f"{matrix.name}: an input of this matrix is not finite on the calibration data; the model overflows in this "
+                f"{matrix.name}: an input of this matrix is not finite on the calibration data. The model overflows in this "
                 "compute dtype, or its weights are damaged: try compute_dtype float32"
             )
 

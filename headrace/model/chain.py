@@ -238,7 +238,7 @@ class Chain:
         if self.has_dropout:
             raise ConfigError(
                 f"compile_blocks: {type(self.model).__name__} has dropout, and compiled code would draw other numbers in "
-                "recompute than in forward; set its dropout rates to 0 in config.json, or leave compile_blocks out"
+                "recompute than in forward. Set its dropout rates to 0 in config.json, or leave compile_blocks out"
             )
         check_compiler(self.device)
         check_compiles(self.config)
@@ -321,8 +321,9 @@ class Chain:
     def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return coefficient times the model's auxiliary loss over a whole step.
 
-        `asides`: router logits (N, experts), one tensor per router in block order, N all tokens of all micro-batches in order;
-        `attention_mask` (N,) with 0 for padding, or None. Its gradient is *not* to be divided by the number of trained tokens.
+        `asides`: router logits (N, experts), one tensor per router in block order. N are all tokens of all micro-batches in
+        order. `attention_mask` is (N,) with 0 for padding, or None. Its gradient is *not* to be divided by the number of
+        trained tokens.
         """
         self._binding.require(*self._resident)
         return self.runner.aside_loss(asides, attention_mask)

@@ -30,8 +30,8 @@ _INDEX = "model.safetensors.index.json"
 class Checkpoint:
     """A model directory whose headers have been read and checked. `tensors` are by stored name.
 
-    `config` is that of the model that is trained; `whole` is the skeleton of the model of which that is the text part, None if
-    it is all. `notes` are what a person should know about the files.
+    `config` is that of the trained model. If that is the text part of a larger model, `whole` is the skeleton of the larger
+    one; else None. `notes` are what a person should know about the files.
     """
 
     directory: Path
@@ -71,9 +71,8 @@ class Checkpoint:
         With `decode`, coded weights are replaced by the weights for which their codes stand; without it, whoever builds the
         architecture refuses such a model.
 
-        Raises:
-            ModelError: no such directory, no or bad `config.json`, no safetensors weights, a shard or tensor that is missing or
-                truncated; the message names the file, the bytes expected and found. Or the configuration says that weights
+        Raises: ModelError: no such directory, no or bad `config.json`, no safetensors weights, or a missing or truncated shard
+            or tensor. The message names the file, and the bytes expected and found. Or the configuration says that weights
                 are quantised, and none is.
         """
         directory = Path(directory)
@@ -135,9 +134,9 @@ def _refuse_unquantised(directory: Path, config: Any, dtypes: Set[str]) -> None:
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and dtypes <= {*WEIGHT_DTYPES, *_NO_WEIGHTS}:
         raise ModelError(
-            f"{directory / 'config.json'}: its quantization_config names quantised weights ({quantisation_of(config)}), the "
-            f"files hold {', '.join(sorted(dtypes & WEIGHT_DTYPES.keys()))}; if they were converted, remove "
-            "quantization_config from config.json: by it, no export of them could be loaded"
+            f"{directory / 'config.json'}: its quantization_config names quantised weights ({quantisation_of(config)}), but "
+            f"the files hold {', '.join(sorted(dtypes & WEIGHT_DTYPES.keys()))}. If they were converted, remove "
+            "quantization_config from config.json; with it, no export could be loaded"
         )
 
 
@@ -148,8 +147,8 @@ def _notes_on_dtype(config: Any, dtypes: Set[str]) -> tuple[str, ...]:
     if not named or not stored or _STORED_NAMES.get(named, named) in stored:
         return ()
     return (
-        f"config.json says {named}, the weights are {', '.join(sorted(stored))}: they are read and exported as that, and "
-        f"config.json as it is; what loads the model by it gets {named}",
+        f"config.json says {named}, the weights are {', '.join(sorted(stored))}. Weights are read and exported as that, and "
+        f"config.json stays unchanged; a program that loads the model by it gets {named}",
     )
 
 

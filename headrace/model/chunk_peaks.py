@@ -1,8 +1,8 @@
 """Peaks of live bytes on chunks of several sizes, from runs on some of them.
 
-A run makes and frees tensors in some order. Mostly that order is the same for chunks of all sizes, and each tensor's size is a
-polynomial of second degree in the tokens of the chunk (masks grow with the square). Then three runs give all sizes. Invariant:
-a peak is that of a run; or four runs had the same order, and three of them predicted all sizes of the fourth.
+A run makes and frees tensors in some order. Mostly that order is the same for chunks of all sizes. Each tensor's size is a
+polynomial of second degree in the tokens of the chunk, because masks grow with the square. Then three runs give all sizes.
+Invariant: a peak is that of a run; or four runs had the same order, and three of them predicted all sizes of the fourth.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Model directories whose weights are coded: which stored tensors are parts of which weight, and which values they stand for.
+"""Model directories with coded weights: which stored tensors are the parts of which weight, and how they are decoded.
 
-For all other code such a weight is a stored tensor like others, in the shape that the model has; its rows are decoded as they
-are read. Invariant: a weight has all of its parts, in the shapes of its code, or `ModelError` says what is missing.
+For all other code such a weight is an ordinary stored tensor with the model's shape. Its rows are decoded as they are read.
+Invariant: a weight has all of its parts, in the shapes of its code, or `ModelError` says what is missing.
 """
 
 import json
@@ -106,8 +106,8 @@ def decoded_tensors(directory: Path, config: Any, tensors: Tensors) -> dict[str,
         raise ModelError(f"{directory}: its weights are coded by {method}, which is not read; read are {_read()}")
     if refused := refused_keys(method, described):
         raise ModelError(
-            f"{directory}: quantization_config has {', '.join(refused)}, which would change results and is not computed here; "
-            "use a model without it, or decode it with the program that wrote it"
+            f"{directory}: quantization_config has {', '.join(refused)}, which would change results and is not supported. "
+            "Use a model without it, or decode it with the program that wrote it"
         )
     try:
         found, used = reader(described, tensors, dtype)

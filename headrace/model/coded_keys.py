@@ -1,4 +1,4 @@
-"""The keys of `quantization_config`: which of them are computed, which say nothing about results, and what is refused.
+"""The keys of `quantization_config`: which are computed, which do not affect results, and which are refused.
 
 Invariant: no key that may change results is passed over; one that is not known must be null, false or empty.
 """

@@ -1,9 +1,9 @@
 """Blocks under `torch.compile`: one graph for forward, one for recompute, shared by all blocks that are alike.
 
-The compiled function has the block as its argument: so parameters enter the graph as inputs, binding other weights compiles
-nothing, and the compiler's own guards distinguish blocks that differ in anything their code reads.
-Invariants: a block is one whole graph or the option is refused; the graph is a function of the shapes alone, never of which
-shapes came before, so that a resumed run computes what an unbroken one does (docs/decisions/0008).
+The compiled function has the block as its argument, so parameters enter the graph as inputs and binding other weights compiles
+nothing. The compiler's own guards distinguish blocks whose code reads different values.
+Invariants: a block is one whole graph, or the option is refused. The graph is a function of the shapes alone, never of earlier
+shapes. So a resumed run computes what an unbroken one does (docs/decisions/0008).
 """
 
 from collections.abc import Hashable

@@ -181,8 +181,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
 
 
 class AttentionOfGpus(TorchFunctionMode):
-    """Attention without its dropout. What a GPU's kernels keep is the same, but for a seed; the CPU has no kernel with dropout,
-    so that all scores would be counted: 0.75 GiB each time for 96 heads and 2048 tokens.
+    """Attention without its dropout. A GPU's kernels keep the same, except for a seed. The CPU has no kernel with dropout, so
+    all scores would be counted: 0.75 GiB each time for 96 heads and 2048 tokens.
 
     `dropped` tells afterwards whether there was dropout.
     """

@@ -1,8 +1,8 @@
 """What a model costs, from shapes alone: no weight is read, nothing is computed.
 
 The model's own code runs on fake tensors (shapes, dtypes and storages without memory). A dispatch mode adds up floating-point
-operations and follows which storages are alive, so that the peak of live bytes of each operation of a step is known before
-anything is allocated. What a library allocates inside one operator is not seen.
+operations and follows which storages are alive. So the peak of live bytes of each operation of a step is known before anything
+is allocated. What a library allocates inside one operator is not seen.
 """
 
 import logging
@@ -37,9 +37,9 @@ def profile(
     `for_gpu`: on a GPU, which need not be here. `huge_pages`: as in `CostMeter`. `other`: what this function returned for
     micro-batches of another size; its epilogue is reused, because that works on chunks of positions, however many there are.
 
-    Blocks with equal layouts and calls are run once, by the model's own code. Where the chain runs them by other code
-    (`Chain.replayable` is false), no operator can be named, so none is listed; and all gradients of a block's parameters may
-    exist at once, so all are counted.
+    Blocks with equal layouts and calls are run once, by the model's own code. If the chain runs blocks by other code
+    (`Chain.replayable` is false), no operator can be named, so none is listed. All gradients of a block's parameters may exist
+    at once, so all are counted.
 
     Raises:
         ModelError: the model's code asks for values, which fake tensors do not have.
@@ -59,9 +59,9 @@ def profile(
         raise
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ModelError(
-            f"{type(chain.model).__name__}: what its code does depends on values, not on shapes alone ({error.func}), so "
-            "that a step cannot be planned; routers that copy counts to the host are one such thing; a newer transformers may "
-            f"not do it (here it is {transformers.__version__})"
+            f"{type(chain.model).__name__}: its code depends on values, not on shapes alone ({error.func}), so a step cannot "
+            "be planned. One cause are routers that copy counts to the host; a newer transformers may not do so (here it is "
+            f"{transformers.__version__})"
         ) from error
     except Exception as error:  # the architecture's own code on tensors without values, and whatever operators it has
         operator = next(iter(getattr(error, "__notes__", ())), "no operator of torch")
@@ -83,7 +83,7 @@ def profile(
 
 @contextmanager
 def _quiet(log: logging.Logger) -> Iterator[None]:
-    """Keep tracebacks out of the log: whoever catches the error reports it in one line."""
+    """Keep tracebacks out of the log: the caller reports the error in one line."""
     before, log.disabled = log.disabled, True
     try:
         yield
@@ -122,8 +122,8 @@ def _random_attention(block: BlockCosts) -> BlockCosts:
 
 
 def _by_samples(costs: ModelCosts) -> ModelCosts:
-    """Return the costs where rows run sample by sample: a group of samples takes no more than a micro-batch, but the inputs and
-    outputs of the other groups wait beside it, and in backward the gradients of its outputs.
+    """Return the costs if rows run sample by sample. A group of samples takes no more than a micro-batch, but the other groups'
+    inputs and outputs wait beside it. In backward the gradients of their outputs wait, too.
     """
     waiting_bytes = costs.sequences * costs.length * costs.hidden_size_bytes
     return replace(

@@ -1,4 +1,4 @@
-"""Coded weights where they lie in a model's own files: the parts among what was read, and the slot that is decoded from them.
+"""Coded weights from a model's own files: the parts among the bytes read, and the slot that they are decoded into.
 
 Invariant: a slot has the bits that the decoded model's files would give: weights are decoded in that dtype, then converted.
 """

@@ -51,9 +51,9 @@ def export_bytes(checkpoint: Checkpoint, shard_bytes: int = _SHARD_BYTES) -> int
 class Exporter:
     """Exports a chain whose weights came from `checkpoint` to `out_dir`, which must not exist or be empty.
 
-    `read_unit(unit)` returns the flat weight plane of a unit and the plane that completes its master (or None); None stands for
-    a unit whose tensors stay exactly as they came. The arrays are used until the next call. A shard holds about `shard_bytes`
-    (decimal gigabytes are usual). `notes` are the texts of further files, by file name.
+    `read_unit(unit)` returns the flat weight plane of a unit, and the plane that completes its master (or None). It returns
+    None for a unit whose tensors stay exactly as they came. The arrays are used until the next call. A shard holds about
+    `shard_bytes` (decimal gigabytes are usual). `notes` are the texts of further files, by file name.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ def appearing_model(out: Path, needed_bytes: int) -> Iterator[Path]:
         raise RunDirectoryError(f"export to {out}: it exists and is not empty; choose another directory")
     if is_mount_point(place):
         raise ExportFailed(
-            f"export to {out}: it is a mount point, where a model cannot appear whole or not at all; "
-            "choose a directory inside it"
+            f"export to {out}: it is a mount point, where a finished model cannot appear in one step; choose a directory "
+            "inside it"
         )
     try:
         with appearing(place) as partial:

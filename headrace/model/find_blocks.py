@@ -1,7 +1,7 @@
 """Find the repeated blocks of a causal language model, or say why it cannot be done.
 
-Invariant: what is returned is the one outermost module list whose members transformers itself treats as indivisible; a model
-for which that is ambiguous is refused, never guessed.
+Invariant: the result is the one outermost module list whose members transformers itself treats as indivisible. An ambiguous
+model is refused, never guessed.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ def check_architecture(config: Any) -> None:
         raise ModelError(f"{name} is an encoder-decoder model; only decoder-only causal language models can be fine-tuned")
     if any(getattr(config, key, None) is not None for key in ("decoder_layers", "num_decoder_layers")):
         raise ModelError(
-            f"{name} describes the decoder of an encoder-decoder model, which was made to attend to what an encoder returns; "
-            "such a decoder cannot be used alone: take a model that has a decoder only, such as Llama or Qwen"
+            f"{name} describes the decoder of an encoder-decoder model, made to attend to what an encoder returns. Such a "
+            "decoder cannot be used alone: take a model that has only a decoder, such as Llama or Qwen"
         )
     text = text_config(config)
     for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
@@ -44,8 +44,8 @@ def check_architecture(config: Any) -> None:
             raise ModelError(f"{name}: {written} is {size} in its configuration; it must be at least 1")
     if text is not config:
         reason = (
-            f"transformers has no causal language model for its text part ({type(text).__name__}) alone, which is what is "
-            "trained of such models; take one whose text part has, such as those that docs/models.md names"
+            f"transformers has no causal language model for its text part ({type(text).__name__}) alone, and only that is "
+            "trained. Take a model whose text part has one, such as those in docs/models.md"
         )
         if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
             reason = f"its architectures ({config.architectures}) are no class of the installed transformers for it"
@@ -87,7 +87,7 @@ def quantisation_of(config: Any) -> str:
 def find_blocks(model: nn.Module) -> Blocks:
     """Return the decoder blocks of `model`.
 
-    Candidates are the outermost module lists whose members all are of a class in `_no_split_modules`; they are checked against
+    Candidates are the outermost module lists whose members all are of a class in `_no_split_modules`. They are checked against
     the lists of `GradientCheckpointingLayer`s, transformers' own mark of a repeated layer.
 
     Raises:
@@ -103,9 +103,9 @@ def find_blocks(model: nn.Module) -> Blocks:
     if len(found) != 1:
         described = ", ".join(f"{name} ({len(members)} x {type(members[0]).__name__})" for name, members in lists.items())
         raise ModelError(
-            f"{type(model).__name__}: expected one list of decoder blocks, found {sorted(found) or 'none'}; "
-            f"indivisible modules are {sorted(indivisible)}, module lists are {described or 'none'}; "
-            "this architecture cannot be split into blocks"
+            f"{type(model).__name__}: expected one list of decoder blocks, found {sorted(found) or 'none'}. Indivisible "
+            f"modules are {sorted(indivisible)}, module lists are {described or 'none'}; this architecture cannot be split "
+            "into blocks"
         )
     name = found.pop()
     return Blocks(name, tuple(lists[name]))
@@ -125,8 +125,8 @@ def refuse_shared_between_blocks(model: nn.Module, blocks_name: str) -> None:
         other = first.setdefault(id(parameter), name)
         if block_of(name, blocks_name) != block_of(other, blocks_name):
             raise ModelError(
-                f"{type(model).__name__}: {other} and {name} are one parameter: its blocks share some, and would have to be in "
-                "memory together; models whose blocks share parameters are not supported"
+                f"{type(model).__name__}: {other} and {name} are one parameter. Its blocks share some, and would have to be "
+                "in memory together; such models are not supported"
             )
 
 

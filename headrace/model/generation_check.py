@@ -54,8 +54,8 @@ def why_not_tiered(config: Any) -> str:
 def why_not_attended(config: Any) -> str:
     """Return why attention of this architecture is not computed on the host; "" if it may be.
 
-    On a tiny instance the host must give the bits of its own `generate` where it calls the same function; by its own loop,
-    which rounds otherwise, about the same logits.
+    Where the host calls the same function, a tiny instance must give the bits of its own `generate`. The host's own loop rounds
+    otherwise, so there the logits must be about the same.
     """
     same: tuple[Any, ...] = (cast(Hashable, type(config)), architecture_key(config), True)
     return _generation_check(*same, attended="same") or _generation_check(*same, attended="loop")

@@ -1,4 +1,4 @@
-"""What it costs to generate: a seat's first pass and the next, from shapes alone, and the bytes of its cache.
+"""What generation costs: a seat's first pass and the next, from shapes alone, and the bytes of its cache.
 
 As in `cost_profile`, the model's own code runs on fake tensors. Caches are transformers' own, whatever a block keeps in them:
 keys and values, latents, windows, states.

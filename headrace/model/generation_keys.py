@@ -140,7 +140,7 @@ class SettingError(ConfigError):
 
 
 def check_file(values: Mapping[str, Any]) -> None:
-    """Check the keys of a generation_config.json. One that nobody knows passes if its value is null, false or empty.
+    """Check the keys of a generation_config.json. An unknown key passes if its value is null, false or empty.
 
     Raises:
         SettingError: a key or its value is refused.
@@ -155,8 +155,8 @@ def check_file(values: Mapping[str, Any]) -> None:
 def resolved(model_own: Any, given: Any, changes: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the configuration that transformers computes with, and the other keywords of `generate`.
 
-    As there, a key that `given` has no value for takes the model's own, and `changes` come above both: None among them switches
-    a key off, and stays None. `max_length` has no default.
+    As there, a key without a value in `given` takes the model's own, and `changes` win over both. None among them switches a
+    key off, and stays None. `max_length` has no default.
 
     Raises:
         ConfigError: a key, a keyword or a value is refused, by name.
@@ -202,7 +202,7 @@ def check_call(settings: Mapping[str, Any], rows: int) -> None:
         if getattr(config, key, None):
             raise ConfigError(f"{key}: they lie within blocks, which are run elsewhere; leave it out")
     if config.stop_strings and settings.get("tokenizer") is None:
-        raise ConfigError("stop_strings: transformers looks for texts with the tokenizer; give it as tokenizer=..., too")
+        raise ConfigError("stop_strings: transformers needs the tokenizer to find texts; give tokenizer=..., too")
     if settings.get("streamer") is not None and rows > 1:
         raise ConfigError(f"streamer: takes one prompt, {rows} were given; leave it out")
 
@@ -229,7 +229,7 @@ def try_settings(model: Any, config: Any, rest: Mapping[str, Any], vocabulary: i
 def _try(model: Any, config: Any, rest: Mapping[str, Any], vocabulary: int) -> None:
     mode = config.get_generation_mode(rest.get("assistant_model"))
     if mode in _ELSEWHERE:
-        raise ValueError(f"{_ELSEWHERE[mode]} asks for {mode.value.replace('_', ' ')}, which transformers has no code for")
+        raise ValueError(f"{_ELSEWHERE[mode]} asks for {mode.value.replace('_', ' ')}, for which transformers has no code")
     given = {key: value for key, value in rest.items() if key in ("assistant_model", "streamer", *_TOKENIZERS)}
     model._validate_generation_mode(mode, config, given)
     config.max_length = _PROMPT + min(_TRIED_TOKENS, config.max_new_tokens or _TRIED_TOKENS)
@@ -278,6 +278,6 @@ def _passes(make: Callable[[Mapping[str, Any]], object], values: Mapping[str, An
 
 
 def _defaults() -> dict[str, Any]:
-    """What transformers puts where nobody says anything, but for the length, for which there is another default here."""
+    """The defaults of transformers, except for the length, which has another default here."""
     found = GenerationConfig._get_default_generation_params()
     return {key: value for key, value in found.items() if key != "max_length"}

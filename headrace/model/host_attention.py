@@ -1,13 +1,13 @@
 """Attention of new tokens on the host, where keys and values lie, instead of sending these to the device.
 
-A query and what attention makes of it are tiny beside the keys and values of all tokens; so where the link limits, host cores
-attend (FlexGen, Sheng et al. 2023, section 5.2; MoE-Lightning, Cao et al. 2025, section 4, whose roofline says when). The
+A query and the result of attention are tiny beside the keys and values of all tokens. So if the link limits, host cores compute
+attention (FlexGen, Sheng et al. 2023, section 5.2). The roofline of MoE-Lightning (Cao et al. 2025, section 4) says when. The
 model's code is not changed: while a block is run its configuration names an attention function of ours, which is registered
 with transformers' `AttentionInterface`. The block's cache hands out stand-ins for keys and values, and our function knows them.
 
 In float32 the host calls the function that the block would have called, on the same numbers: on one processor the bits are the
-same. Keys and values of 16 bits are read by a loop of our own, because torch's takes up to eight times as long for one token;
-its bits are others.
+same. Keys and values of 16 bits are read by a loop of our own, with other bits. Torch's takes up to eight times as long for one
+token.
 """
 
 import math
@@ -57,8 +57,8 @@ _own = _Own()
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a block asks of attention: a `query` (rows, heads, 1, width) and a mask; `arguments` are the others of `function`,
-    the way in which it would have been computed, for `module`.
+    """What a block asks of attention: a `query` (rows, heads, 1, width) and a mask. `function` is how it would have been
+    computed for `module`; `arguments` are its other arguments.
     """
 
     query: torch.Tensor
@@ -102,9 +102,9 @@ def attended(
 ) -> torch.Tensor:
     """Return attention (rows, heads of keys, group, width of values), float32, by the compiled loop.
 
-    `query` (rows, heads, 1, width) is float32 and scaled; `keys` and `values` (rows, heads of keys, tokens, width) are views of
-    `memory` (uint8), where a token's keys lie before its values, and tokens one after the other. `mask` (rows or 1, 1, 1,
-    tokens) is true for what is seen, or is added to scores; `sinks` has a score without a value for each head.
+    `query` (rows, heads, 1, width) is float32 and scaled. `keys` and `values` (rows, heads of keys, tokens, width) are views of
+    `memory` (uint8). A token's keys lie before its values, and tokens lie one after the other. `mask` (rows or 1, 1, 1, tokens)
+    is true for visible tokens, or is added to scores. `sinks` has a score without a value for each head.
 
     Raises:
         ModelError: the mask is not the same for all heads.
@@ -307,7 +307,7 @@ def attending_here(block: nn.Module, layer: TieredLayer, memory: torch.Tensor, *
 
 
 class Noting:
-    """Computes attention as ever, and notes the bytes of queries and results."""
+    """Computes attention as usual, and notes the bytes of queries and results."""
 
     def __init__(self) -> None:
         self.query_bytes = self.result_bytes = 0

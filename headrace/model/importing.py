@@ -1,7 +1,7 @@
 """Fill a unit's flat buffers from a checkpoint.
 
-Every parameter is read row by row in bounded pieces and converted on the way, so that importing needs the unit's buffers and a
-few dozen megabytes, whatever the model. Invariant: the planes hold the stored values exactly, or `ModelError` names the tensor.
+Every parameter is read row by row in bounded pieces and converted on the way. So importing needs the unit's buffers and a few
+dozen megabytes, whatever the model. Invariant: the planes hold the stored values exactly, or `ModelError` names the tensor.
 """
 
 import math
@@ -21,8 +21,8 @@ from headrace.terms.layout import ParameterSpec, UnitLayout
 
 _STORED_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 _ROWS_AT_A_TIME_ELEMENTS = 1 << 20
-# Bytes for each element of a piece that is being put into the planes: as it was read, its float32 values, and the temporaries
-# of `encoding.put`, counted line by line for the plane set that takes most.
+# Bytes for each element of a piece that is being put into the planes: as read, its float32 values, and the temporaries of
+# `encoding.put`. They are counted line by line for the plane set that takes most.
 _CONVERTING_BYTES = {"BF16": 12, "F16": 18, "F32": 16}
 
 

@@ -1,8 +1,8 @@
-"""Weights where they lie in a model's own files: which bytes of which shard a unit is made of, and how.
+"""Weights in a model's own files: which bytes of which shard make up a unit, and how.
 
-Where a file has a unit's tensors as compute reads them, the bytes that are read are the weights: parameters are views of them,
-and nothing is copied between drive and product. Otherwise (another dtype; experts that lie one by one and are computed as one
-stack) the bytes are put in their places after reading; coded weights are read as they are coded, and decoded there. Where
+If a file has a unit's tensors as compute reads them, the bytes read are the weights. Parameters are views of them, and nothing
+is copied between drive and product. Otherwise the bytes are put in their places after reading. That is so for another dtype,
+and for single experts that are computed as one stack. Coded weights are read as they are coded, and decoded there. Where
 transformers changes stored tensors by more than placing them, the unit is read and made whole, each time.
 
 Invariant: a unit's layout names each of its parameters once, at an offset that is allowed for numbers of that size.
@@ -24,8 +24,8 @@ from headrace.terms.coding import Decodes, decodes_of
 from headrace.terms.layout import ParameterSpec, UnitLayout
 from headrace.terms.sizes import round_up
 
-# Tensors of one file that lie nearer to one another are read together, with what is between them; but only where that is at
-# most an eighth of what was before. Files order tensors by dtype: other blocks lie between a small block's scales and codes.
+# Tensors of one file that lie nearer to one another are read together, with the bytes between them; but these may be at most an
+# eighth of the bytes before. Files order tensors by dtype: other blocks lie between a small block's scales and codes.
 _GAP_BYTES, _GAP_SHARE = 64 << 10, 1 / 8
 # Where tensors in a slot begin. With operands between such borders MKL's float32 products round differently, and libraries of
 # GPUs have slower kernels. Files align tensors to 8 bytes only.

@@ -1,4 +1,4 @@
-"""What kind of parameter each is: a matrix, a weight that only scales, or one that nothing reaches.
+"""The kind of each parameter: a matrix, a weight that only scales, or one that no input reaches.
 
 A tiny instance computes its loss on several inputs, and it is watched what its parameters are used for. Names tell nothing:
 a projection may lie in a module called `norm`, and a norm may have a weight of two dimensions.

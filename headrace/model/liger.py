@@ -4,7 +4,7 @@ Liger patches models in place, classes and functions of transformers included. H
 everything is put back; a block wears the changes for the time of one call. So the skeleton, the tiny instances and other models
 of this process stay what they are. Liger's loss is not used: the epilogue's own works in chunks.
 
-Nothing is replayed. A dispatch mode does not see these kernels, and they write into their arguments: the rotation overwrites
+Nothing is replayed. A dispatch mode does not see these kernels, and they write into their arguments. The rotation overwrites
 the projections' outputs, so a kept output would be rotated twice.
 """
 
@@ -70,7 +70,7 @@ def check_liger(config: Any, device: torch.device) -> None:
         ConfigError: no GPU, no package, nothing in it for this architecture, or they differ; the message says which.
     """
     if device.type != "cuda":
-        raise ConfigError(f"liger: its kernels run on a GPU, and compute runs on the {device.type} here; leave liger out")
+        raise ConfigError(f"liger: its kernels run on a GPU, but this run computes on the {device.type}; leave liger out")
     _liger_functions()
     reason = _why_not(cast(Hashable, type(config)), architecture_key(config), str(device))
     if reason:

@@ -1,8 +1,8 @@
 """Match the tensors of a checkpoint with the parameters of a model, by transformers' own rules.
 
 Old and new names, per-expert and packed experts, checkpoints saved without the head class's prefix, tied and duplicated heads.
-Invariant: every parameter has a source of the right shape, and every stored tensor has one known role, before a weight is read;
-so a model that cannot be imported, or could not be exported in the layout it came in, is refused at once.
+Invariant: before a weight is read, every parameter has a source of the right shape, and every stored tensor has one known role.
+So a model that cannot be imported, or exported in its own layout, is refused at once.
 """
 
 import copy
@@ -46,9 +46,9 @@ class Piece:
 class Conversion:
     """Stored tensors become `parameters` by operations of transformers that do more than place them.
 
-    `sources` are stored names by the pattern that they matched; `target` is the name that the rule gives the result; `renamed`
-    are stored names by the names that they have when the rule is applied. `made` are the names that the rule gives the
-    parameters; they differ from `parameters` where these are part of a larger model.
+    `sources` are stored names by the pattern that they matched. `target` is the rule's name for the result. `renamed` are
+    stored names by the names that they have when the rule is applied. `made` are the names that the rule gives the parameters;
+    they differ from `parameters` where these are part of a larger model.
     """
 
     converter: Any
@@ -64,9 +64,8 @@ class WeightMap:
     """The role of every tensor of a checkpoint.
 
     `pieces` and `copies` (a tied parameter stored a second time) are by parameter; `buffers` map names in the model to stored
-    names. `unused` tensors are stored, but not trained; `unknown` are those of them that belong to no part of the stored model,
-    with the names that they would have in it. `stored_model` is what was stored: `model`, or a larger one of which it is a
-    part.
+    names. `unused` tensors are stored, but not trained. `unknown` are those that belong to no part of the stored model, with
+    the names that they would have in it. `stored_model` is what was stored: `model`, or a larger one of which it is a part.
     """
 
     checkpoint: Checkpoint
@@ -132,9 +131,9 @@ def refuse_left_out_blocks(weights: WeightMap) -> None:
     ]
     if left_out:
         raise ModelError(
-            f"{weights.checkpoint.directory}: config.json has {len(blocks.modules)} blocks (num_hidden_layers), the files hold "
-            f"{describe_unknown(left_out)}, of further ones: correct config.json, or set leave_out_blocks to train the shorter "
-            "model; those weights then go into the export as they came"
+            f"{weights.checkpoint.directory}: config.json has {len(blocks.modules)} blocks (num_hidden_layers), but the "
+            f"files hold more: {describe_unknown(left_out)}. Correct config.json, or set leave_out_blocks to train the "
+            "shorter model; the export then keeps those weights unchanged"
         )
 
 

@@ -1,5 +1,4 @@
-"""Run a model's own code on fake tensors, also where it looks at values, if they only decide the numbers in the tables that it
-makes.
+"""Runs a model's own code on fake tensors. It may look at values that only decide the numbers in tables that it makes.
 
 Rotary tables that grow with the longest position are an example.
 """
@@ -35,7 +34,7 @@ def either_answer(run: Callable[[], _Result], calls: Callable[[_Result], Any]) -
 
 
 class _Answer(TorchFunctionMode):
-    """Answers whoever asks whether a tensor is true with `answer`."""
+    """Answers with `answer` when code asks whether a tensor is true."""
 
     def __init__(self, answer: bool) -> None:
         super().__init__()

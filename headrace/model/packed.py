@@ -92,8 +92,8 @@ class PackedBlocks:
 class PackedProducts(TorchFunctionMode):
     """While entered, `linear` with the weights of `blocks` is computed with packed ones.
 
-    It is a mode of functions, not of operators like `WideProducts`: where matrices are small, passing each operator through
-    Python would cost as much as packed weights save.
+    It is a mode of functions, not of operators like `WideProducts`. With small matrices, passing each operator through Python
+    would cost as much as packed weights save.
     """
 
     def __init__(self, blocks: PackedBlocks) -> None:

@@ -1,6 +1,7 @@
-"""A thread whose code does not know that it can be stopped: it parks in the middle until it may go on, one thread at a time.
+"""A thread that can be stopped in the middle of code that knows nothing of it. It parks until it may continue; one thread runs
+at a time.
 
-Invariant: either a parked thread runs or whoever lets it go on, never both; closing ends it wherever it is.
+Invariant: either a parked thread runs or the thread that resumes it, never both. Closing ends it wherever it is.
 """
 
 import threading

@@ -37,12 +37,12 @@ class Traits:
     """What trying told: what a block returns, which parameters come after the blocks only, whether samples can be packed.
 
     `blocks_name` is the dotted name of the list of blocks. Samples can be packed into rows of fewer than `packing_limit` tokens
-    (None: of any number, 0: not at all); `packing_reason` says why not into longer ones. With `packs_by_masks` samples are kept
+    (None: of any number, 0: not at all). `packing_reason` says why not into longer ones. With `packs_by_masks` samples are kept
     apart by masks that the model does not make from positions itself. With `runs_by_samples` longer rows hold several samples,
-    too, but blocks run on each by itself; `by_exact_lengths` say that none may be padded to the length of another one.
-    `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits.
-    `passed_over` are names of the parameters of blocks that do not use what other blocks hand them besides hidden states.
-    `kinds` are those of parameters that shapes do not tell.
+    too, but blocks run on each by itself. `by_exact_lengths` says that none may be padded to another's length.
+    `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits. `passed_over` are names of the
+    parameters of blocks that do not use what other blocks hand them besides hidden states. `kinds` are those of parameters that
+    shapes do not tell.
     """
 
     blocks_name: str
@@ -88,8 +88,8 @@ def probe(config: Any) -> Traits:
 def self_check(config: Any) -> None:
     """Compare loss and all gradients of a block-major run with plain `loss.backward()`, in float32, on a tiny instance.
 
-    Two micro-batches of one sample each, in rows of one length as in a step, are compared with one batch of both and the
-    model's own loss, auxiliary loss included. The samples are of unequal length.
+    Two micro-batches of one sample each, in rows of one length as in a step, are compared with one batch of both. Compared are
+    the model's own loss and auxiliary loss. The samples are of unequal length.
 
     Raises:
         ModelError: they differ; the message names the parameter and both numbers.
@@ -176,8 +176,8 @@ def _words_for_its_errors(config: Any) -> Iterator[None]:
         raise
     except Exception as error:
         raise ModelError(
-            f"{type(config).__name__}: cannot be run block by block: its own code raises {in_one_line(error)}; blocks may hand "
-            "one another more than hidden states"
+            f"{type(config).__name__}: cannot be run block by block: its own code raises {in_one_line(error)}; blocks may "
+            "pass on more than hidden states"
         ) from error
 
 
@@ -194,7 +194,7 @@ def tiny_runner(config_class: type, key: str) -> Runner:
             model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
     except Exception as error:  # the architecture's own code, on sizes that it may not like
         raise ModelError(
-            f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}; nothing is trained untried"
+            f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}; untried models are not trained"
         ) from error
     finally:
         handle.remove()
@@ -308,7 +308,7 @@ def _check_hidden_states(runner: Runner) -> None:
     found = runner.prologue(sample).hidden.shape
     if found[:2] != sample.input_ids.shape:
         raise ModelError(
-            f"{type(runner.model).__name__}: cannot be run block by block: for {tuple(sample.input_ids.shape)} tokens its "
+            f"{type(runner.model).__name__}: cannot be run block by block. For {tuple(sample.input_ids.shape)} tokens its "
             f"blocks get hidden states of {tuple(found)}, and only those that begin with (rows, tokens) are known"
         )
 

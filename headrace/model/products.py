@@ -4,11 +4,10 @@ There torch's own products take three times as long as products in float32 (bflo
 are widened, multiplied and added in float32, and the result is rounded once, as such instructions would do. Everything between
 products stays in 16 bits: hidden states, what is kept for backward, gradients.
 
-Products of one to three rows of bfloat16 are the exception. Where weights are stored as (outputs, inputs), torch's own take
-less time than widening the weights would, and round once, too; where weights are stored the other way they take forty times as
-long.
+Products of one to three rows of bfloat16 are the exception. If weights are stored as (outputs, inputs), torch's own products
+take less time than widening would, and round once, too. If weights are stored the other way, they take forty times as long.
 
-Invariant: the way of a product, and the pieces into which it is cut, follow from shape and layout alone, so that the same
+Invariant: how a product is computed, and the pieces into which it is cut, follow from shape and layout alone. So the same
 shapes give the same bits.
 """
 

@@ -1,7 +1,7 @@
 """Replay: in recompute, hand back operator outputs that forward kept, instead of computing them again.
 
-A recording dispatch mode keeps the outputs of chosen operators in forward, which runs without a graph; in backward the block
-runs again under a replaying mode that returns them in the same order, so only the rest is computed. Gradients are bit-identical
+A recording dispatch mode keeps the outputs of chosen operators in forward, which runs without a graph. In backward the block
+runs again under a replaying mode that returns them in the same order. So only the rest is computed. Gradients are bit-identical
 to full recompute, because the same numbers enter the same graph. This one mechanism covers recomputation (nothing kept),
 activation swapping (Fuyou: outputs kept on host or SSD) and everything between.
 
@@ -249,9 +249,9 @@ def find_skippable(
 ) -> frozenset[int]:
     """Return the ordinals whose output no gradient depends on, found by trying.
 
-    `forward` runs the block with a graph and returns its output; `backward` takes that output and returns all gradients (of
-    the input and of the parameters) for a fixed output gradient. An output is skippable if NaN in its place changes no
-    gradient. The usual case is the last projection of a block, whose result only the next block uses.
+    `forward` runs the block with a graph and returns its output. `backward` takes that output and a fixed output gradient, and
+    returns all gradients: of the input and of the parameters. An output is skippable if NaN in its place changes no gradient.
+    The usual case is the last projection of a block, whose result only the next block uses.
     """
     operators = count_operators(forward)
     wanted = backward(forward())

@@ -49,10 +49,10 @@ class Runner:
 
     `tuple_length` says what a block returns (see `Taps`). With `collect_asides` the router logits of each block are caught.
     With `packs_by_masks` rows of several samples get masks that keep these apart, for models that make none from positions.
-    Rows of `samples_from` tokens or more are run sample by sample if they hold several (None: never): for layers that carry a
-    state along the row. Samples of about one length run together, with `by_exact_lengths` those of exactly one. `passed_over`
-    are sets of parameter names: blocks with such parameters do not use what others hand them. `run_block` may be replaced by
-    another way to run a block that computes the same, and `run_sample` by one for rows of any length.
+    Rows of `samples_from` tokens or more are run sample by sample if they hold several (None: never). Layers that carry a state
+    along the row need that. Samples of about one length run together, with `by_exact_lengths` those of exactly one.
+    `passed_over` are sets of parameter names: blocks with such parameters do not use what others hand them. `run_block` may be
+    replaced by another way to run a block that computes the same, and `run_sample` by one for rows of any length.
     """
 
     def __init__(
@@ -274,6 +274,6 @@ def _without_gradient(value: Any, block: nn.Module) -> Any:
         return value
     what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise ModelError(
-        f"{type(block).__name__}: cannot be run block by block: blocks hand one another more than hidden states: {what}, "
-        "which can have a gradient, and gradients go from block to block by hidden states alone"
+        f"{type(block).__name__}: cannot be run block by block. Its blocks pass on more than hidden states: {what}, which "
+        "can have a gradient. Gradients go from block to block by hidden states alone"
     )

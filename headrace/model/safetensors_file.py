@@ -1,6 +1,6 @@
 """Read safetensors files: the header, and tensors by offset in bounded pieces.
 
-It is parsed here (8 bytes of length, JSON, data) because nothing of a file may stay mapped or cached: a memory map of a 350 GB
+It is parsed here (8 bytes of length, JSON, data), because nothing of a file may stay mapped or cached. A memory map of a 350 GB
 model counts as resident memory when it is touched. Invariant: a tensor is only described if the file holds all of its bytes.
 """
 
@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     raise ModelError(f"{path}: a git-lfs pointer, not the weights; fetch them with `git lfs pull`")
                 raise ModelError(
                     f"{path}: expected a safetensors file, found {found_bytes} bytes that begin with a header length of "
-                    f"{header_bytes}; the file is truncated or of another kind: fetch it again"
+                    f"{header_bytes}. The file is truncated or of another kind: fetch it again"
                 )
             header = json.loads(file.read(header_bytes))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Samples of packed rows, put together into groups that are run as rows of their own.
+"""Samples of packed rows, put into groups that run as rows of their own.
 
 Samples of about one length share a group and are padded on the right: models are causal, so later positions change nothing
 before them. Where a model computes by the length of its rows all the same, only samples of exactly one length share a group.

@@ -1,7 +1,7 @@
 """Scoring: a micro-batch goes through the blocks once, for the loss of its labelled tokens; and what that costs.
 
-It takes the place of a seat in a pass, and needs no thread: the parts that training has run what lies before and after the
-blocks. Invariant: the logits never exist whole.
+It takes the place of a seat in a pass, and needs no thread. The parts of training run what lies before and after the blocks.
+Invariant: the logits never exist whole.
 """
 
 from collections.abc import Sequence

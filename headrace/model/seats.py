@@ -1,12 +1,12 @@
 """Seats: each micro-batch of a generation is transformers' own `generate`, stopped where it wants a block of the model.
 
-A seat is a thread whose code does not know that blocks are run elsewhere. One thread runs at a time: a seat's, or whoever calls
-`turn`. The model's blocks have taps, as in training (`Taps`): those before the last note what the block is called with, the
-last one parks the thread until the hidden states after all blocks are there. So all that `generate` does around blocks
-(embedding, masks, head, sampling, stopping, beams) is neither known nor repeated here.
+A seat is a thread whose code does not know that blocks are run elsewhere. One thread runs at a time: a seat's, or the one that
+calls `turn`. The model's blocks have taps, as in training (`Taps`). All but the last note how the block is called. The last one
+parks the thread until the hidden states after all blocks are there. So all that `generate` does around blocks (embedding,
+masks, head, sampling, stopping, beams) is neither known nor repeated here.
 
-Work between two stops of the seat's own code can be run in its thread, too (`work`), so that it can stop in the middle: within
-a block, at an expert that is not there.
+Work between two stops of the seat's own code can also run in its thread (`work`). So it can stop in the middle: within a block,
+at an expert that is not in memory.
 
 Invariant: no seat sees what another leaves in the model's modules (rotary tables that grew, recurrent states) or in torch's
 random numbers.
@@ -106,7 +106,8 @@ class Seat:
 
     Attributes:
         calls: what each block is called with, while it is parked.
-        hidden: the hidden states (rows, tokens, hidden) that go through the blocks; whoever runs the blocks replaces them.
+        hidden: the hidden states (rows, tokens, hidden) that go through the blocks; the code that runs the blocks replaces
+            them.
         result: what `run` returned, once it is `done`.
         kept: what each block's modules keep for it from one pass to the next, None where they keep nothing.
     """

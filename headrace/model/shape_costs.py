@@ -24,8 +24,8 @@ def costs_on_shapes(
 ) -> ModelCosts:
     """Measure what a profile has. Weights, hidden states and calls have rows of their own in a plan, and are no workspace.
 
-    On a CPU they are counted all the same: what libraries make of an operator's inputs (repacked weights) and what the C
-    library keeps were measured as shares of a workspace that includes them (docs/log/unplanned-memory).
+    On a CPU they are counted all the same. A workspace that includes them was the measure for two shares: what libraries make
+    of an operator's inputs (repacked weights), and what the C library keeps (docs/log/unplanned-memory).
     """
 
     def meter(*besides: torch.Tensor) -> CostMeter:

@@ -1,6 +1,6 @@
 """Build a model of transformers without its weights: parameters on the meta device, buffers real.
 
-Invariant: no weight is ever materialised, however large the model; every buffer (rotary tables, embedding scales, router
+Invariant: no weight is ever materialised, however large the model. Every buffer (rotary tables, embedding scales, router
 corrections) holds the value that the architecture gives it, because most are in no checkpoint.
 """
 
@@ -20,8 +20,8 @@ from headrace.model.find_blocks import check_architecture
 from headrace.model.why_not_built import why_not_built
 from headrace.terms.errors import ModelError
 
-# A large uninitialised tensor is a weight, not a table, and so is a large one of three dimensions (experts): these are made on
-# the meta device. Otherwise constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
+# A large uninitialised tensor is a weight, not a table. So is a large one of three dimensions (experts). Both are made on the
+# meta device. Otherwise constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
 _LARGE_ELEMENTS = 1 << 20
 _FILLED = (torch.zeros, torch.ones, torch.randn, torch.rand)
 # transformers changes torch's default dtype while it builds, and the hook below is torch's. Both belong to the whole process,

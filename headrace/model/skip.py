@@ -1,7 +1,7 @@
 """Which operators a block's recompute can leave out, because no gradient depends on their output.
 
-They are found by trying on the architecture's tiny instance (`probe`), and carried over to the real blocks by the sequence of
-operators that a block runs. A block whose sequence does not occur in the tiny instance is recomputed whole.
+They are found on the architecture's tiny instance (`probe`), and transferred to the real blocks by the sequence of operators
+that a block runs. A block whose sequence does not occur in the tiny instance is recomputed whole.
 """
 
 from collections.abc import Hashable, Sequence

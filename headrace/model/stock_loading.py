@@ -1,4 +1,4 @@
-"""How stock transformers loads coded matrices of an architecture, found out by trying on a tiny instance.
+"""How stock transformers loads coded matrices of an architecture, found on a tiny instance.
 
 A coded linear module has no `weight` until the first forward pass, unless config.json asks for decoding while files are read.
 """
@@ -39,8 +39,8 @@ def _reads_weights(config_class: type, key: str) -> bool:
 
 
 def replaced_for_codes(model: nn.Module) -> str | None:
-    """Return the class of a module that transformers replaces by another one, with other names, where a model is coded in
-    compressed-tensors; None if there is none.
+    """Return the class of a module that transformers replaces, with other names, in models coded in compressed-tensors. None if
+    there is none.
     """
     table = getattr(base, "MODULES_TO_PATCH_FOR_QUANTIZATION", {})
     kinds = {

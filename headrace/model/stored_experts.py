@@ -1,6 +1,6 @@
-"""Experts where they lie in a model's own files, each by itself; and the rest of their blocks, which every token reads.
+"""Single experts in a model's own files, and the rest of their blocks, which every token reads.
 
-Where a file has an expert's tensors one by one, or one stack of all experts, an expert is a run of bytes, or a few. Coded
+If a file has an expert's tensors one by one, or one stack of all experts, an expert is one run of bytes, or a few. Coded
 experts are read as they are coded, and decoded one at a time.
 
 Invariant: an expert has the bits that it has in its whole block.
@@ -21,8 +21,8 @@ from headrace.terms.layout import UnitLayout, lay_out
 
 @dataclass(frozen=True, slots=True)
 class StoredExperts:
-    """How a model whose experts come one at a time comes from the files: `commons` are the units without experts, and `experts`
-    are those of each unit, () where it has none.
+    """How a model whose experts are loaded one at a time comes from the files. `commons` are the units without experts;
+    `experts` are those of each unit, () for a unit without any.
     """
 
     commons: tuple[StoredUnit, ...]

@@ -1,4 +1,4 @@
-"""Taps: stand-ins for the blocks' `forward` that record calls and pass on, or replace, the hidden states.
+"""Taps stand in for the blocks' `forward`. They record calls, and pass on or replace the hidden states.
 
 With taps in place the model's own code runs only what lies before and after its blocks. Invariant: the module's forward is
 restored on exit, whatever happens inside.
@@ -69,8 +69,8 @@ class BlockCall:
     """What the model passes to a block besides the hidden states: masks, rotary tables, positions.
 
     The tensors are the model's own objects, shared by all blocks that get the same one. With `samples` a block is called for
-    each group of samples by itself, with what the model passes for these alone. What other blocks hand on is among the
-    arguments as `Handed`; `hands` says where a block puts the further values that it returns, None for a value that nobody
+    each group of samples by itself, with what the model passes for these alone. Values that other blocks pass on are among the
+    arguments as `Handed`. `hands` says where a block puts the further values that it returns, None for a value that nothing
     takes. `kept` is what the block's modules keep from this caller's last call, where they keep anything.
     """
 
@@ -104,9 +104,8 @@ class _Answers(TorchFunctionMode):
     another rate are refused. The draw is answered with the number 1.0, above all rates, because while a step is planned tensors
     are fake, and could not be compared.
 
-    `unasked` is for code whose results are dropped: whoever asks whether a tensor is true is told that it is, without asking
-    the device. Masks are made after a look at the positions, for which a GPU's host would wait until all issued work is done,
-    once for each chunk of the loss.
+    `unasked` is for code whose results are dropped: each tensor counts as true, without asking the device. Masks are made after
+    a look at the positions. A GPU's host would wait for that until all issued work is done, once for each chunk of the loss.
     """
 
     def __init__(self, *, unasked: bool) -> None:
@@ -126,11 +125,11 @@ class _Answers(TorchFunctionMode):
 class Taps:
     """While entered, the blocks compute nothing.
 
-    With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. With a
-    tensor of shape (b, T, hidden) the last block returns it, so that everything after the blocks runs on it; what lies before
-    them then computes nothing of use, and asks the device for no value. `tuple_length` is the number of values in the tuple
-    that a block returns, hidden states first; None where it returns hidden states alone. The other values of the tuple are
-    `Handed` objects, not None, which blocks may take for "nothing there"; a model may drop them, or pass them to other blocks.
+    With `inject=None` the calls are recorded and the last block raises `Reached`, so that nothing after the blocks runs. If it
+    gets a tensor of shape (b, T, hidden), the last block returns it, so that everything after the blocks runs on it. Code
+    before them then computes nothing of use, and asks the device for no value. `tuple_length` is the number of values in the
+    tuple that a block returns, hidden states first; None where it returns hidden states alone. The other values of the tuple
+    are `Handed` objects. None could mean "nothing there" to blocks. A model may drop them, or pass them to other blocks.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], tuple_length: int | None, inject: torch.Tensor | None = None) -> None:

@@ -1,7 +1,7 @@
 """Models of several parts, text beside pictures or sound: their text model is trained, the rest stays as it came.
 
-Nothing of an architecture is written down here: the text model is what transformers makes of the text part's configuration,
-and it is found in the whole model by its class. Invariant: every parameter of the text model has one place in the whole one.
+Nothing of an architecture is written down here. The text model is what transformers makes of the text part's configuration; its
+class finds it in the whole model. Invariant: every parameter of the text model has one place in the whole one.
 """
 
 import copy
@@ -21,8 +21,8 @@ from headrace.terms.errors import ModelError
 def text_part(config: Any) -> tuple[Any, Any | None]:
     """Return the configuration of the model that is trained, and the skeleton of the whole model if that is only a part of it.
 
-    A model of one part comes back as it is, and so does one whose text part is no causal language model of its own in
-    transformers (`check_architecture` refuses the latter).
+    A model of one part comes back as it is. So does one whose text part has no causal language model in transformers
+    (`check_architecture` refuses it).
 
     Raises:
         ModelError: transformers cannot build the whole model.

@@ -1,9 +1,8 @@
-"""Which tiny instance shows what a model computes differently beyond some number of tokens: windows, chunks, temperatures,
-ranks.
+"""Tiny instances for what a model computes differently beyond some number of tokens: windows, chunks, temperatures, ranks.
 
-Unknown keys of a configuration are taken for such numbers, and made so small that the trial's rows exceed them. Where the
-instance then does not run, the key is a size that others have to fit; otherwise it is not known how longer rows are computed,
-and what depends on that is limited to shorter ones. Invariant: no number of a configuration that is larger than the trial's
+Unknown keys of a configuration are taken for such numbers, and made so small that the trial's rows exceed them. If the instance
+then does not run, the key is a size that other sizes must fit. Otherwise it is unknown how longer rows are computed, so
+features that depend on it are limited to shorter rows. Invariant: no number of a configuration that is larger than the trial's
 rows is ignored silently.
 """
 
@@ -39,7 +38,7 @@ _ROPE_LENGTH = "original_max_position_embeddings"
 class Tiny:
     """A tiny configuration: `key`, its JSON, identifies the architecture and structure.
 
-    `met` are the keys that the trial's rows exceed, `unmet` those that they might have to exceed and do not, both with the
+    `met` are the keys that the trial's rows exceed; `unmet` are those that they do not exceed, but may have to. Both have the
     numbers of the full configuration. `chosen` are the tiny values of keys without a rule, `layers` those that it keeps.
     """
 
@@ -129,13 +128,13 @@ def _tiny(config_class: type, full: str) -> Tiny:
 
 
 def _layers(config_class: type, values: dict[str, Any]) -> Layers:
-    """Return the layers of which a tiny instance has a block of each kind that the model has; if none has, those that lists in
+    """Return the layers of which a tiny instance has a block of each kind in the model. If none has, return those that lists in
     the configuration ask for.
     """
     usual = choose_layers(values)
     try:
         wanted = _block_kinds(config_class(**{key: value for key, value in values.items() if key not in DROPPED}))
-    except Exception:  # whoever needs the model will say why it cannot be built
+    except Exception:  # a later step says why the model cannot be built
         return usual
     firsts = [wanted.index(kind) for kind in dict.fromkeys(wanted)]
     for first in (0, 1):

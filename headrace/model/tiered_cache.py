@@ -1,12 +1,12 @@
-"""Keys and values that are elsewhere while their block is not run: a layer of transformers' cache that is lent its past.
+"""Keys and values that live elsewhere while their block does not run: a layer of transformers' cache that borrows its past.
 
 Layers of a seat's cache that grow with each token, and do nothing else (full attention, grouped queries, latents), are replaced
-by `TieredLayer`. Before a block is run its layer is *lent* memory that holds the past token by token: keys and values of all
-rows of one token, then of the next. So new tokens lie behind old ones, and only the new ones have to be brought back.
-Attention is given copies in the layout that `DynamicLayer` gets by its own concatenation, so it computes the same bits.
+by `TieredLayer`. Before a block runs, its layer is *lent* memory that holds the past token by token: keys and values of all
+rows of one token, then of the next. So new tokens lie behind old ones, and only the new ones have to be brought back. Attention
+is given copies in the layout that `DynamicLayer` gets by its own concatenation, so it computes the same bits.
 
-Or attention of a new token is computed where the past lies (`model.host_attention`): then nothing is copied, and what the block
-gets for keys and values are stand-ins.
+Or attention of a new token is computed where the past lies (`model.host_attention`). Then nothing is copied, and the block gets
+stand-ins for keys and values.
 
 Windows, states of recurrent blocks and other kinds of layers stay transformers' own, in memory.
 """
@@ -119,7 +119,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         if self.num_bytes > memory.numel():
             raise ModelError(
                 f"generation: {self.length} tokens of a block's keys and values take {self.num_bytes} bytes, "
-                f"{memory.numel()} are planned; a row grew longer than was asked for"
+                f"{memory.numel()} are planned; a row grew longer than planned"
             )
         keys, values = self.views(memory)
         keys[:, :, self.before :] = key_states

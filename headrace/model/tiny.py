@@ -1,9 +1,10 @@
 """Shrink a configuration to a tiny instance of the same architecture.
 
-What the chain must know about an architecture (what its blocks return, which parameters come before and after them, whether
-packed samples stay apart) is found by trying, on an instance of a few kilobytes. Invariant: shrinking changes sizes, never
-structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are. Counts of tokens shrink too,
-below the length of a tiny row, so that a window, or a position from which something is computed differently, is seen.
+The chain must know some things about an architecture: what its blocks return, which parameters come before and after them,
+whether packed samples stay apart. It finds them by trying, on an instance of a few kilobytes. Invariant: shrinking changes
+sizes, never
+structure: switches, layer patterns, tying, scalings and the kind of head sharing stay as they are. Counts of tokens shrink,
+too, below the length of a tiny row. So the trial sees a window, or a position from which something is computed differently.
 """
 
 import itertools
@@ -53,8 +54,8 @@ _SIZES = {
 }
 # Those of them that count tokens: a shorter row would never reach them.
 _COUNTED_IN_TOKENS = re.compile(r"(sliding_window|attention_chunk_size|window_size)")
-# The longer sample of the trial exceeds both. The larger lies between the samples' lengths, so that a decision by the longest
-# sample of a batch is seen; the smaller is for values that are cut into even parts.
+# The longer sample of the trial exceeds both. The larger lies between the samples' lengths, so a decision by the longest sample
+# of a batch is seen. The smaller is for values that are cut into even parts.
 MET = (11, 8)
 # More than any row of the trial has, and a multiple of what sizes are usually multiples of.
 UNREACHED = 24
@@ -87,8 +88,8 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What decides the tiny value of a key: the layers that are kept, the number of attention heads in the full model, and
-    `chosen` values of keys that have no rule here.
+    """What decides the tiny value of a key. `layers` are kept, `heads` is the full model's number of attention heads, and
+    `chosen` has values of keys without a rule here.
     """
 
     layers: "Layers"

@@ -1,7 +1,7 @@
-"""Compare, on a tiny instance, what a model of several parts computes from text with what its text model computes alone.
+"""Compares, on a tiny instance, a model of several parts with its text model alone, on text.
 
-Many whole models put a head of their own on the bare text model, and not all do there what the text model's own class does
-(such as scaling logits). Invariant: a text model is trained for the loss that the whole model has on the same text.
+Many whole models put their own head on the bare text model. Not all do there what the text model's own class does, such as
+scaling logits. Invariant: a text model is trained for the loss that the whole model has on the same text.
 """
 
 import copy
@@ -44,8 +44,8 @@ def check_whole(config: Any, whole: Any | None) -> None:
     difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
     if not difference <= RELATIVE_TOLERANCE * largest:
         raise ModelError(
-            f"{type(whole).__name__}: computes other logits from text than its text model, {type(text).__name__}, does alone: "
-            f"they differ by {difference:.2g} where the largest is {largest:.2g}; it cannot be trained as a part"
+            f"{type(whole).__name__}: computes other logits from text than its text model alone, {type(text).__name__}. They "
+            f"differ by {difference:.2g}, and the largest is {largest:.2g}; it cannot be trained as a part"
         )
 
 
@@ -58,7 +58,7 @@ def _with_text(config: Any, text: Any) -> Any:
             if getattr(holder, name, None) is replaced:
                 setattr(holder, name, copy.deepcopy(text))
                 return config
-    raise ModelError(f"{type(config).__name__}: keeps the configuration of its text model where nobody finds it")
+    raise ModelError(f"{type(config).__name__}: its text model's configuration is not where it is searched")
 
 
 def _share(text: Any, whole: Any) -> None:

@@ -1,4 +1,4 @@
-"""Why a model cannot be built from its configuration, in the words of whoever wrote it.
+"""Why a model cannot be built from its configuration, in words for the person who wrote it.
 
 Invariant: nothing that transformers would accept is refused here: these are reasons for what has failed already.
 """

@@ -35,7 +35,7 @@ class Address:
         try:
             return socket.gethostbyname(self.host)
         except OSError as error:
-            raise ConfigError(f"{key}: the host {self.host!r} is not known ({error.strerror}); give its number") from error
+            raise ConfigError(f"{key}: the host {self.host!r} is not known ({error.strerror}); give its IP address") from error
 
     @property
     def is_loopback(self) -> bool:

@@ -1,9 +1,9 @@
-"""The node moves one copy in and one out, however many workers there are: workers pass on what all of them need.
+"""The node sends one copy and receives one, however many workers there are: workers pass on what all of them need.
 
 Down: the node sends piece j of each round to worker j, which sends it on to the others. Up: workers send piece j of their
-gradients to worker j, which adds them in fp32 in a given order, rounds once, and sends the sum to the node. So the sum has the
-same bits in every run, and the node moves S bytes each way per unit; a worker moves up to (2 - 1/W) S. It is never a star, and
-never one of gloo's collectives: gloo's broadcast sends log2 W copies from the root, and its reduce adds in an order of its own.
+gradients to worker j. It adds them in fp32 in a given order, rounds once, and sends the sum to the node. So the sum has the
+same bits in every run, and the node moves S bytes each way per unit. A worker moves up to (2 - 1/W) S. It is never a star, and
+never one of gloo's collectives. Gloo's broadcast sends log2 W copies from the root, and its reduce adds in an order of its own.
 
 Down, two rounds are under way at once: while workers pass on what they have, the node sends what they will pass on next.
 """
@@ -68,7 +68,7 @@ def _finish(lane: Lane, works: Iterable[Waiting]) -> None:
 
 
 def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order) -> None:
-    """Add this worker's `gradient`, flat, to the others' in the given `order`, and send the sum of its own pieces to the node,
+    """Add this worker's flat `gradient` to the others' in the given `order`. Send the sum of its own pieces to the node,
     rounded to `dtype`.
 
     With other workers the gradient is fp32; without, it has `dtype`.

@@ -13,7 +13,7 @@ from headrace.net.lane import Lane
 class Generation:
     """The lanes of generation `number`: `down` for what the node sends, `up` for what it receives. Rank 0 is the node.
 
-    `names` are the peers' names by rank. A watchman calls `end` with what it knows; whoever waits on a lane is then told that.
+    `names` are the peers' names by rank. A watchman calls `end` with what it knows; threads that wait on a lane are then told.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A lane between the peers of one generation: bytes from one rank to another, in order, in pieces that are timed.
 
 The first piece of a transfer is waited for as long as its sender needs to make it; heartbeats say meanwhile whether the sender
-lives. Each further piece must come within `piece_seconds`. Any failure becomes `PeerLost`, also for whoever waits in another
+lives. Each further piece must come within `piece_seconds`. Any failure becomes `PeerLost`, also for those that wait in another
 thread, and the lane cannot be used any more.
 """
 
@@ -122,17 +122,17 @@ class Lane:
         num_bytes = int(length.view(np.int64)[0])
         if not 0 < num_bytes <= _MOST_MESSAGE_BYTES:
             raise PeerLost(
-                f"{self.names[source]}: sent a message of {num_bytes} bytes, which cannot be; is it the same version?"
+                f"{self.names[source]}: sent a message of {num_bytes} bytes, which is impossible; is it the same version?"
             )
         text = np.empty(num_bytes, np.uint8)
         self.receive(text, source)
         return json.loads(text.tobytes())
 
     def end(self) -> None:
-        """Break all connections. Whoever waits on one, on either side, is told at once.
+        """Break all connections. Threads that wait on one, on either side, are told at once.
 
-        Whom it waits for is left open: waiting for one peer would break nothing if the connection to that one is broken
-        already, and those who wait for the other peers would wait for ever.
+        No single peer is named. Breaking the connection to one peer would do nothing if it is broken already, and waits on
+        other peers would never end.
         """
         group = self._group
         if group is None:

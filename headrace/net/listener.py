@@ -1,7 +1,7 @@
 """The node's side of membership: it listens, checks who comes, watches who lives, and forms generations.
 
 All of it goes through one TCPStore, whose server is this process. Workers take a ticket and prove that they know the secret;
-each writes a heartbeat, and reads the node's. Whoever is invited has to accept at once, so that nobody waits for the dead.
+each writes a heartbeat, and reads the node's. An invited peer has to accept at once, so that no one waits for dead peers.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from headrace.net.link import NODE, answer_link, visitors_lane
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
-# The number of heartbeats in the time after which a peer counts as lost; the seconds between two looks at membership; and the
-# seconds in which a living peer accepts an invitation.
+# The number of heartbeats after which a silent peer counts as lost; the seconds between two looks at membership; the seconds in
+# which a living peer accepts an invitation.
 BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
 # The last heartbeat of a peer that leaves begins with one of these, the reason follows: for good, or to come again.
 GONE, AWAY = "gone: ", "away: "
@@ -126,8 +126,8 @@ class Listener:
         self._put(OVER, True)
 
     def dismiss(self) -> None:
-        """Tell that all is done, and wait until all who live have left: also those who are about to come again, because they
-        lost their generation, or were stopped and have just woken up. They would wait in vain for a node that is gone.
+        """Tell the peers that the run is done, and wait until all live peers have left. Some are about to join again, because
+        they lost their generation, or were stopped and have just woken up. They would wait in vain for a node that is gone.
         """
         self.tell_over()
         end = time.monotonic() + self.silence_seconds
@@ -227,7 +227,8 @@ class Listener:
                 lane.close()
 
     def _another_store(self) -> TCPStore:
-        """Return a connection for whoever may wait for a peer: on one, that holds up all others, the heartbeat too."""
+        """Return a separate connection for a wait for a peer. On a shared one it would hold up everything, the heartbeat
+        too."""
         return TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
 
     def _why_refused(self, number: int, hello: Mapping[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ class Member:
     again is the same `peer`. A member that only `visits` measures the link, and is never invited to work.
 
     Raises:
-        PeerLost: nobody listens there, or the node has ended.
+        PeerLost: nothing listens there, or the node has ended.
         ConfigError: the node refuses this worker, or does not know the secret itself.
     """
 
@@ -84,12 +84,12 @@ class Member:
             self._store, number, host=self._own_host(), rank=rank, names=names, piece_seconds=self._silence_seconds
         )
         self._generation = generation
-        if self._lost is not None:  # meanwhile: nobody would say so again
+        if self._lost is not None:  # meanwhile: it would not be said again
             generation.end(self._lost)
         return generation
 
     def why_dropped(self) -> str | None:
-        """Return why the node goes on without this worker, None if it does not, or cannot be asked.
+        """Return why the node continues without this worker. None if it does not, or cannot be asked.
 
         Who was stopped, or cut off, and is back, belongs to an older generation: nothing of it is taken any more.
         """
@@ -100,7 +100,7 @@ class Member:
         return None
 
     def measure(self) -> Link:
-        """Measure the link as a visitor, for a second or two; meanwhile a run of the node goes on with the rest of the link.
+        """Measure the link as a visitor, for a second or two; meanwhile the node's run uses the rest of the link.
 
         Raises:
             PeerLost: the node is gone.
@@ -117,7 +117,7 @@ class Member:
     def close(self, reason: str = "has left", *, again: bool = False) -> None:
         """Leave, and tell the node why if it can be reached, and whether this peer will come `again`.
 
-        The node is told by another way than the lanes: on these it may be about to send something that nobody receives any
+        The node is told by another way than the lanes: on these it may be about to send something that is not received any
         more.
         """
         self._closing.set()
@@ -179,7 +179,7 @@ class Member:
             socket.create_connection((host, self._address.port), timeout=_CONNECT_SECONDS).close()
             return TCPStore(host, self._address.port, is_master=False, timeout=timedelta(seconds=_ANSWER_SECONDS))
         except (OSError, DistError, RuntimeError) as error:
-            raise PeerLost(f"node {self._address}: nobody listens there") from error
+            raise PeerLost(f"node {self._address}: nothing listens there") from error
 
     @contextlib.contextmanager
     def _plainly(self) -> Any:

@@ -12,9 +12,9 @@ RUNTIME_SPREAD = 4 * MIB
 class Allowance:
     """What a run may use. The interpreter and its libraries already take `runtime_bytes` of host memory.
 
-    `ssd_bytes` may be written to the SSDs; None where the space is not known, so that whoever makes the files checks it.
-    `import_workspace_bytes` are taken, besides a unit's planes, while the model's tensors are read into them and while they are
-    written at the end; None where neither is done.
+    `ssd_bytes` may be written to the SSDs; None if the space is not known; creating the files checks it.
+    `import_workspace_bytes` are needed, besides a unit's planes, while the model's tensors are read and while they are written
+    at the end. None if neither is done.
     """
 
     host_bytes: int

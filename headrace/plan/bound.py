@@ -1,8 +1,8 @@
 """The least time in which lanes can do their work, however well they overlap.
 
-Lanes that run at once slow one another, so it is a choice which of them run together: `t[S]` seconds for each set `S` of lanes,
-so that each lane gets its work done. The least sum of all `t[S]` is a linear program (George Dantzig's simplex method solves
-it). What is solved here is its dual: the answer are prices of the lanes' work at which no set earns more than one per second.
+Lanes that run at once slow one another, so it is a choice which run together: `t[S]` seconds for each set `S` of lanes. Each
+lane must get its work done. The least sum of all `t[S]` is a linear program (George Dantzig's simplex method solves it). What
+is solved here is its dual: the answer are prices of the lanes' work at which no set earns more than one per second.
 
 Invariant: the result follows from the arguments alone; no schedule of these lanes at these speeds takes less.
 """

@@ -172,8 +172,8 @@ def held_gradient_bytes(plan: Plan, unit: int) -> int:
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes of a chunk: its states, its weights, the memory traffic of its update, and what crosses to the device and back;
-    and the operations of its products of matrices.
+    """A chunk's bytes: its states, its weights, the memory traffic of its update, and the transfers to the device and back.
+    Also the operations of its matrix products.
     """
 
     states: int

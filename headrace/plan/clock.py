@@ -1,8 +1,8 @@
 """The virtual clock: lanes that work through operations in order, at speeds that change whenever another starts or stops.
 
-Subclasses say which lanes there are, how long an operation takes alone and how fast lanes are beside one another: those of one
-machine (`simulate`), or of several that meet (`joint`). As in the engine, a program starts only when the last but one is
-complete. No files, no torch.
+Subclasses say which lanes there are, how long an operation takes alone, and how fast lanes are beside one another. The lanes
+are of one machine (`simulate`), or of several that exchange bytes (`joint`). As in the engine, a program starts only when the
+last but one is complete. No files, no torch.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """What workers and a node will do together: seconds of a step, bytes over each link, what limits, and what to buy next.
 
-The simulated programs are those that both sides run (`schedules.train` with far units, `schedules.serve`), at the rates of
-their profiles, with links by one rule (`links`). Each of K nodes holds 1/K of every unit: to a step they are one node with K
-times the drives, cores and memory, whose links each carry 1/K.
+The simulated programs are those that both sides run (`schedules.train` with far units, `schedules.serve`). They run at the
+rates of their profiles, with links by one rule (`links`). Each of K nodes holds 1/K of every unit. To a step they are one node
+with K times the drives, cores and memory, whose links each carry 1/K.
 
 Invariant: results follow from plans and cluster alone. No clock, no files, no torch.
 """

@@ -1,7 +1,7 @@
 """A plan with the same work in fewer operations, for the simulator: a very large step is cut more coarsely.
 
-A unit's update is cut into fewer, larger chunks, a block's micro-batches become fewer and larger, several blocks become one,
-with the same floating-point operations, bytes and launches in all. Without this a step of 175B has a hundred thousand
+A unit's update is cut into fewer, larger chunks; micro-batches become fewer and larger; several blocks become one.
+Floating-point operations, bytes and launches stay the same in all. Without this a step of 175B has a hundred thousand
 operations. Buffers that hold a chunk or an input grow with it, so reads run further ahead than the engine's own buffers let
 them. Invariant: bytes, operations and launches of a step stay the same.
 """

@@ -1,4 +1,4 @@
-"""What decoding coded weights takes, as a plan counts it."""
+"""What a plan counts for decoding coded weights."""
 
 from headrace.codec.table import code_of_kind
 from headrace.terms.ceilings import Ceilings

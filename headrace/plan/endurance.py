@@ -1,7 +1,7 @@
 """How much of its drives' rated life a run uses.
 
 Drives wear by the bytes written to them, and makers warrant a number of bytes (TBW). Data are striped over the drives in
-proportion to their bandwidth, so the drive that wears out first is the one with the least rating for its share; that one is
+proportion to their bandwidth. So the drive that wears out first is the one with the least rating for its share; that one is
 reported. Only bytes that the program writes are counted. What the drive itself adds (write amplification) is part of the
 rating's test method, and large sequential writes such as these stay below that.
 """

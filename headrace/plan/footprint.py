@@ -18,9 +18,9 @@ from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MERGED_ELEMENTS,
 # programs leave 3 MiB, and freed tensors that are too small to go back to the kernel up to 11 MiB.
 _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
-# Measured on S, M and L with huge pages for tensors (docs/log/freed-memory), over the ten and more steps until it settles: the
-# fragments that stay between blocks, where freed blocks are kept for reuse. Without huge pages up to 1.7 workspaces stay, of
-# which `machine.HeapGuard` gives back the excess.
+# Fragments that stay between blocks, if freed blocks are kept for reuse. Measured on S, M and L with huge pages for tensors,
+# over the ten and more steps until it settles (docs/log/freed-memory). Without huge pages up to 1.7 workspaces stay, of which
+# `machine.HeapGuard` gives back the excess.
 _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
 # Operations of a chunk: read, update, two writes. Of a block and micro-batch: forward, backward, and the ways of an input to a
 # drive and back. Measured: up to 350 bytes for an operation of a program and 140 for its completion, kept for two steps.
@@ -120,8 +120,8 @@ def import_bytes(plan: Plan) -> int:
 
 
 def _settling_bytes(plan: Plan, unit: int) -> int:
-    """Return the bytes for merging a unit with what is trained, and for moving its states to another basis (`flow.settle`),
-    besides the weights, what completes their master, and what they are made of.
+    """Return the bytes for merging the trained family into a unit, and for moving its states to another basis (`flow.settle`).
+    The weights, their remainder and what they are made of are not counted.
     """
     figures = plan.units[unit]
     if not figures.basis_elements:
@@ -213,8 +213,8 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
     kept_away = [
         plan.kept_bytes[block - 1] for block in range(1, plan.num_blocks + 1) if plan.stash_tiers[block - 1] != "device"
     ]
-    # Forward at block l, micro-batch j: outputs of l up to j, inputs of l, and inputs of l - 1 after j that are not stashed yet
-    # (compute is at most one block ahead of the stash); kept outputs of the last two blocks.
+    # Forward at block l, micro-batch j: outputs of l up to j, inputs of l, and inputs of l - 1 after j that are not stashed
+    # yet. Compute is at most one block ahead of the stash. Kept outputs of the last two blocks count, too.
     forward = (2 * count + 1) * hidden + (count + 1) * max(kept_away, default=0)
     # Backward: one gradient each, one more that is being made, and what was recalled for this use and the next ones.
     backward = (count + 1) * hidden
@@ -224,9 +224,9 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
 
 
 def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:
-    """Return the bytes that a GPU takes beyond live tensors: what attention makes inside its backward (fp32 sums of three
-    inputs' gradients), what the copy lanes have in flight, and for the allocator a quarter of what comes and goes: it rounds to
-    2 MiB, and takes segments of 20 MiB for tensors below 10 MiB, of which tensors of 7 MiB and more leave up to half unused.
+    """Return the bytes that a GPU takes beyond live tensors. Attention's backward makes fp32 sums of three inputs' gradients,
+    and the copy lanes have copies in flight. For the allocator a quarter of short-lived bytes is added. It rounds to 2 MiB, and
+    takes segments of 20 MiB for tensors below 10 MiB. Tensors of 7 MiB and more leave up to half of such a segment unused.
     """
     in_flight = 2 * max(plan.stash_bytes(block) for block in range(1, plan.num_blocks + 1))
     return overhead_bytes + 6 * plan.hidden_bytes + in_flight + (device["activations"] + device["workspace"]) // 4

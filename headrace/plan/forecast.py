@@ -1,9 +1,9 @@
 """What a plan will do on a machine: seconds per step, SSD traffic, and what limits it, from the simulated interpreter.
 
-The simulated programs are those that the engine will run, except that very large steps are cut more coarsely (`coarse`), which
-makes a forecast too fast: by up to 6 % at the default number of operations and 15 % at a quarter of it where updates are
-immediate, by 2.5 % and 4 % where they are deferred (48 blocks, two machines, 4 to 64 micro-batches), and by a fifth where
-chunks are as small as in the tightest plans.
+The simulated programs are those that the engine will run, except that very large steps are cut more coarsely (`coarse`). That
+makes a forecast too fast. With immediate updates it is 6 % at the default number of operations, and 15 % at a quarter of it.
+With deferred updates it is 2.5 % and 4 % (48 blocks, two machines, 4 to 64 micro-batches). With the small chunks of the
+tightest plans it is a fifth.
 
 Invariant: results follow from plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
 """
@@ -41,8 +41,8 @@ class Forecast:
     `timeline` also counts everything else that takes compute's time, as operations that would take as long.
 
     `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
-    for which each lane is busy. `work` has the seconds that each lane's work takes alone, without the time that fresh pages
-    cost compute: a run with more memory for itself does not have it.
+    for which each lane is busy. `work` has the seconds that each lane's work takes alone. They leave out the time that fresh
+    pages cost compute, because a run with more memory for itself has none.
     """
 
     step_seconds: float
@@ -96,8 +96,8 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
 class StepSeconds:
     """Seconds of a step for many plans on one machine, exactly as `forecast` gives them.
 
-    Plans that lead to the same operations are simulated once. In a search these are about half: cut coarsely, many kinds of
-    buffers are equal, and a plan that was tried comes back as the one to improve. Only seconds are remembered, no timelines.
+    Plans that lead to the same operations are simulated once. In a search these are about half. When cut coarsely, many kinds
+    of buffers are equal, and a plan that was tried comes back as the one to improve. Only seconds are remembered, no timelines.
     """
 
     def __init__(self, machine: Ceilings) -> None:
@@ -114,7 +114,7 @@ class StepSeconds:
         return self._known[key]
 
     def forecast(self, plan: Plan) -> Forecast:
-        """Return the forecast of `plan`. The newest one is kept, because whoever chose a plan by it reports it afterwards."""
+        """Return the forecast of `plan`. The newest one is kept, because it is reported after the choice of a plan."""
         asked = _asked(plan, self.machine, _MOST_OPERATIONS)
         key = _digest(asked)
         if self._newest is None or self._newest[0] != key:

@@ -1,8 +1,8 @@
-"""A plan that was made before: another run's, or the output of `headrace plan --json`.
+"""A plan that exists already: another run's, or the output of `headrace plan --json`.
 
-Two runs of one command may get different plans: a plan that fits into today's free memory need not fit tomorrow, and what
-libraries take differs by a mebibyte or two from process to process. Rows per micro-batch, tokens per chunk of the loss and
-threads of compute decide the order of sums; so runs agree bit for bit only under the same plan.
+Two runs of one command may get different plans. A plan that fits into today's free memory need not fit tomorrow, and libraries
+take a mebibyte or two more or less in each process. Rows per micro-batch, tokens per chunk of the loss and threads of compute
+decide the order of sums. So runs agree bit for bit only under the same plan.
 """
 
 import json
@@ -80,8 +80,8 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
     costs = problem.costs_of(plan.micro_batch_sequences)
     if plan.operators != operators_of(costs):
         raise ConfigError(
-            "plan: it is for blocks with other operators (compile_blocks, liger, or another version of transformers or torch); "
-            "give the plan of a run like this, or none"
+            "plan: it is for blocks with other operators (compile_blocks, liger, or another version of transformers or "
+            "torch). Give the plan of a run like this, or none"
         )
     allowance = problem.allowance
     plan = with_footprint(plan, costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes)))

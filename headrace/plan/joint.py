@@ -1,13 +1,13 @@
 """Programs of several machines on one virtual clock: what one sends another receives, at the same time and rate.
 
 Each machine's program comes from its own schedule (`schedules.train` at a worker, `schedules.serve` at a node), with lanes of
-its own. A *meeting* is an operation that all of them have: a worker's pull of a unit and the node's sending of it, its push and
-the node's receiving. It starts when everyone has reached it, and ends for everyone at once; the links (`links.Network`) say how
-fast it goes. Meetings have the same order in all programs, so machines cannot wait for one another in a circle. Within a
+its own. A *meeting* is an operation that all of them share. A worker pulls a unit while the node sends it; a worker pushes
+while the node receives. It starts when everyone has reached it, and ends for everyone at once; the links (`links.Network`) say
+how fast it goes. Meetings have the same order in all programs, so machines cannot wait for one another in a circle. Within a
 machine everything is as in `simulate`.
 
-Equal workers meet at every transfer and so do everything at the same time: one of them stands for all, and the links know how
-many there are. Invariant: that is exact (tests simulate each).
+Equal workers meet at every transfer, and so do everything at the same time. One of them stands for all, and the links know
+their number. Invariant: that is exact (tests simulate each).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from headrace.terms.program import Op, Program, Verb
 
 # What workers do, and what the node does at the other end, in one meeting.
 _PULLS, _PUSHES = (Verb.PULL, Verb.SEND), (Verb.PUSH, Verb.RECEIVE)
-# What whoever has reached a meeting waits for: the others.
+# What a side that has reached a meeting waits for: the others.
 _COMING = (bytearray(b"\0"), 0)
 _TRANSFERS = (Lane.NIC_DOWN, Lane.NIC_UP)
 

@@ -1,15 +1,14 @@
 """The ledger: it takes operations with the buffers that they read and write, and derives what each must wait for.
 
 A buffer is an integer (`terms.program.buffer`). A reader waits for those that wrote the buffer; a writer waits for these and
-for all readers since. Pieces of a buffer, such as the chunks of a block's weights, are written and read separately: writers of
-different pieces do not wait for one another, a reader of the whole waits for all of them. A buffer that is *renewed* is written
-to another place than where it is read, as the slot on an SSD that is not committed, so nobody has to be waited for. A
-dependency that no buffer explains (a throttle, so that not too much is under way) is given as `after`, with the reason beside
-it.
+for all readers since. Pieces of a buffer, such as the chunks of a block's weights, are written and read separately. Writers of
+different pieces do not wait for one another; a reader of the whole waits for all of them. A buffer that is *renewed* is written
+to another place than it is read from, such as the uncommitted slot on an SSD. So nothing has to wait. A dependency that no
+buffer explains (a throttle, so that not too much is under way) is given as `after`, with the reason beside it.
 
 What one program hands to the next is a `Snapshot`: what each buffer holds, who wrote it, who reads it. Invariants: a snapshot
-is canonical, so programs built from equal ones are equal; it has no reference older than one program, because whoever runs
-programs starts one only when the last but one is complete; nothing here knows what a step is.
+is canonical, so programs built from equal ones are equal. It has no reference older than one program: a program starts only
+when the last but one is complete. Nothing here knows what a step is.
 
 A reference to an operation is its index, or `~index` (negative) for one of the previous program.
 """
@@ -60,8 +59,8 @@ class What(TypedDict, total=False):
 class _Uses:
     """The uses of one buffer, as far as an operation may still have to wait for them.
 
-    While it is written in pieces, `before` is what the writer of each piece waits for, `pieces` has the writer of each, and
-    `read` the pieces that were read; a use of the whole ends that. Of consecutive operations on a lane that ends them in order,
+    While it is written in pieces, `before` is what the writer of each piece waits for. `pieces` has the writer of each, and
+    `read` the pieces that were read. A use of the whole ends that. Of consecutive operations on a lane that ends them in order,
     only the last is kept. There are few objects, because their number in a search decides how often Python's collector looks at
     all objects.
     """

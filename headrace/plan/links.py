@@ -1,17 +1,17 @@
 """What links between machines carry: one rule says who uses which, and how fast a copy of the weights or gradients goes.
 
 A *copy* is what all workers get of a unit (its weights, DOWN) or give of it (its gradient, UP). On its way it crosses links of
-the node and of workers, some of them with more or fewer bytes than it has: these ratios are all that a pattern of exchange
-decides (`_crossings`). Copies that are under way at once share links by progressive filling: all of them get faster equally
-until a link is full; those that cross it stay as they are, the others go on (max-min fairness: Bertsekas and Gallager, Data
+the node and of workers. Some carry more or fewer bytes than it has. A pattern of exchange decides only these ratios
+(`_crossings`). Copies that are under way at once share links by progressive filling. All of them get faster equally until a
+link is full; copies that cross it keep their rate, the others continue. This is max-min fairness (Bertsekas and Gallager, Data
 Networks, 6.5.2).
 
 Patterns, for W workers and K nodes that hold 1/K of each unit:
 
-* *exchange* (Headrace): the node sends worker j its part of 1/W, which worker j sends to the others; worker j sums part j of
-  all gradients and sends it to the node. A node sends and receives one copy, however many workers there are. Where weights and
-  gradients are under way at once, each worker sends and receives 2 - 1/W copies; 3 - 2/W where gradients between workers are
-  float32 and those on their way to the node have half of that (`widening` 2).
+* *exchange* (Headrace): the node sends worker j its part of 1/W, which worker j sends to the others. Worker j sums part j of
+  all gradients and sends it to the node. A node sends and receives one copy, however many workers there are. While weights and
+  gradients are under way at once, each worker sends and receives 2 - 1/W copies. It is 3 - 2/W if gradients between workers are
+  float32, and half as large on their way to the node (`widening` 2).
 * *switch* (LuWu): a switch repeats what the node sends, and sums what workers send.
 * *star*: the node sends to each worker and receives from each.
 

@@ -43,8 +43,8 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
     base = _bases().get(match["base"]) if match else None
     if match is None or base is None or not 1 <= int(match["drives"]) <= _MOST_DRIVES:
         raise ConfigError(
-            f"machine {name_or_path!r}: no profile of this name; the names are {', '.join(profile_names())} "
-            f"(any number of SSDs from 1 to {_MOST_DRIVES}), or give the path of a JSON file made by 'headrace bench machine'"
+            f"machine {name_or_path!r}: no profile of this name. The names are {', '.join(profile_names())} (any number of "
+            f"SSDs from 1 to {_MOST_DRIVES}); or give the path of a JSON file made by 'headrace bench machine'"
         )
     return _compose(_parse(base.read_bytes(), where=base.name), name=name_or_path, num_drives=int(match["drives"]))
 

@@ -1,4 +1,4 @@
-"""A machine to plan for where none was measured."""
+"""A machine to plan for if none was measured."""
 
 from headrace.terms.ceilings import NOMINAL, Ceilings
 

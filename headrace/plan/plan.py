@@ -38,22 +38,21 @@ class Plan:
     `update_policy` says when a unit may be updated:
       *immediate*    when its gradient has been drained, behind backward: without clipping;
       *deferred*     when the global norm is known, behind the next forward: exact clipping, every gradient is held until then;
-      *speculative*  as immediate, as if nothing were clipped, but every gradient is held. Where the norm says otherwise, the
-                     step is taken back to the committed slots and its updates are done again: as exact, and faster while
-                     guesses are right;
+      *speculative*  as immediate, as if nothing were clipped, but every gradient is held. If the norm says otherwise, the step
+                     returns to the committed slots and its updates are done again. That is as exact, and faster while guesses
+                     are right;
       *rerun*        as immediate, as if nothing were clipped, and no gradient is held. Where the norm says otherwise, the step
                      is taken back and run again from its batch with the factor that is known then: as exact, in twice the time.
-    Under *immediate* and *speculative*, `late_units` are still updated behind the next forward, so that drives and update cores
-    have the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`.
-    `host_slots` buffers hold blocks' weights in host memory. As many blocks as there are slots need not be read again at the
-    turn from forward to backward and from step to step, so this number is also the size of the weight cache.
-    `freed_memory` says what happens to freed tensors of the CPU's compute: they are *returned* to the kernel, so that memory
-    holds only what is alive, or *kept* by the C library for the next ones, which avoids fresh pages and takes more. Where a
-    step takes less than planned, freed memory is kept all the same, and given back near the limit (`machine.HeapGuard`).
-    A plan that `serves` computes nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, or 0
-    before they have.
-    Chunks have at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all
-    units, is updated on it (1: all, 0: none).
+    Under *immediate* and *speculative*, `late_units` are still updated behind the next forward. So drives and update cores have
+    the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`. `host_slots` buffers hold
+    blocks' weights in host memory. As many blocks as there are slots need not be read again, between forward and backward and
+    between steps. So this number is also the size of the weight cache. `freed_memory` says what happens to freed tensors of the
+    CPU's compute. They are *returned* to the kernel, so that memory holds only live tensors. Or the C library *keeps* them for
+    the next ones, which avoids fresh pages and takes more. Where a step takes less than planned, freed memory is kept all the
+    same, and given back near the limit (`machine.HeapGuard`). A plan that `serves` computes
+    nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, or 0 before they have. Chunks have
+    at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all units, is
+    updated on it (1: all, 0: none).
 
     Raises:
         ConfigError: an item that no cut divides, such as a matrix, is longer than `chunk_elements`.

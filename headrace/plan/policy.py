@@ -1,4 +1,4 @@
-"""When updates run: behind backward, behind the next forward, or both; and what clipping costs (docs/decisions/0007)."""
+"""When updates run: behind backward, behind the next forward, or both; and the cost of clipping (docs/decisions/0007)."""
 
 import math
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, 
     """Return `best`, or a faster plan with late units and more states read ahead; nothing has been filled into `bare` yet.
 
     Updates behind backward leave drives idle in forward. The updates of some units are held for forward, as many as make both
-    halves equally long; it matters little which ones, as long as they are spread evenly over the depth. Their gradients wait in
-    one of `homes`.
+    halves equally long. It matters little which ones, if they are spread evenly over the depth. Their gradients wait in one of
+    `homes`.
     """
     best_seconds, costs = seconds_of(best), problem.costs_of(bare.micro_batch_sequences)
     unit_chunks = max(bare.num_chunks(block) for block in range(1, bare.num_blocks + 1))
@@ -48,9 +48,9 @@ def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, 
 def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return `plan` with a stride of its chunks updated on the device, if that fits there and makes the step shorter.
 
-    It takes two chunks and temporaries on the device, and 26 bytes per parameter over the link (bfloat16) instead of as many
-    over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare. Where the rule
-    has no figure for it, all stays on the CPU.
+    It takes two chunks and temporaries on the device. It moves 26 bytes per parameter over the link (bfloat16), instead of as
+    many over the host's memory bus. It pays where the CPU's updates limit the step and the link has time to spare. Where the
+    rule has no figure for it, all stays on the CPU.
     """
     possible = seconds_of.machine.has_device and problem.rule.device_traffic_bytes is not None
     if not (problem.separate_device and possible) or plan.device_update_every:
@@ -78,9 +78,9 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
 
 
 def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
-    """Return a worker's plan with two buffers on the device in which gradients are summed, if that fits and is faster: the next
-    block's gradient is summed while one is drained. If it fits only then, weights are brought less far ahead. A tree's sum has
-    its own buffers for partial sums, and gets no second set.
+    """Return a worker's plan with two buffers for sums of gradients on the device, if that fits and is faster. Then one block's
+    gradient is summed while the last one's is drained. If it fits only then, weights are brought less far ahead. A tree's sum
+    has its own buffers for partial sums, and gets no second set.
     """
     if not plan.separate_device or len(plan.far_units) < len(plan.units) or plan.gradient_sum == TREE:
         return plan
@@ -101,9 +101,10 @@ def late_choices(plan: Plan) -> list[tuple[int, ...]]:
 def with_threads(plan: Plan, seconds_of: StepSeconds) -> Plan:
     """Return `plan` with the fastest split of the cores between compute and updates; among equally fast ones the usual split.
 
-    Where a GPU computes, updates may have as many cores as the memory's bandwidth can use. Where the CPU computes, either they
-    share cores as it was measured (all for compute, half of them also for updates), or each has its own, and compute has fewer.
-    Threads of the I/O engine wait most of the time (0.01 to 0.02 s of a core per GB) and have no cores of their own.
+    Where a GPU computes, updates may have as many cores as the memory's bandwidth can use. If the CPU computes, there are two
+    ways. Either they share cores as measured (all for compute, half of them also for updates), or each has its own cores and
+    compute has fewer. Threads of the I/O engine wait most of the time (0.01 to 0.02 s of a core per GB), so they have no cores
+    of their own.
     """
     machine, cores = seconds_of.machine, plan.compute_threads
     enough = max(1, math.ceil(machine.update_bytes_per_second / core_update_bytes_per_second(machine, plan.rule)))
@@ -177,7 +178,7 @@ def _speculating(plan: Plan, late_units: tuple[int, ...]) -> Plan:
 def _fastest(plans: list[Plan], seconds_of: StepSeconds) -> Plan:
     """Return the fastest of plans with ever more late units; of equally fast ones the one with the fewest.
 
-    The step is the longer of two halves, of which one grows and one shrinks: every other plan is tried, then the neighbours of
+    The step is the longer of two halves, of which one grows and one shrinks. Every other plan is tried, then the neighbours of
     the best.
     """
     seconds = {index: _coarse_seconds(plans[index], seconds_of) for index in range(0, len(plans), 2)}

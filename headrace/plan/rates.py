@@ -1,4 +1,4 @@
-"""What operations take on a machine: their seconds alone, and how lanes slow one another.
+"""The cost of operations on a machine: their seconds alone, and how lanes slow one another.
 
 All that is known about a lane is its row in the table of lanes (`terms.program.Lane`). No clock, no files, no torch.
 """

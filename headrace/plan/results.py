@@ -1,4 +1,4 @@
-"""What was found about a plan's choices: peaks, operations, notes."""
+"""What is known about a plan's choices: peaks, operations, notes."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +14,10 @@ PLAN_NAME = "plan.json"
 class Results:
     """What was found about a plan's choices: it follows from them, the model and the budgets, and chooses nothing itself.
 
-    `peak_bytes` is by tier and purpose, `allowed_bytes` by tier. Operations are those of one micro-batch: `forward_flops` by
-    unit, `attention_flops` by block (the part of its forward that attention's products take), `epilogue_flops` of the
-    epilogue's forward, `spared_flops` by block (what replaying and skipping spare a recompute). `speculation` is set where
-    clipping allows a choice.
+    `peak_bytes` is by tier and purpose, `allowed_bytes` by tier. Operations are those of one micro-batch. `forward_flops` are
+    by unit; `attention_flops` by block, the part of its forward in attention's products. `epilogue_flops` are those of the
+    epilogue's forward. `spared_flops` by block are those that replaying and skipping save. `speculation` is set where clipping
+    allows a choice.
     """
 
     peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)

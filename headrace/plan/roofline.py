@@ -1,7 +1,7 @@
-"""Rooflines: how long an operation takes where its operands come by several ways, each with a bandwidth.
+"""Rooflines: the time of an operation whose operands come by several ways, each with a bandwidth.
 
-Source: the hierarchical roofline of MoE-Lightning (arXiv 2411.11217, section 3). Where an operation is computed on one level of
-memory and its data lie on another, the slowest of compute and of each level that its data cross decides.
+Source: the hierarchical roofline of MoE-Lightning (arXiv 2411.11217, section 3). If an operation is computed on one level of
+memory and its data lie on another, the slowest decides: compute, or a level that its data cross.
 """
 
 

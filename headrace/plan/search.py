@@ -2,11 +2,11 @@
 
 Pure: model costs, budgets, a workload and a machine's ceilings go in, a frozen `Plan` comes out. No clock, no files, no torch.
 
-These are decided (Fuyou's automatic activation management, extended to the whole placement): rows per micro-batch; where block
-inputs wait for backward; how many operator outputs are kept and replayed instead of computed again, in falling order of
-floating-point operations saved per byte (Fuyou's benefit OB = FLOP / A), and where they wait; depths of buffers. The rest of
-host memory goes to weights, then states. Step time is convex in the amount kept (each lane's work is linear in it, and the step
-is about their maximum), so few amounts need to be tried.
+The search decides these (Fuyou's automatic activation management, extended to the whole placement): rows per micro-batch; where
+block inputs wait for backward; depths of buffers. It also decides how many operator outputs are kept and replayed instead of
+computed again, and where they wait. Operators are taken in falling order of saved operations per byte (Fuyou's benefit OB =
+FLOP / A). The rest of host memory goes to weights, then states. Step time is convex in the amount kept, so few amounts need to
+be tried. Each lane's work is linear in it, and the step is about their maximum.
 """
 
 import math
@@ -44,8 +44,8 @@ _WORSE = 1.02
 _EXACT = 8
 _Found = TypeVar("_Found")
 
-# So many choices that are within this factor of the best get their updates balanced, each with other buffers: only then does it
-# show which of them gains most.
+# How many choices within this factor of the best get their updates balanced, each with other buffers. Only then does it show
+# which of them gains most.
 _BALANCED, _CLOSE = 3, 1.1
 
 

@@ -1,7 +1,7 @@
-"""The plan of a node: its memory for units on their way between its drives, its workers and its update cores.
+"""The plan of a node: its memory for units between its drives, its workers and its update cores.
 
-The search is small: chunks as large as fit, gradients in memory where clipping makes them wait and there is room; the rest is
-for weights (read twice a step), then states (once). Pure: no clock, no files, no torch.
+The search is small. Chunks are as large as fit. Gradients stay in memory if clipping makes them wait and there is room. The
+rest is for weights (read twice a step), then states (once). Pure: no clock, no files, no torch.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import SSD
 from headrace.terms.grouping import Grouping
 
-# Units on their way at once: one is read, one is sent, one waits to be asked for, one is updated; fewer where memory is short.
+# Units on their way at once: one is read, one is sent, one waits for a request, one is updated. Fewer if memory is short.
 _HOST_SLOTS = (6, 4, 3, 2)
 
 

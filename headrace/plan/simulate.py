@@ -1,16 +1,16 @@
 """The simulated interpreter: programs on a virtual clock, at the rates that a machine profile declares.
 
-This is the planner's time model (docs/decisions/0006). It runs the very operations that the engine will run: each lane works
-through its own in program order, and an operation starts when its lane is free and everything that it waits for is complete. As
-in the engine, a program starts only when the last but one is complete.
+This is the planner's time model (docs/decisions/0006). It runs the very operations that the engine will run. Each lane runs its
+own in program order; an operation starts when its lane is free and everything that it waits for is complete. As in the engine,
+a program starts only when the last but one is complete.
 
-Operations that run at once may slow one another: reads and writes of one drive, both directions of a link, lanes that share
-cores or memory bandwidth. So an operation has an amount of work, in seconds that it takes alone, and a speed of at most 1 that
-changes whenever another lane starts or stops. Its duration is found by running events, not fixed beforehand.
+Operations that run at once may slow one another. Examples are reads and writes of one drive, both directions of a link, and
+lanes that share cores or memory bandwidth. So an operation has an amount of work, in seconds that it takes alone. Its speed is
+at most 1, and changes whenever another lane starts or stops. Its duration is found by running events, not fixed beforehand.
 
 Invariant: the result follows from programs and ceilings alone. Where nothing slows anything, faster lanes never make any
-operation later (start times are maxima of sums). Where lanes do share, work that is done earlier can delay work that matters
-more, in the model as on a real machine; the tests state how little that is.
+operation later (start times are maxima of sums). If lanes do share, earlier work can delay work that matters more, in the model
+as on a real machine. The tests state how little that is.
 
 No clock, no files, no torch.
 """
@@ -93,7 +93,7 @@ def simulate(
     """Run consecutive steps on the virtual clock and return when everything happened.
 
     At least three programs are needed, because the first starts cold. If the last two are equal, the last is repeated until
-    three take equally long (a dozen rounds at most), and the measured step is one that has a successor beside it; otherwise it
+    three take equally long, a dozen rounds at most. The measured step then is one that has a successor beside it; otherwise it
     is the last. `compute_threads` counts on machines without a device only. Cost: some 100 000 operations per second.
 
     Raises:
@@ -206,8 +206,8 @@ def _explain(
     if share >= _SATURATED:
         return bottleneck, f"limited by {words}: busy {share:.0%} of the step"
     return bottleneck, (
-        f"no part is busy all the time: the most is {words} with {share:.0%} of the step, "
-        "and the rest is waiting for one another; more memory for buffers or more tokens per step would help"
+        f"no part is busy all the time: the most is {words} with {share:.0%} of the step, and the rest is waiting for one "
+        "another. More memory for buffers or more tokens per step would help"
     )
 
 

@@ -25,7 +25,7 @@ def _policy_of(plan: Plan) -> str:
     if plan.update_policy == "deferred":
         return f"deferred, behind forward{held}"
     if plan.update_policy == "rerun":
-        return "behind backward, no gradient held; a step that must be clipped is run again, which takes as long once more"
+        return "behind backward, no gradient held; a step that must be clipped runs again, which doubles its time"
     late = f", {len(plan.late_units)} of {len(plan.units)} units behind forward" if plan.late_units else ""
     return f"{plan.update_policy}, behind backward{late}{held if late or plan.update_policy == 'speculative' else ''}"
 

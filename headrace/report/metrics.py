@@ -133,9 +133,9 @@ def ssd_bytes(record: Record, name: str) -> int:
 def steady_ssd_bytes(records: Sequence[Record], name: str) -> float | None:
     """Return the mean bytes of `name` for one step in the middle of a run; None if none were counted.
 
-    What a step leaves to be done runs on into the next one, or into a flush: so the flush counts with the step after it. The
-    first record is left out, and so is the first one after a kill, because neither record has what the killed process left. If
-    all records are of these kinds, each counts as it is.
+    Work that a step leaves continues in the next one, or in a flush. So the flush counts with the step after it. The first
+    record is left out, and so is the first one after a kill, because neither record has what the killed process left. If all
+    records are of these kinds, each counts as it is.
     """
     whole = [(before, record) for before, record in pairwise(records) if "flushed" in before or not record.get("resumed")]
     num_steps = sum("ssd" in record.get(name, {}) for _, record in whole)

@@ -1,9 +1,9 @@
 """What a reporter is, and how several of them share one stream of events.
 
-Lanes report from their own threads, so the invariants are: two threads never enter a reporter at once, all reporters see events
-in the order in which they came, and a lane that reports an operation does not wait for a reporter's work for another lane. A
-full disk breaks no step: a reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the run in
-order.
+Lanes report from their own threads, so there are three invariants. Two threads never enter a reporter at once. All reporters
+see events in the order in which they came. A lane that reports an operation does not wait while a reporter handles another
+lane. A full disk breaks no step: a reporter that cannot write is dropped, `Reporters.failure` says why, and the loop ends the
+run in order.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ _AnyReporter = TypeVar("_AnyReporter", bound=Reporter)
 class Reporters:
     """A sink that passes each event to all reporters added so far, one event after the other, whatever thread it comes from.
 
-    If the reporters are busy with an event, whoever brings an operation leaves it to the thread that is at work. With any other
-    event the caller waits: when a step's result returns, its line is written.
+    If the reporters are busy with an event, a lane leaves its operation to the thread at work. With any other event the caller
+    waits: when a step's result returns, its line is written.
     """
 
     def __init__(self) -> None:

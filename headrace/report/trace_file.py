@@ -2,8 +2,8 @@
 
 Lanes are threads, operations are complete events ("ph": "X"), times are microseconds on the events' own clock (viewers begin at
 the earliest). A lane that does several things at once has several threads (`ssd-read`, `ssd-read 2`), because viewers drop or
-cut slices that overlap on one thread. Invariants: no two slices of a thread overlap; the file is a valid trace at any moment,
-also when the process is killed, because the format allows the closing bracket to be missing.
+cut slices that overlap on one thread. Invariants: no two slices of a thread overlap. The file is a valid trace at any moment,
+even after a kill, because the format allows the closing bracket to be missing.
 """
 
 import json

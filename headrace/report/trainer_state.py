@@ -1,7 +1,7 @@
 """`trainer_state.json` in the form of Hugging Face's Trainer, so that tools which plot its `log_history` work on our runs.
 
-Invariant: the file is derived from the records of `metrics.jsonl` alone and replaced as a whole, so that it never contradicts
-them and is never half written.
+Invariant: the file is derived from the records of `metrics.jsonl` alone and replaced as a whole. So it never contradicts them,
+and is never half written.
 """
 
 import json

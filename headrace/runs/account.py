@@ -51,7 +51,7 @@ class Account:
         display.say(explain(self._report))
 
     def in_short(self, *, steps_left: int) -> str:
-        """Return the plan in half a line, for a resumed run: whoever began it was shown all of it."""
+        """Return the plan in half a line, for a resumed run. The whole plan was shown at its begin."""
         words = f"the plan is unchanged, {format_bytes(self._plan.peak('host'))} of host memory"
         if not self._report.measured or self._report.forecast is None:
             return words
@@ -90,9 +90,9 @@ class Account:
 
 
 def _ceilings(config: RunOptions, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
-    """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if nobody measured.
+    """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if there is none.
 
-    A resumed run has them in its directory, whatever became of the profile; they must not be divided again, because drive i no
+    A resumed run has them in its directory, whatever became of the profile. They must not be divided again, because drive i no
     longer belongs to directory i.
     """
     with contextlib.suppress(ConfigError):

@@ -81,16 +81,16 @@ def resume(
     begun_with = Path(str(manifest.identity["model"]))
     if config.model.resolve() != begun_with:
         raise RunDirectoryError(
-            f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; "
-            "name that one again, or begin another run"
+            f"{run_directory}: config.yaml names the model {config.model}, the run began with {begun_with}; name that one "
+            "again, or start a new run"
         )
     chain = Chain.from_config(Checkpoint.open(begun_with, decode=True).config, config.compute_dtype, Optimizer())
     found, expected = _shapes(chain.layouts), _shapes(manifest.layouts)
     if found != expected:
         name = min(found.keys() ^ expected.keys() or {name for name in found if found[name] != expected[name]})
         raise RunDirectoryError(
-            f"{run_directory}: {begun_with} now holds another model than the run began with: {name} was "
-            f"{expected.get(name, 'not there')}, is {found.get(name, 'not there')}; put the model of the run back there"
+            f"{run_directory}: {begun_with} now holds another model than the run began with. {name} was "
+            f"{expected.get(name, 'not there')}, is {found.get(name, 'not there')}; restore the model of the run there"
         )
 
     def check(begun: Options) -> None:
@@ -98,8 +98,8 @@ def resume(
             now, then = getattr(config, name), getattr(begun, name)
             if to_train and now != then:
                 raise RunDirectoryError(
-                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and goes on with that; put it "
-                    "back. To train otherwise, begin a run from its model (`headrace export`, or `final`)"
+                    f"{run_directory}: config.yaml has {name} {now}, the run began with {then} and keeps that; restore it. "
+                    "To train differently, start a run from its model (`headrace export`, or `final`)"
                 )
 
     return kind.resume(run_directory, sink=sink, check=check, seams=seams, verify=verify)
@@ -110,8 +110,8 @@ def _shapes(layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, ...]]:
 
 
 def why_not_packed(model: Path, sequence_length: int) -> str:
-    """Return why the architecture of a model directory does not keep samples of one row of `sequence_length` tokens apart by
-    their positions alone; "" if it does.
+    """Return why an architecture does not keep samples of one row of `sequence_length` tokens apart by their positions alone;
+    "" if it does.
 
     Raises:
         ModelError: the architecture is not supported, or its files are damaged.
@@ -131,8 +131,8 @@ def state_of(run_directory: Path) -> StateKind:
 
 
 def discard(run_directory: Path) -> None:
-    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`, and what
-    a creation or removal that was cut short left there. What another process has committed meanwhile stays: whoever begins a
+    """Remove the engine's files of a run that was never committed, from its SSD directories and from `run_directory`. The rest
+    of an interrupted creation or removal is removed, too. What another process has committed meanwhile stays: whoever begins a
     run there is told.
 
     Raises:

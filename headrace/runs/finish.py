@@ -1,7 +1,7 @@
 """The end of a run: the model becomes an ordinary Hugging Face directory, with a card.
 
 Invariant: the state is removed only after the model lies complete in `final/`; if that is interrupted, `resume` does it again.
-`final/` is the last that a run writes: whoever sees it has the card and the summary, too.
+`final/` is the last that a run writes: once it exists, card and summary exist, too.
 """
 
 import json
@@ -65,7 +65,7 @@ def _provenance(model: Path) -> object:
 def _refuse_another(final: Path) -> None:
     """Refuse to take what somebody else put there for this run's model, because the run's state would then be removed."""
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise ExportFailed(f"export to {final}: something else is there, which is kept; move it away")
+        raise ExportFailed(f"export to {final}: something else is there, and is kept; move it away")
 
 
 def installed_versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The run from first to last step: `train` begins one, `resume` continues one. This is the page to read first.
 
-Invariant: the position in the data is committed with the step that consumed it, so a resumed run sees the next sample and no
-sample twice; `metrics.jsonl` has each step once.
+Invariant: the position in the data is committed with the step that consumed it. So a resumed run sees the next sample and no
+sample twice. `metrics.jsonl` has each step once.
 """
 
 import signal
@@ -93,12 +93,12 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
     config = directory.read_config()
     kind = engines.state_of(directory.path)
     if kind is StateKind.NONE and directory.final.exists():
-        engines.discard(directory.path)  # killed while it removed its state: nobody else would free the space
+        engines.discard(directory.path)  # killed while it removed its state: nothing else would free the space
         raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
     if kind is not StateKind.COMMITTED and (done := len(read_metrics(directory.metrics))):
         raise RunDirectoryError(
-            f"{directory.path}: the run had taken {done} steps, but its state is gone (by headrace clean --unfinished, say); "
-            "begin another run"
+            f"{directory.path}: the run had taken {done} steps, but its state is gone (for example by headrace clean "
+            "--unfinished); start a new run"
         )
     run = _run(config, directory, open_stream(config, resumed=True), display, engines, meter)
     if kind is not StateKind.COMMITTED:
@@ -116,7 +116,7 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
             run.stream.restore(engine.position["data"])
             if run.stream.by_earlier_rules:
                 run.display.say(
-                    "note: goes on with the tokens that the run began with; earlier rules chose what of them is trained"
+                    "note: the run keeps the tokens that it began with; earlier rules chose which of them are trained"
                 )
         account = _account(run, engine.plan) if engine.plan is not None and not engine.plan.serves else None
         words = f": {account.in_short(steps_left=run.total_steps - engine.step_index)}" if account else ""
@@ -301,7 +301,7 @@ def _for_people(reporters: Reporters, tell: Callable[[Plan], None] = lambda plan
 def _interrupted(run: _Run, step: int, number: int) -> Interrupted:
     return Interrupted(
         f"{signal.Signals(number).name}: stopped after step {step} of {run.total_steps}, which is committed; "
-        f"go on with: headrace resume {run.directory.path}",
+        f"resume with: headrace resume {run.directory.path}",
         signal_number=number,
         step=step,
     )

@@ -1,4 +1,4 @@
-"""The figures of the machine by which a run is planned: a profile, or those of an earlier measurement or of one made now.
+"""The machine figures that a run is planned with: a profile, an earlier measurement, or one made now.
 
 Invariant: a resumed run is not measured again, because its record has the figures and the plan with which it began. Where
 figures were kept, they are used, so that rates which differ from one measurement to the next never change a plan.
@@ -72,8 +72,8 @@ class MachineOfRun:
         from headrace.measure.brief import BRIEF_SECONDS, measure_briefly  # late: it brings the kernels and their compiler
 
         self._say(
-            f"measuring this machine for at most {BRIEF_SECONDS:.0f} s, for the run may take {format_seconds(run_seconds)} and "
-            "nobody has; --no-measure leaves it out"
+            f"measuring this machine for at most {BRIEF_SECONDS:.0f} s, because the run may take {format_seconds(run_seconds)} "
+            "and there are no figures yet; --no-measure skips this"
         )
         begin = time.perf_counter()
         with alone(_WAIT_SECONDS) as first:
@@ -82,7 +82,7 @@ class MachineOfRun:
                 self._say("another process has measured it")
                 return kept
             if not first:
-                self._say("not measured: another process has been at it for too long; times are guesses", level="warning")
+                self._say("not measured: another process has been measuring for too long; times are guesses", level="warning")
                 return None
             try:
                 found = measure_briefly(machine, self._wanted.measured, plan.compute_dtype, _room(plan))

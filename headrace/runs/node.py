@@ -1,6 +1,6 @@
 """A run of several machines: a node that owns it, and workers that compute for it.
 
-The node's run is that of `loop`, with other engines. If a worker is lost, the run goes on from its last commit, as `resume`
+The node's run is that of `loop`, with other engines. If a worker is lost, the run continues from its last commit, as `resume`
 does but in this process, once another worker is there. Invariant: a worker holds nothing that the node does not have.
 """
 
@@ -94,7 +94,7 @@ def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
 
 
 def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
-    """Refuse to take another run for this one, or to go on with it under options that would be ignored.
+    """Refuse to take another run for this one, or to resume it under options that would be ignored.
 
     Raises:
         RunDirectoryError: `output` holds a run of another model or other data, one without a node, or one that began with other
@@ -114,7 +114,7 @@ def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
     others = [f"{key} {now} here, {then} there" for key, now, then in pairs if now is not None and now != then]
     if others:
         raise RunDirectoryError(
-            f"output: {directory.path} holds a run that began otherwise: {'; '.join(others)}; go on with it by `headrace "
+            f"output: {directory.path} holds a run that began otherwise: {'; '.join(others)}; resume it with `headrace "
             f"resume {directory.path}`, or name another directory with --output"
         )
 
@@ -136,7 +136,7 @@ def _listener(config: NodeOptions, secret: bytes | None, silence_seconds: float)
         if (holder := lock_holder(folder)) is None:
             raise
         raise RunDirectoryError(
-            f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it, a run has one process"
+            f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it; a run has one process"
         ) from error
 
 

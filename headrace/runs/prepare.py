@@ -1,4 +1,4 @@
-"""From the options as given to the options as decided, and the token stream that belongs to them.
+"""From the options as given to the options as decided, and their token stream.
 
 Invariant: after `prepare` every choice is explicit and every path absolute, so `config.yaml` alone repeats the run.
 """

@@ -187,7 +187,7 @@ def open_parts(
             found = "only damaged commit records" if damaged else "no commit record"
             raise RunDirectoryError(
                 f"{run_directory}: {found} in {' and '.join(RECORD_NAMES)}: no step was ever finished, or the files were "
-                f"changed; remove the run with `headrace clean {run_directory} --unfinished` and start again"
+                f"changed. Remove the run with `headrace clean {run_directory} --unfinished` and start again"
             )
         note_owner(manifest.directories, run_directory, manifest.run_id)
         undo.pop_all()

@@ -2,9 +2,9 @@
 
     sum over i of  weight(i) * mix(word[i])   modulo 2^64,   weight(i) = (2 i + 1) * ODD,   mix(x) = y ^ (y >> 32), y = x * MIX
 
-`mix` is a bijection and every weight is odd, so a change of any single 64-bit word is always seen. Weights differ, so two words
-that changed places are seen, unless their mixed values agree in their low 63 bits less log2 of the distance; other damage goes
-unseen with a chance of about 2^-64. Measured: 34 GB/s on one core of a two-core virtual machine, as fast as summing the words.
+`mix` is a bijection and every weight is odd, so a change of any single 64-bit word is always seen. Weights differ, so two
+swapped words are seen, unless their mixed values agree in their low 63 bits less log2 of the distance. Other damage goes unseen
+with a chance of about 2^-64. Measured: 34 GB/s on one core of a two-core virtual machine, as fast as summing the words.
 Invariant: the compiled kernel equals the NumPy reference for every input.
 """
 

@@ -1,4 +1,4 @@
-"""Files whose copy is striped over drives: what they are told by, where their bytes lie in the copy, and who reads these."""
+"""Files with a copy striped over drives: how they are recognised, where their bytes lie in the copy, and who reads these."""
 
 import hashlib
 import json

@@ -49,8 +49,8 @@ def find_leftovers(directories: Sequence[Path]) -> list[Leftover]:
 def leftovers_of(run_directory: Path) -> list[Leftover]:
     """List the data folders of the run in `run_directory`, also where they know it by an earlier place. Changes nothing.
 
-    Folders that belong to a run of which this one is a copy are not listed. What is left of a creation or a removal that was
-    cut short is dead; but in doubt where the directory was moved: it may be a copy from before its run was whole.
+    Folders that belong to a run of which this one is a copy are not listed. The rest of an interrupted creation or removal is
+    dead. But it is in doubt if the directory was moved: it may be a copy from before its run was whole.
 
     Raises:
         RunDirectoryError: there is no run, or its manifest is damaged.
@@ -94,7 +94,7 @@ def remove_leftover(leftover: Leftover) -> None:
 def _forget(run_directory: Path, run_id: str) -> None:
     """Remove the records of a run that is withdrawn, once its last folder is gone: until then they tell that the rest is dead.
 
-    While an SSD directory is not there, as where its drive is not mounted, nobody knows of the folder in it.
+    While an SSD directory is not there, as where its drive is not mounted, its folder is unknown.
     """
     if not (run_directory / UNMADE_NAME).exists():
         return
@@ -113,9 +113,8 @@ def remove_uncommitted(run_directory: Path) -> None:
     """Remove a state that was never committed, and its records, for a run that begins anew. The caller holds the run's lock,
     and has seen that there is no commit. Folders of a run of which this one is a copy stay.
 
-    Raises:
-        RunDirectoryError: the manifest is damaged, another process works on a folder, or in a folder may be the state that the
-            run of which this one is a copy has committed since, from where it is now; nothing was removed.
+    Raises: RunDirectoryError: the manifest is damaged, or another process works on a folder. Or this run is a copy of another,
+        which may have committed the state in a folder since, from where it is now. Nothing was removed.
         StorageError: something cannot be removed.
     """
     manifest = read_manifest(run_directory)
@@ -143,8 +142,8 @@ def _is_own(folder: Path, run_directory: Path) -> bool:
     if run is _Run.IN_DOUBT:
         raise RunDirectoryError(
             f"{run_directory}: never committed a step, and its state in {folder} was made by the run in {owner[1]}, which is "
-            f"not there; if that was moved here, remove the state with `headrace clean {run_directory} --unfinished` and "
-            "resume again; if this is a copy of it, begin another run"
+            f"not there. If that run was moved here, remove the state with `headrace clean {run_directory} --unfinished` and "
+            "resume again. If this is a copy, start another run"
         )
     return run is _Run.DEAD
 
@@ -173,7 +172,7 @@ class _Run(Enum):
 
 
 def _look_at(folder: Path) -> Leftover | None:
-    """Return what is known of a data folder; None if it is in use, none of ours, or too little is known to call it dead."""
+    """Return what is known of a data folder. None if it is in use, is not ours, or is too little known to call it dead."""
     owner = owner_of(folder)
     if owner is None:
         return None
@@ -235,6 +234,6 @@ def refuse_copy(run_directory: Path, directories: Sequence[Path], run_id: str) -
             continue
         if _run_in(owner[1], run_id, folder) is _Run.KNOWS_IT:
             raise RunDirectoryError(
-                f"{run_directory}: is a copy of the run in {owner[1]}, whose state in {folder} it would change; "
-                f"go on with `headrace resume {owner[1]}`, or rename that directory if this one is to take its place"
+                f"{run_directory}: is a copy of the run in {owner[1]}, and would change its state in {folder}. Use `headrace "
+                f"resume {owner[1]}`, or rename that directory if this one is to take its place"
             )

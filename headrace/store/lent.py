@@ -1,4 +1,4 @@
-"""Families that a store has no place for: they lie in files that others keep, such as a model's own, and are only read.
+"""Families that lie in files that others keep, such as a model's own. The store has no place for them and only reads them.
 
 Invariant: no commit names them, and nothing is written there.
 """

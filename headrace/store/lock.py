@@ -42,11 +42,11 @@ class RunLock:
             self._descriptor = -1
             if error.errno in _HELD:
                 raise RunDirectoryError(
-                    f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it, a run has one process"
+                    f"{folder}: in use by process {holder or 'unknown'}; wait for it or stop it; a run has one process"
                 ) from error
             if not needed:
                 return
-            if not holder:  # nobody ever had it: it was made just now
+            if not holder:  # it was never held: it was made just now
                 with contextlib.suppress(OSError):
                     path.unlink()
             raise RunDirectoryError(f"{path}: cannot be locked: {error.strerror}; put the run on a local drive") from error
@@ -58,8 +58,8 @@ class RunLock:
     def release(self) -> None:
         """Let others in. A second call does nothing."""
         if self._descriptor >= 0:
-            # A child that was forked meanwhile shares the lock: closing alone would leave it to the child, for as long as
-            # that lives, and unlocking in the child would take it from us.
+            # A child that was forked meanwhile shares the lock. Closing alone would leave it to the child, as long as that
+            # lives. Unlocking in the child would take it from us.
             if self._process_id == os.getpid():
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -90,7 +90,7 @@ def lock_holder(folder: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _HELD:
-            return None  # a file system without locks: nobody holds one
+            return None  # a file system without locks: none is held
         text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
         return int(text) if text.isdigit() else 0
     finally:

@@ -60,7 +60,7 @@ def data_folder(directory: Path, run_id: str) -> Path:
 
 
 def announce_manifest(run_directory: Path, manifest: Manifest) -> None:
-    """Write what `write_manifest` will make valid. Whoever finds it alone knows that its run was never whole.
+    """Write what `write_manifest` will make valid. Found alone, it shows that its run was never complete.
 
     Directories inside the run directory are named from there, so that they go along where it is moved or copied.
 

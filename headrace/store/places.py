@@ -81,7 +81,7 @@ def place_units(units: Sequence[Unit]) -> Places:
             odd = next((border for border in family.borders if border % UNIT_ALIGNMENT), None)
             if odd is not None:
                 raise ConfigError(
-                    f"unit {unit.name}, {family.name}: a chunk begins or ends at element {odd}, expected a multiple of "
+                    f"unit {unit.name}, {family.name}: a chunk begins or ends at element {odd}; expected a multiple of "
                     f"{UNIT_ALIGNMENT}"
                 )
             chunk_offsets = tuple(accumulate(map(family.chunk_bytes, range(family.num_chunks)), initial=0))

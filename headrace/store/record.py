@@ -3,7 +3,7 @@
     magic, format version, run id, sequence number, lengths | JSON | slots (int8) | versions | checksums | BLAKE2b of all before
 
 Two files take turns, so that the record before the newest is never touched. Invariant: at every moment at least one file holds
-a whole record (once there was one); a torn record is never taken for a whole one.
+a whole record, once there was one. A torn record is never taken for a whole one.
 """
 
 import hashlib

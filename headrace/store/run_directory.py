@@ -75,7 +75,7 @@ class RunDirectory:
             raise RunDirectoryError(f"output: {self.path} is a file; name a directory that does not exist yet")
         if self.path.is_dir() and any(self.path.iterdir()):
             found = f"a run{self._of_model()}" if self.config.exists() else "other files"
-            advice = f"`headrace resume {self.path}` goes on with it, or " if self.config.exists() else ""
+            advice = f"`headrace resume {self.path}` resumes it, or " if self.config.exists() else ""
             raise RunDirectoryError(
                 f"output: {self.path} exists and holds {found}; {advice}name another directory with --output"
             )
@@ -148,8 +148,8 @@ class RunDirectory:
         """Return the error for a run whose own files (not its state) could not be written."""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return (DiskFull if full else StorageError)(
-            f"{error.filename or self.path}: cannot be written ({error.strerror or error}); the last committed step is safe: "
-            f"{'free some space' if full else 'remove the cause'}, then go on with: headrace resume {self.path}"
+            f"{error.filename or self.path}: cannot be written ({error.strerror or error}). The last committed step is safe: "
+            f"{('free some space' if full else 'remove the cause')}, then resume with: headrace resume {self.path}"
         )
 
     def forget(self, made: Sequence[Path]) -> None:

@@ -1,4 +1,4 @@
-"""SSD directories: whether they will do, and the folders that a run has in them.
+"""SSD directories: are they usable, and which folders does a run have in them?
 
 Invariant: nothing is created before every directory is known to be fit and to have space for all that goes there.
 """
@@ -41,8 +41,8 @@ def check_directories(
     beside: Beside | None = None,
     what: str = "the state",
 ) -> None:
-    """Refuse directories that are missing, no directories, read-only, named twice, in memory, or too full for `what` takes
-    `needed_bytes` of each: also for what will lie `beside` it.
+    """Refuse directories that are missing, no directories, read-only, named twice or in memory. Refuse those that are too full:
+    `what` takes `needed_bytes` of each, and others will lie `beside` it.
 
     Raises:
         ConfigError: a directory cannot be used.
@@ -190,7 +190,7 @@ def remove_folders(directories: Sequence[Path], run_id: str) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove the folder of a run in one directory. The data go first: without the note nobody would find them.
+    """Remove the folder of a run in one directory. The data go first: without the note they would not be found.
 
     Where its lock is held, network file systems keep the folder until that is released: call `drop_folder` then.
 

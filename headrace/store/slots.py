@@ -1,8 +1,8 @@
 """Which slot of a family holds what: the rule that makes every step a checkpoint. No input or output here.
 
 A *group* is one family of one unit. Its writes go to the slot that is not *its* committed one, over earlier uncommitted
-versions if there are any, and count only once every chunk is written. Invariants: the committed slot is never written to; a
-reader gets chunks of one version only.
+versions. They count only once every chunk is written. Invariants: the committed slot is never written to; a reader gets chunks
+of one version only.
 """
 
 from collections.abc import Sequence

@@ -146,9 +146,8 @@ class StateStore:
         Planes lie in a chunk as `Family` says. Waits for writes of that version that are under way. What is scratch is read as
         it lies: neither checked nor ordered with writes under way.
 
-        Raises:
-            StorageError: `into` has another size, a write of that version failed, the next version is half written over it, or
-                the unit has no such family on the drives.
+        Raises: StorageError: `into` has another size, a write of that version failed, or the next version is half written over
+            it. Or the unit has no such family on the drives.
         """
         if self._parts.places.is_lent(unit, family):
             return self._lent.read(unit, into)
@@ -162,11 +161,10 @@ class StateStore:
     def write(self, unit: int, family: str, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
         """Start writing one chunk of a family to the slot that is not committed.
 
-        Takes its checksum, unless whoever made the data did so on the way. Waits for transfers under way in the same place.
+        Computes its checksum, unless that was done when the data were made. Waits for transfers under way in the same place.
 
-        Raises:
-            StorageError: `data` has another size, the family is written once and was committed, the unit has no such family on
-                the drives, or a commit failed and neither was repeated nor abandoned.
+        Raises: StorageError: `data` has another size; the family is written only once and was committed; the unit has no such
+            family on the drives. Or a commit failed, and was neither repeated nor abandoned.
         """
         place = self._place(unit, family)
         if place.durability.committed:

@@ -1,6 +1,6 @@
 """The transfers of a store that are under way: which reads and writes a new one has to wait for.
 
-Whoever calls holds the store's table lock; nobody waits for a ticket here but in `settle`.
+Callers hold the store's table lock. Only `settle` waits for a ticket here.
 """
 
 import contextlib

@@ -72,6 +72,6 @@ def _compare(volume: Volume, check: _Check, content: Bytes) -> None:
     striped = f" (striped over {len(volume.files)} files from there)" if len(volume.files) > 1 else ""
     raise CorruptData(
         f"{check.place.label}, chunk {check.chunk}: {path} at offset {file_offset}, "
-        f"{format_bytes(check.num_bytes)}{striped}: stored checksum {check.stored:#018x}, computed {computed:#018x}; "
-        "the drive returned other bytes than were written: do not go on from this run, and check the drive"
+        f"{format_bytes(check.num_bytes)}{striped}: stored checksum {check.stored:#018x}, computed {computed:#018x}. The "
+        "drive returned other bytes than were written: do not continue this run, and check the drive"
     )

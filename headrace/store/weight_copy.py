@@ -5,10 +5,9 @@
     FIRST/headrace-weights-ID/sums       a checksum for each piece that is on the drives, in order; grows
     FIRST/headrace-weights-ID/verified   the same sums, once all pieces were read back and have them
 
-The files follow one another in one address space, each from a whole block on. ID is a digest of what the files are (place,
-size, time of the last change, samples of what is in them) and of the drives: files that were changed, or other drives, are
-another copy. Invariant: a copy is read only where `verified` is there; what a kill leaves goes on at the piece where it
-stopped.
+The files follow one another in one address space, each from a whole block on. ID is a digest of the files (place, size, time of
+the last change, samples of their contents) and of the drives. So changed files, or other drives, make another copy. Invariant:
+a copy is read only where `verified` is there; what a kill leaves goes on at the piece where it stopped.
 """
 
 import contextlib
@@ -296,9 +295,9 @@ class WeightCopy:
         if checksum(part) != expected:
             path, offset = volume.locate(number * self._piece_bytes)
             raise CorruptData(
-                f"{path}: {format_bytes(part.size)} from about offset {offset} on are not what was copied: the drive may be "
-                f"failing, or the file was changed; remove {' and '.join(map(str, self.folders))}, then give the same command "
-                "again"
+                f"{path}: {format_bytes(part.size)} from about offset {offset} on are not what was copied. The drive may be "
+                f"failing, or the file was changed; remove {' and '.join(map(str, self.folders))}, then give the same "
+                "command again"
             )
 
 

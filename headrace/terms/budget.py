@@ -11,7 +11,7 @@ _DEFAULT_PERCENT = {"device": 90, "host": 70, "ssd": 90}
 
 
 def default_bytes(tier: str, free_bytes: int) -> int:
-    """Return the budget of a tier where none is given: 90 % of free device memory and SSD space, 70 % of available memory."""
+    """Return the default budget of a tier: 90 % of free device memory and SSD space, 70 % of available memory."""
     return free_bytes * _DEFAULT_PERCENT[tier] // 100
 
 
@@ -19,10 +19,9 @@ def default_bytes(tier: str, free_bytes: int) -> int:
 class Budget:
     """Bytes of device memory and of this process's host memory, and the SSD directories.
 
-    `device=None` means: no separate device tier (the CPU computes in host memory), or, on a machine with a GPU, 90 % of what is
-    free there. `host=None` means 70 % of the available memory. `ssd=()` means a folder inside the run directory.
-    On a machine without a GPU a given `device` makes a separate device tier inside host memory, so that the whole
-    three-tier path runs anywhere.
+    `device=None` means 90 % of the free memory of a GPU. Without a GPU it means no device tier: the CPU computes in host
+    memory. `host=None` means 70 % of the available memory. `ssd=()` means a folder inside the run directory. Without a GPU a
+    given `device` makes a separate device tier inside host memory, so that the whole three-tier path runs anywhere.
     """
 
     device_bytes: int | None

@@ -16,7 +16,7 @@ class BudgetOptions(Declared):
         None,
         Place(),
         "Run directory to write; it must not exist yet.",
-        row="run directory; refused if it has anything in it",
+        row="run directory; refused if it is not empty",
         words="`runs/MODEL-DATA`",
         plan=True,
         fixed=False,
@@ -26,7 +26,7 @@ class BudgetOptions(Declared):
         (),
         Listed(Place()),
         "Directory on an SSD for the training state; give it several times to stripe.",
-        row="directories for the state; several are striped by their measured speed; a tenth of the free space stays free",
+        row="directories for the state. Several are striped by their measured speed. A tenth of the free space stays free",
         words="run directory",
         plan=True,
         fixed=False,
@@ -37,8 +37,8 @@ class BudgetOptions(Declared):
         None,
         Size(),
         "Main memory that the process may use, such as 16GiB.",
-        row="bytes this process may use, Python and libraries included. By default control groups and resource limits count, "
-        "page cache is free, and under WSL with a GPU it is half of memory at most",
+        row="bytes this process may use, Python and libraries included. The default respects control groups and resource "
+        "limits, and counts page cache as free. Under WSL with a GPU it is at most half of memory",
         words="70 % of what this process may still take",
         plan=True,
         group=Group.MEMORY,

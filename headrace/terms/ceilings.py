@@ -1,9 +1,9 @@
 """What a machine can do at most: rates, capacities, overheads, and how much its parts slow one another.
 
 `Ceilings` is a value that is measured (`headrace bench machine`), shipped with the package (`plan/machines`) or written by
-hand, and it is all that the planner and the simulated interpreter know of the hardware. The invariant: an instance holds
-only figures that can be true. A missing, unknown or absurd one is refused by the name of its field, because a planner fed a
-zero or a NaN would still print a plan.
+hand. The planner and the simulated interpreter know nothing else of the hardware. The invariant: an instance holds only figures
+that can be true. A missing, unknown or absurd figure is refused by its field's name: a planner fed a zero or a NaN would still
+print a plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from headrace.terms.figures import (
 from headrace.terms.lanes import Part
 from headrace.terms.layout import COMPUTE_DTYPES
 
-# The name of a machine that nobody measured.
+# The name of a machine without measurements.
 NOMINAL = "nominal"
 # The largest believable figures: a rack of the fastest hardware of 2026 stays below each; a figure in a wrong unit is above it.
 _MOST_FLOPS_PER_SECOND = 1e17
@@ -48,20 +48,20 @@ class Ceilings:
 
     `flops_per_second` maps a compute dtype (`bfloat16`, ...) to the sustained rate of large matrix products, counting two
     operations per multiply-add; attention's products, its softmax included, reach `attention_share` of it. The model's other
-    work is counted in seconds: `hidden_seconds` for each element of a micro-batch's hidden states in a block's forward,
-    recompute and backward together (norms, activations, sums); `logit_seconds` for each logit, and `head_seconds` for each
-    parameter of the head and chunk of the loss (the gradient of one chunk is added to that of the others).
+    work is counted in seconds. `hidden_seconds` is for each element of a micro-batch's hidden states, in a block's forward,
+    recompute and backward together (norms, activations, sums). `logit_seconds` is for each logit. `head_seconds` is for each
+    parameter of the head and chunk of the loss, because each chunk's gradient is added to the others'.
     `both_ways_bytes_per_second` is the total over the host-device link when both directions run at once.
-    `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on
-    all cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
+    `update_bytes_per_second` counts all memory traffic of the update kernel (26 bytes per parameter with bfloat16) on all
+    cores. `slowdowns[a][b]` is the share of its own rate that lane `a` keeps while lane `b` is busy (1 where absent).
     `fresh_pages_share` is the share of its matrix rate that a CPU keeps where freed memory goes back to the kernel at once.
-    `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None where nobody measured it.
+    `device_memory_bytes_per_second` is the bandwidth of the device's own memory; None if it was not measured.
     `row_product_bytes_per_second` is how fast a CPU's product of one bfloat16 row goes through weights; None: as memory does.
-    `attended_bytes_per_second` is how fast all cores go through keys and values in attention; None where nobody measured it.
+    `attended_bytes_per_second` is how fast all cores go through keys and values in attention; None if it was not measured.
     `widened_dtypes` are those whose products a CPU computes in float32, because it has no instructions for them.
     `decoded_per_second` has weights that one core decodes in a second, by kind of code; `codec.table` has those of others.
-    `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory.
-    `sources` says of each figure where it comes from.
+    `has_device` is false where the CPU computes; the link's figures are then those of copies inside host memory. `sources` says
+    of each figure where it comes from.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Ceilings:
         return self.attended_bytes_per_second or assumed
 
     def with_twice(self, part: Part) -> "Ceilings":
-        """Return the machine with `part` doubled; a figure that nobody measured becomes twice what is assumed for it."""
+        """Return the machine with `part` doubled; a missing figure becomes twice what is assumed for it."""
         memory, attended = self.device_update_bytes_per_second, self.attention_bytes_per_second
         known = replace(self, device_memory_bytes_per_second=memory, attended_bytes_per_second=attended)
         return replace(self, **{name: _twice(getattr(known, name)) for name in part.figures})
@@ -186,9 +186,8 @@ class Ceilings:
     def from_json(cls, values: object) -> "Ceilings":
         """Return the ceilings that `values` (a parsed JSON object, as `to_json` makes) describe.
 
-        Raises:
-            ConfigError: a figure is missing, unknown, not a number, not positive, or beyond what hardware can do; the message
-                names the field and shows the value.
+        Raises: ConfigError: a figure is missing, unknown, not a number, not positive, or beyond what hardware can do. The
+            message names the field and shows the value.
         """
         figures = mapping_of(values, where="machine profile")
         name = figures.get("name")

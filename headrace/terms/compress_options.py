@@ -46,15 +46,15 @@ class CompressOptions(Declared):
         128,
         Whole(8, 1 << 16),
         "Columns that share a scale, where a code has such scales.",
-        row="columns that share a scale, where a code has such scales; a matrix whose width it does not divide gets half as "
-        "many, down to 32",
+        row="columns that share a scale, if a code has such scales. A matrix gets half as many, down to 32, if they do not "
+        "divide its width",
         group=Group.RESULT,
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length", group=Group.CALIBRATION, often=False)
     template_date: str | None = option_as(
         RunOptions,
         "template_date",
-        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date",
+        row="the day, YYYY-MM-DD, for chat templates that ask for the date",
         group=Group.CALIBRATION,
     )
     calibration_rows: int = option(128, Whole(), "Number of rows that calibrate.", group=Group.CALIBRATION)

@@ -1,4 +1,4 @@
-"""Options that cannot be had together, each refused with both names."""
+"""Options that exclude each other, each refused with both names."""
 
 from headrace.terms.declared import Declared
 from headrace.terms.errors import ConfigError
@@ -14,7 +14,9 @@ def refuse_contradictions(options: Declared) -> None:
     """
     given = vars(options)
     if given["adapter"] is not None and given["train"] != ALL:
-        raise ConfigError(f"train: {given['train']} and adapter: adapters are trained, and all else stays; give one of them")
+        raise ConfigError(
+            f"train: {given['train']} and adapter: adapters are trained, and everything else is frozen; give one of them"
+        )
     if given["compile_blocks"] and given["adapter"]:
         raise ConfigError("compile_blocks and adapter: adapters run beside the blocks' own code; give one of them")
     if given["compile_blocks"] and given["liger"]:

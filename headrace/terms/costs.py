@@ -70,8 +70,8 @@ class ModelCosts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCosts:
     """One pass of a seat through the model. `flops`, and `calls` of operators, are by block; `workspace_bytes` is the peak of
-    live tensors of a block. `query_bytes` are by block those of attention's queries, `result_bytes` those of what it makes of
-    them; 0 where attention is not computed by way of transformers' interface.
+    live tensors of a block. `query_bytes` are by block those of attention's queries, `result_bytes` those of its results. They
+    are 0 if attention does not go through transformers' interface.
     """
 
     flops: tuple[float, ...]
@@ -89,9 +89,9 @@ class GenerationCosts:
 
     With a `prefill_chunk` prompts are taken in chunks of so many tokens, a pass for each, and `first` is the last of these
     passes. `cache_bytes` are the bytes of each block's cache after the prompt; `cache_token_bytes` are what one more token of
-    all rows adds to each. `tiered` says for each block whether its cache may lie elsewhere while the block is not run: it may
-    where the cache keeps tokens and nothing else. `head_flops` are for one position of all rows; `head_bytes` are what head and
-    sampling allocate for a moment.
+    all rows adds to each. `tiered` says for each block whether its cache may live elsewhere while the block does not run. It
+    may if the cache keeps tokens and nothing else. `head_flops` are for one position of all rows; `head_bytes` are what head
+    and sampling allocate for a moment.
     """
 
     rows: int

@@ -1,8 +1,8 @@
 """Where a unit may be cut into chunks, and which pieces of a chunk a rule is given. Both follow from the rule's grain.
 
-A rule that updates each element alone lets a unit be cut anywhere. One that needs whole rows, or whole matrices, is given
-*items*: the rows or matrices of the layout; of a stack of matrices (experts), each matrix by itself. Chunks hold whole items.
-A chunk begins on a page of the drives, so a cut is where an item and a page begin at once.
+A rule that updates each element alone lets a unit be cut anywhere. A rule that needs whole rows, or whole matrices, is given
+*items*: the rows or matrices of the layout. In a stack (experts) each matrix is one item. Chunks hold whole items. A chunk
+begins on a page of the drives, so a cut is where an item and a page begin at once.
 
 Invariant: no cut divides an item, and no piece has only a part of one.
 """
@@ -36,8 +36,8 @@ class Cuts(NamedTuple):
     """Elements `[start, stop)` of a unit, which may be cut at `start` and every `grain` elements from there.
 
     They are items of `item_elements` elements each; the size is 1 where each element is updated alone. Under a rule with planes
-    that have numbers for some elements only, `items` is the number of items, and `sides` how many sides each has (`num_sides`);
-    both are 0 where each element is updated alone.
+    that have numbers for some elements only, `items` is the number of items. `sides` says how many sides each has
+    (`num_sides`). Both are 0 if each element is updated alone.
     """
 
     start: int
@@ -51,9 +51,9 @@ class Cuts(NamedTuple):
 def item_shape(parameter: ParameterSpec, rule: RuleFigures, unit: str = "block") -> tuple[int, int] | None:
     """Return rows and columns of the items of a parameter of `unit` under `rule`, None if its elements are updated alone.
 
-    Those are parameters with fewer than two dimensions, and matrices of one row or column, unless `rule.takes_vectors`; those
-    that `rule.elementwise` matches; and what is no matrix under a rule of `only_matrices`. Of more than two dimensions the last
-    two are a matrix.
+    Those are parameters with fewer than two dimensions, and matrices of one row or column, unless `rule.takes_vectors`. Those
+    that `rule.elementwise` matches are, too. Under a rule of `only_matrices` so is everything that is no matrix. Of more than
+    two dimensions the last two are a matrix.
     """
     if rule.grain is Grain.ELEMENT:
         return None
@@ -223,8 +223,8 @@ def chunk_borders(num_elements: int, chunk_elements: int, cuts: tuple[Cuts, ...]
     """Return where the chunks of a unit begin, and where the last one ends.
 
     Each chunk is as long as its items allow, up to `chunk_elements`; an item that is longer has a chunk of its own. If no chunk
-    is longer than `chunk_elements`, asking for the length of the longest chunk instead gives the same borders: so a plan can be
-    made again for the chunks of an existing store.
+    is longer than `chunk_elements`, asking for the length of the longest chunk gives the same borders. So a plan can be made
+    again for the chunks of an existing store.
     """
     if not cuts:
         return (*(start for start, _ in chunk_ranges(num_elements, chunk_elements)), num_elements)

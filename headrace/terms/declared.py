@@ -1,11 +1,11 @@
-"""How an option is declared: once, as a field of a frozen dataclass, with all that anybody needs to know of it.
+"""How an option is declared: once, as a field of a frozen dataclass, with everything that is known about it.
 
 To add an option, add one field to a class of options (`terms/method_options.py` and its neighbours):
 
     momentum: float = option(0.9, Number(0, 1), "How much of the last update stays.")
 
-Its name is the key of the YAML file and, with `-` for `_`, the option on the command line; its kind reads and checks values,
-whoever gives them; its help stands in `--help`, in the section of its `group`, and in docs/options.md (`row` says more there).
+Its name is the key of the YAML file and, with `-` for `_`, the option on the command line. Its kind reads and checks values
+from any source. Its help stands in `--help`, in the section of its `group`, and in docs/options.md, where `row` may say more.
 What a run was begun with is written into its record and must not change in `config.yaml`, unless the option is declared with
 `fixed=False`.
 Invariant: an instance that exists is valid in itself.

@@ -30,7 +30,7 @@ _PIECE_UNIT_BYTES = 4096
 class InFlight:
     """How drives are kept busy: by `threads` in each direction, each with a piece of at most `piece_bytes` under way.
 
-    The defaults are what the I/O engine does where nobody measured.
+    The defaults are those of the I/O engine without measurements.
     """
 
     threads: int = 4
@@ -101,7 +101,7 @@ class Drive:
 
 def striped_shares(drives: Sequence[Drive]) -> tuple[float, ...]:
     """Return the share of all bytes that each drive gets. It is in proportion to the drive's rate while it reads and writes at
-    once, as `files.measured_weights` lays out the stripes (there in small integers, so roughly).
+    once. `files.measured_weights` lays out the stripes so, but roughly, in small integers.
     """
     rate = sum(drive.mixed_bytes_per_second for drive in drives)
     return tuple(drive.mixed_bytes_per_second / rate for drive in drives)

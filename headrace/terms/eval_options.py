@@ -27,7 +27,7 @@ class EvalOptions(Declared):
     template_date: str | None = option_as(
         RunOptions,
         "template_date",
-        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date",
+        row="the day, YYYY-MM-DD, for chat templates that ask for the date",
         words="a run's own, or today",
     )
     packing: bool | None = option_as(RunOptions, "packing")

@@ -35,9 +35,9 @@ class StepResult:
 
     `tokens` are the positions of the batch, padding included. Bytes are those moved since the step before, for whichever step:
     updates still run while the next step does. `update_policy` is the plan's; `redone`: updates were begun on the guess that
-    nothing is clipped, and done again. `estimation_errors` are by matrix, of the projectors that the step looked at: the error
-    of the projector in use on held-out gradients, and that of another one where it was tried.
-    `io_cpu_seconds` is the CPU time of the I/O threads, system calls included, and of checksums that the update did not take.
+    nothing is clipped, and done again. `estimation_errors` are by matrix, for the projectors that the step checked: the error
+    of the projector in use on held-out gradients, and that of another one if it was tried. `io_cpu_seconds` is the CPU time of
+    the I/O threads, system calls included, and of checksums that the update did not take.
     """
 
     step: int

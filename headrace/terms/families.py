@@ -1,8 +1,8 @@
 """Units and their families: what is read, written and committed together, and what its place on the drives promises.
 
 A *unit* is what a step walks through: the prologue, a block, the epilogue. Its planes come in *families*, each with a layout of
-its own: a trained unit has the weights that compute uses, and the states that only updates touch, read and written at once.
-A frozen unit has weights alone; a rule without states needs no second family.
+its own. A trained unit has two: the weights that compute uses, and the states that only updates touch. Each is read and written
+at once. A frozen unit has weights alone; a rule without states needs no second family.
 
 Invariant: the chunks of a family cover its elements in order, without gap or overlap.
 """
@@ -20,8 +20,8 @@ from headrace.terms.sizes import PAGE_BYTES
 WEIGHTS, STATES = "weights", "states"
 # What is trained of a unit whose weights are frozen: a subspace, an adapter.
 TRAINED = "trained"
-# Families of a unit whose frozen weights are merged with what is trained from time to time: what completes the weights to their
-# fp32 master, the basis of the subspace that is trained, and the basis that takes its place at the next merge.
+# A unit may merge its frozen weights with its trained family from time to time. Such a unit has these families: the remainder
+# of the weights' fp32 master, the basis of the trained subspace, and the basis that replaces it at the next merge.
 REST, BASIS, NEXT_BASIS = "rest", "basis", "next basis"
 
 
@@ -116,7 +116,7 @@ class Unit:
         """
         found = self.family(WEIGHTS)
         if found is None:
-            raise ConfigError(f"unit {self.name}: has no family {WEIGHTS!r}, so that nothing could compute with it")
+            raise ConfigError(f"unit {self.name}: has no family {WEIGHTS!r}, so nothing could compute with it")
         return found
 
     def family(self, name: str) -> Family | None:

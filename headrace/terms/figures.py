@@ -1,4 +1,4 @@
-"""Figures that people and machines wrote down, checked: what is missing, unknown or absurd is refused by its name."""
+"""Checks figures that people and machines wrote down. A missing, unknown or absurd figure is refused by its name."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,12 +1,11 @@
-"""The form of a unit: what of it lies on the drives and how, what of it is trained, and so what its compute slot is made of.
+"""The form of a unit: which parts lie on the drives and how, which part is trained, and what its compute slot is made of.
 
-Three things are told apart. A unit trained *in place* has its weights and their states in families of one layout; what is read
-from the drive is what compute reads, and what the update changes. A *frozen* unit has weights alone, written once. A unit with
-a *trained family of its own* has frozen weights too; beside them it has a small family (a subspace, an adapter) to which
-gradients, states and updates belong, and its compute slot is made of both. Frozen weights may be *coded*: then the slot is
-decoded from them.
-A trained family may be of a subspace that changes: then its *basis* lies beside it, and the frozen weights, which have what
-completes them to their fp32 master, are merged with what is trained whenever the basis changes (`flow.settle`).
+Three things are told apart. A unit trained *in place* has its weights and their states in families of one layout. Compute
+reads, and the update changes, exactly the bytes that come from the drive. A *frozen* unit has weights alone, written once. A
+unit with a *trained family of its own* has frozen weights, too. Gradients, states and updates belong to the small family beside
+them: a subspace or an adapter. Its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from
+them. A trained family may be of a subspace that changes. Then its *basis* lies beside it, and the frozen weights have a
+remainder that completes their fp32 master. Whenever the basis changes, they are merged with the trained family (`flow.settle`).
 A unit may be *far*: weights and states live at another site, from which weights are pulled and to which gradients are pushed.
 """
 
@@ -178,19 +177,19 @@ class Form:
     def __post_init__(self) -> None:
         if self.is_far and (self.code or not self.in_place):
             raise ConfigError(
-                f"unit {self.layout.name}: lives at another site, which updates all of it; it can be neither frozen, "
-                "nor coded, nor completed by a trained family of its own"
+                f"unit {self.layout.name}: lives at another site, which updates all of it. It can be neither frozen, nor "
+                "coded, nor completed by a trained family of its own"
             )
         if (self.code or (self.has_own_family and not self.is_beside)) and (self.home == DEVICE or self.in_place):
             raise ConfigError(
-                f"unit {self.layout.name}: {'is trained in place' if self.in_place else 'lives on the device'}, so its weights "
-                "can be neither coded nor completed by a trained family of its own; leave it as it is, or freeze it"
+                f"unit {self.layout.name}: {('is trained in place' if self.in_place else 'lives on the device')}, so its "
+                "weights can be neither coded nor completed by a trained family of its own. Leave it as it is, or freeze it"
             )
 
         if self.basis is not None and self.code is not None:
             raise ConfigError(
-                f"unit {self.layout.name}: its weights are coded, and would be merged with what is trained when the basis "
-                "changes; leave them as they are, or train no subspace"
+                f"unit {self.layout.name}: its weights are coded, and would be merged with the trained family when the basis "
+                "changes. Leave them as they are, or train no subspace"
             )
 
     @property

@@ -102,7 +102,7 @@ class GenerateOptions(Declared):
         None,
         Place(),
         "Directory of a PEFT adapter (LoRA or DoRA) to apply.",
-        row="a directory of peft's adapters (LoRA, DoRA) for this model, computed beside its weights: such as `RUN_DIR/final`",
+        row="directory of a PEFT adapter (LoRA or DoRA) to apply, such as `RUN_DIR/final`",
         words="none",
         group=Group.METHOD,
     )
@@ -110,8 +110,8 @@ class GenerateOptions(Declared):
         None,
         Place(),
         "Small model that drafts tokens (assisted decoding).",
-        row="a small model of the same tokenizer, kept in memory, that drafts several tokens for one pass over the weights; "
-        "one row at a time",
+        row="a small model with the same tokenizer that drafts several tokens for one pass over the weights. It stays in "
+        "memory; one row at a time",
         words="-",
         group=Group.DRAFTS,
     )
@@ -119,7 +119,7 @@ class GenerateOptions(Declared):
         None,
         Whole(),
         "Draft up to this many tokens out of the prompt.",
-        row="draft up to so many tokens out of the prompt itself; one row at a time",
+        row="draft up to this many tokens out of the prompt itself; one row at a time",
         words="-",
         group=Group.DRAFTS,
     )
@@ -129,8 +129,8 @@ class GenerateOptions(Declared):
         (),
         Listed(Place()),
         "Directory on an SSD for keys, values and a copy of the weights; give it several times to stripe.",
-        row="directories on SSDs where caches of keys and values may wait between two passes, striped, in files that vanish "
-        "at the end, whatever ends the process; without one they stay in memory. A copy of the weights may lie there, too",
+        row="directories on SSDs for caches of keys and values, striped; without one caches stay in memory. Their files "
+        "vanish at the end, even after a kill. A copy of the weights may lie there, too",
         words="-",
         plan=True,
         group=Group.MEMORY,
@@ -147,8 +147,8 @@ class GenerateOptions(Declared):
         None,
         Flag(),
         "Multiply few rows with four-bit weights that stay packed.",
-        row="multiply few rows (8; 32 where products are widened) with four-bit weights that stay packed in memory beside "
-        "decoded ones; bits are others than those of decoded weights",
+        row="multiply up to 8 rows (32 where products are widened) with four-bit weights that stay packed in memory beside "
+        "decoded ones. Bits differ from those of decoded weights",
         words="where tokens come faster by it",
         group=Group.METHOD,
     )
@@ -156,8 +156,8 @@ class GenerateOptions(Declared):
         AUTO,
         OneOf((AUTO, ON_DEVICE, ON_HOST)),
         "Where attention of new tokens is computed: auto, device or host.",
-        row="where attention of new tokens is computed: on the `device`, or on the `host`, which then holds all keys and "
-        "values that may lie there; `auto` plans what is faster, with a GPU",
+        row="where attention of new tokens is computed: `device`, or `host`, which then holds all keys and values that can "
+        "move. With a GPU `auto` plans what is faster",
         plan=True,
         group=Group.METHOD,
     )
@@ -186,7 +186,7 @@ class GenerateOptions(Declared):
         1800.0,
         Duration(),
         "Most work that a kill may cost, such as 30m.",
-        row="the most work that a kill may cost, such as `30m`: it bounds the answers that are under way at once",
+        row="the most work that a kill may cost, such as `30m`; it bounds how many answers are computed at once",
         words="`30m`",
         group=Group.RUN,
     )
@@ -229,5 +229,5 @@ class GenerateOptions(Declared):
 
 
 NO_PLACE = "copy_weights: no drive is named to copy them to; give --ssd DIR, once for each"
-# Greedy, with sampling's settings as if nobody had set them: transformers warns of those that have no effect.
+# Greedy, with sampling's settings as if they were not set: transformers warns of those that have no effect.
 GREEDY = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}

@@ -11,7 +11,7 @@ from enum import StrEnum
 class Share:
     """Something that lanes share. `rate` names the figure of a profile (`Ceilings`) that says how fast they are together.
 
-    Without a figure, lanes do no more together than one after the other: each keeps half of its speed beside another, unless a
+    Without a figure, lanes do no more together than one after the other. Each keeps half of its speed beside another, unless a
     profile's `slowdowns` say otherwise.
     """
 
@@ -183,7 +183,7 @@ class Lane(StrEnum):
             on_bus=True,
         ),
     )
-    # Until tokens have chosen their experts nobody knows which to read.
+    # Until tokens have chosen their experts it is unknown which to read.
     ROUTER = "router", LaneRow(heading="Routers", words="waiting for routers", overhead="transfer_seconds")
     NIC_DOWN = (
         "nic-down",

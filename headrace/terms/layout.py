@@ -24,9 +24,9 @@ class Plane:
 
     `bytes_per_element` are the bytes of one number.
 
-    `of` says what has a number in the plane, under a rule of rows or matrices (*items*, `terms.cuts`): each `element`; the
-    `sides` of each item, which are its rows and its columns, or its columns alone if it is one row; or elements `alone`, those
-    that are in no item. For the last two `terms.cuts.num_values` counts the numbers, which are at most as many as the elements.
+    `of` says what has a number in the plane, under a rule of rows or matrices (*items*, `terms.cuts`). `element`: each element.
+    `sides`: the rows and the columns of each item, or its columns alone if it is one row. `alone`: elements that are in no
+    item. For the last two `terms.cuts.num_values` counts the numbers, which are at most as many as the elements.
     """
 
     name: str
@@ -114,8 +114,8 @@ def planes_with(compute_dtype: str, states: tuple[Plane, ...]) -> PlaneSet:
     return PlaneSet(compute_dtype, weight, rest + states)
 
 
-# Kinds of parameters that their shapes do not tell: a weight that its module only multiplies element by element, as norms do;
-# and one that no input reaches, or that the model itself keeps as it is.
+# Kinds of parameters that their shapes do not tell: a weight that its module only multiplies element by element, as norms do.
+# And one that no input reaches, or that the model itself freezes.
 SCALE, FROZEN = "scale", "frozen"
 
 

@@ -1,4 +1,4 @@
-"""Options of what is trained, and by which mathematics."""
+"""Options of what is trained, and how."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class MethodOptions(Declared):
         "adamw",
         Text(),
         "Update rule and its settings: NAME or NAME:KEY=VALUE,KEY=VALUE.",
-        row="the rule of updates and its settings: `NAME`, or `NAME:KEY=VALUE,KEY=VALUE` as in the table below; `adamw8bit` is "
-        "`adamw:moments=int8`; fixed for a run",
+        row="the update rule and its settings: `NAME`, or `NAME:KEY=VALUE,KEY=VALUE` as in the table below. `adamw8bit` is "
+        "`adamw:moments=int8`. Fixed for a run",
         plan=True,
         group=Group.METHOD,
         often=True,
@@ -30,8 +30,8 @@ class MethodOptions(Declared):
         "dense",
         Text(),
         "`dense` trains full weights; `lsp` trains low-dimensional subspaces (LSP-Offload).",
-        row="how gradients travel, and so what is trained: `dense`, all of it; or `lsp`, subspaces of the matrices of blocks "
-        "(LSP-Offload), with settings as in the table below; fixed for a run",
+        row="`dense` trains full weights; `lsp` trains low-dimensional subspaces of the blocks' matrices (LSP-Offload), "
+        "with settings as in the table below. Fixed for a run",
         plan=True,
         group=Group.METHOD,
     )
@@ -39,8 +39,8 @@ class MethodOptions(Declared):
         ALL,
         OneOf((ALL, MATRICES)),
         "What to train: all parameters, or only the weight matrices of the blocks.",
-        row="`all` parameters, or the `matrices` of blocks: then embeddings, norms, biases and the head stay as they are, and "
-        "do not count for clipping",
+        row="`all` parameters, or only the `matrices` of the blocks. Then embeddings, norms, biases and the head do not "
+        "change, and do not count for clipping",
         plan=True,
         group=Group.METHOD,
     )
@@ -48,8 +48,8 @@ class MethodOptions(Declared):
         None,
         Text(),
         "Train adapters beside frozen weights, such as lora:rank=16 or dora:rank=16.",
-        row="train small matrices beside frozen ones, with settings as in the table below; `final/` then has "
-        "peft's files; fixed for a run",
+        row="train a LoRA or DoRA adapter beside frozen weights, with settings as in the table below. `final/` then has "
+        "PEFT's files. Fixed for a run",
         words="none",
         plan=True,
         group=Group.METHOD,
@@ -60,7 +60,7 @@ class MethodOptions(Declared):
         0.0,
         Number(),
         "Weight decay; norms and biases have none.",
-        row="of the optimizer; norms and biases are not decayed, nor what has no gradient whatever the input (indexers)",
+        row="of the optimizer. Norms and biases are not decayed, nor are parameters that never have a gradient (indexers)",
         group=Group.LEARNING,
     )
     parameter_groups: tuple[ParameterGroup, ...] = option(
@@ -83,8 +83,8 @@ class MethodOptions(Declared):
         1.0,
         Number(),
         "Clip gradients to this global norm; 0 for none.",
-        row="exact global-norm clipping; 0 for none. Where clipping is rare, updates start before the norm is known, and a "
-        "wrong guess is taken back: same bits",
+        row="exact clipping by the global norm; 0 for none. If clipping is rare, updates start before the norm is known. A "
+        "wrong guess is undone, so the bits are the same",
         words="1.0",
         optional=True,
         plan=True,
@@ -112,8 +112,9 @@ class MethodOptions(Declared):
         SEQUENTIAL,
         OneOf((SEQUENTIAL, TREE)),
         "Order in which micro-batch gradients are added; `tree` gives the same bits for any number of workers.",
-        row="how gradients of micro-batches are added: `tree` gives the same bits with any number of a node's workers under "
-        "one `plan`; it takes more memory, and for tied weights one fp32 gradient of the embedding for each micro-batch",
+        row="order in which gradients of micro-batches are added. `tree` gives the same bits for any number of a node's "
+        "workers under one `plan`. It takes more memory; with tied weights one fp32 gradient of the embedding for each "
+        "micro-batch",
         plan=True,
         group=Group.METHOD,
     )

@@ -1,4 +1,4 @@
-"""What has a name and settings, in one form for rules, ways for gradients and adapters: NAME:KEY=VALUE,KEY=VALUE."""
+"""One form for everything with a name and settings (rules, gradients, adapters): NAME:KEY=VALUE,KEY=VALUE."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -8,7 +8,7 @@ from headrace.terms.errors import ConfigError
 
 _Kind = TypeVar("_Kind", bound="Named")
 
-# Names that others have for one with certain settings; whoever uses such a name cannot give these settings otherwise.
+# Other names for one with certain settings. With such a name these settings cannot be given otherwise.
 OTHER_NAMES: Mapping[str, tuple[str, Mapping[str, str]]] = {"adamw8bit": ("adamw", {"moments": "int8"})}
 
 

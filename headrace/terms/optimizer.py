@@ -1,4 +1,4 @@
-"""What the user chooses about the update: what all rules are told, how a rule is named, and the learning-rate schedule.
+"""What the user chooses about the update: options of all rules, the name of a rule, and the learning-rate schedule.
 
 Not here: the rules and their own settings; each is a file in `update/rules/`.
 """
@@ -47,7 +47,7 @@ class Optimizer(Named):
     """
 
     gives_up: ClassVar[str] = ""
-    """What is given up in comparison with AdamW, in words: for whoever is offered the rule in its place."""
+    """What is given up in comparison with AdamW, in words, where the rule is offered in its place."""
     is_offered: ClassVar[bool] = False
     """Whether a plan offers it in place of a rule that keeps more."""
 
@@ -110,8 +110,8 @@ class Schedule:
         if not 0 < self.total_steps <= self.warmup_steps:
             return ""
         return (
-            f"warmup_steps: {self.warmup_steps} steps of warm-up in a run of {self.total_steps}: the learning rate ends at "
-            f"{self.factor(self.total_steps - 1):.3g} of what was asked and never reaches it; give fewer of them"
+            f"warmup_steps: {self.warmup_steps} steps of warm-up in a run of {self.total_steps}. The learning rate ends at "
+            f"{self.factor(self.total_steps - 1):.3g} of what was asked and never reaches it; give fewer warm-up steps"
         )
 
     def factor(self, step: int) -> float:

@@ -1,8 +1,7 @@
 """The options of training, each declared once (`terms/declared.py` says how to add one).
 
-`Options` is what an engine and a plan need; `RunOptions` is what a whole run needs besides. Either is carried whole, from the
-command line or a program down to the record of the run. From here come the command line, docs/options.md,
-and the record.
+`Options` has what an engine and a plan need; `RunOptions` adds what a whole run needs. Either is passed on as a whole, from the
+command line or a program to the record of the run. The command line, docs/options.md and the record follow from it.
 """
 
 from collections.abc import Mapping
@@ -29,8 +28,8 @@ _MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
 
 @dataclass(frozen=True, kw_only=True)
 class Options(MethodOptions, BudgetOptions):  # fields of the last base come first
-    """What an engine trains with, and a plan is made for. Values are taken as a YAML file has them: sizes such as "16GiB".
-    Sizes are bytes, lengths and counts are tokens or steps. None stands for "choose for me".
+    """The options of an engine and its plan. Values may have the form of a YAML file: sizes such as "16GiB". Sizes are bytes,
+    lengths and counts are tokens or steps. None means "choose for me".
     """
 
     seed: int = option(0, Whole(0, _MOST_SEED), "Seed of the data order and of dropout.", group=Group.LEARNING)
@@ -38,8 +37,8 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         None,
         Whole(),
         "Commit every so many steps.",
-        row="commit only every so many steps; more than 1 pays only where states live in memory (`headrace plan` says how "
-        "much). Where updates do not wait for the norm, every step is committed",
+        row="commit once in this many steps. More than 1 pays only if states live in memory (`headrace plan` says how much). "
+        "If updates do not wait for the norm, every step is committed",
         words="1",
         plan=True,
         group=Group.RUN,
@@ -48,7 +47,7 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         False,
         Flag(),
         "Run blocks under torch.compile.",
-        row="run blocks under `torch.compile`: needs a C++ compiler (CPU) or Triton (GPU), and a model without dropout; "
+        row="run blocks under `torch.compile`. It needs a C++ compiler (CPU) or Triton (GPU), and a model without dropout; "
         "nothing is replayed. The first step takes longer, and memory that no plan counts",
         group=Group.METHOD,
     )
@@ -63,16 +62,16 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         False,
         Flag(),
         "Ignore blocks in the weight files that config.json does not declare.",
-        row="train only the blocks that `config.json` has, though the files hold weights of more blocks; those go into "
-        "`final/` as they came. Without this option such a model is refused",
+        row="ignore blocks in the weight files that `config.json` does not declare. They go into `final/` unchanged. "
+        "Without this option such a model is refused",
         group=Group.DATA,
     )
     plan: str | Path | None = option(
         None,
         Place(),
         "Follow this plan: a run directory, or a plan as JSON.",
-        row="the plan of another run (its directory), or a file with the output of `headrace plan --json`: the same plan, "
-        "data and seed give the same bits, even if free memory has changed",
+        row="the directory of another run whose plan to use, or a file with the output of `headrace plan --json`. The same "
+        "plan, data and seed give the same bits, even if free memory has changed",
         words="the planner's",
         plan=True,
         fixed=False,
@@ -82,7 +81,7 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         None,
         Either(Ceilings, PlaceOrName()),
         "Machine profile to plan for: a name such as rtx4090-4ssd, or a file.",
-        row="profile by which the plan is chosen: a name such as `rtx4090-4ssd`, or a file",
+        row="profile of the machine to plan for: a name such as `rtx4090-4ssd`, or a file",
         words="what was measured, if anything",
         plan=True,
         fixed=False,
@@ -130,7 +129,7 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
 
     @classmethod
     def fixed_keys(cls) -> tuple[str, ...]:
-        """Return the keys of what a run goes on with as it began."""
+        """Return the keys of options that a resumed run keeps as it began."""
         return tuple(each.key for each in Options.declarations() if each.fixed)
 
     def to_record(self) -> dict[str, Any]:

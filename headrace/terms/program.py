@@ -100,7 +100,8 @@ class Pool(IntEnum):
 PASSING = Pool.NORM
 _SLOT_BITS = 22
 SLOT_MASK = (1 << _SLOT_BITS) - 1
-# A piece of a buffer, such as one chunk of a block's weights: numbered from 1, above the buffer's own bits; 0 is all of it.
+# A piece of a buffer, such as one chunk of a block's weights. It is numbered from 1, above the buffer's own bits; 0 is all of
+# it.
 PIECE_SHIFT = 32
 WHOLE_MASK = (1 << PIECE_SHIFT) - 1
 
@@ -110,7 +111,7 @@ def buffer(pool: Pool, slot: int = 0) -> int:
     return pool << _SLOT_BITS | slot
 
 
-# Not frozen, though nobody changes one: a frozen one takes three times as long to make, and a search makes 200,000.
+# Not frozen, though never changed: a frozen one takes three times as long to make, and a search makes 200,000.
 @dataclass(slots=True)
 class Op:
     """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.

@@ -33,12 +33,12 @@ class RuleFigures:
         gram_products: how often an update multiplies a matrix by its Gram matrix, and that by itself (`item_flops`).
         core_rate: bytes per second of a core, relative to what a profile has measured with the default rule's loop.
             Below 1 where arithmetic, not memory, takes the time (bench/kernel.py).
-        temporary_bytes: the most that an update on a device allocates at once, per element of the piece it works on; an update
-            of whole rows or matrices on the host allocates as much.
+        temporary_bytes: the most that an update on a device allocates at once, per element of its piece. An update of whole
+            rows or matrices on the host allocates as much.
         device_traffic_bytes: bytes that torch's kernels read and write in device memory, per element; None: only the host
             updates.
-        clips_by_rerun: updates begin as if nothing had to be clipped, and no gradient is held; where the norm says otherwise,
-            the whole step is run again. For rules whose point is how little they keep.
+        clips_by_rerun: updates begin as if nothing had to be clipped, and no gradient is held. If the norm says otherwise, the
+            whole step runs again. For rules whose point is how little they keep.
     """
 
     name: str

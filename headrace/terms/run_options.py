@@ -47,7 +47,7 @@ class RunOptions(Options):
         None,
         Day(),
         "Give this day, YYYY-MM-DD, to a chat template that asks for it.",
-        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date; a run keeps its own",
+        row="the day, YYYY-MM-DD, for chat templates that ask for the date; a run keeps its day",
         words="today",
         group=Group.DATA,
     )
@@ -62,8 +62,8 @@ class RunOptions(Options):
         True,
         Flag(),
         "Measure this machine once, before a long run.",
-        row="measure this machine, if nobody has, before a run that is forecast to take over two minutes; it takes ten "
-        "seconds at most, and is kept in `cache` for later runs",
+        row="measure this machine before a run with a forecast of over two minutes, unless figures exist. It takes at most "
+        "ten seconds; `cache` keeps the figures for later runs",
         group=Group.RUN,
     )
     keep_state: bool = option(
@@ -76,7 +76,7 @@ class RunOptions(Options):
     cache: Path = option(
         kind=Place(),
         help="Directory for tokenised data.",
-        row="directory of tokenised data, and of what was measured about this machine",
+        row="directory of tokenised data, and of the measurements of this machine",
         words="`~/.cache/headrace`",
         cli=False,
         factory=lambda: Path.home() / ".cache" / "headrace",

@@ -9,8 +9,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 # A page of memory, and the border by which direct input and output go.
 PAGE_BYTES = 4096
-# Where freed memory is given back, blocks of this size or more go back at once, and lie on huge pages where the system has
-# some.
+# If freed memory is returned, blocks of this size or more go back at once. They lie on huge pages if the system has some.
 MAPPED_BYTES = 2 << 20
 # Of smaller freed blocks, so many bytes stay in the heap.
 KEPT_FREE_BYTES = 64 << 20

@@ -1,7 +1,7 @@
 """In which order the gradients of micro-batches are added: one after the other, or as an aligned binary tree.
 
-A tree's sum does not depend on who computes which leaves, as long as each takes a whole branch: so any number of workers gives
-the same bits. The tree of n leaves is that of the largest power of two below n, plus that of the rest.
+A tree's sum does not depend on who computes which leaves, if each takes a whole branch. So any number of workers gives the same
+bits. The tree of n leaves is that of the largest power of two below n, plus that of the rest.
 """
 
 import math
@@ -38,7 +38,7 @@ def branches_before(leaf: int) -> tuple[int, ...]:
 
 
 def merges_after(leaf: int, num_leaves: int) -> int:
-    """Return how many times the two topmost partial sums are then added: once for each branch that it ends; after the last
+    """Return how many times the two topmost partial sums are then added: once for each branch that it ends. After the last
     leaf, until one is left.
     """
     if leaf == num_leaves - 1:
@@ -81,8 +81,8 @@ class Dealing:
     """Cuts a tree of micro-batches into a branch for each worker, so that the last one to end ends as soon as may be.
 
     `seconds` are those that each worker takes for a micro-batch, by rank; `most` is how many each has memory for (None: any).
-    A branch is a power of two of leaves, or what is left of them: 8 leaves for two workers are 4 and 4 however fast these are,
-    for three 4, 2 and 2, the 4 to the fastest.
+    A branch is a power of two of leaves, or the rest of them. Of 8 leaves two workers get 4 and 4, however fast they are. Three
+    get 4, 2 and 2, and the fastest gets 4.
     """
 
     seconds: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Doubles and contracts for tests, ours and those of whoever extends Headrace: files in memory, that fail or are slow."""
+"""Doubles and contracts for tests, ours and those of anyone who extends Headrace: files in memory, faulty files, slow files."""
 
 from headrace.testing.far_site import FarSite
 from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile

@@ -6,7 +6,7 @@
         def reference(self, parts, rows, columns):
             return ...  # float64 (rows, columns), by other means
 
-Invariant: a code that passes gives the same bits however a matrix is cut into rows, writes nowhere else, and takes no more
+Invariant: a code that passes gives the same bits however a matrix is cut into rows. It writes nowhere else, and takes no more
 memory than it says. All values are drawn from fixed seeds.
 """
 
@@ -27,8 +27,8 @@ _FILL = 7.0
 
 
 class CodecContract:
-    """What every code must satisfy. Those of the `shapes` are tried that the codec takes; `error` bounds the rounding of a
-    weight, as a share of the largest weight in its row.
+    """What every code must satisfy. All `shapes` are tried that the codec takes. `error` bounds the rounding of a weight, as a
+    share of the largest weight in its row.
     """
 
     codec: ClassVar[Codec]

@@ -1,7 +1,7 @@
 """Two rules that need more than one element at a time: one needs whole rows, one whole matrices. For tests, and as examples.
 
-Both are SGD with momentum over a gradient that is scaled first: each row of it to a root-mean-square of 1, or each matrix to a
-norm of 1. Biases, norms and padding get plain SGD with momentum. `register` makes both rules known by name.
+Both are SGD with momentum over a gradient that is scaled first. Each row is scaled to a root-mean-square of 1, or each matrix
+to a norm of 1. Biases, norms and padding get plain SGD with momentum. `register` makes both rules known by name.
 """
 
 from collections.abc import Sequence

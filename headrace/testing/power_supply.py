@@ -1,7 +1,7 @@
 """A power supply that is cut: what happens to files when a machine loses its power, at a moment that a test chooses.
 
-A cut may lose any of the writes since the last sync, and tear one of them at any block: each file keeps the old bytes of such
-writes, and the cut puts a random choice of them back. A process that is killed loses less: what it wrote stays.
+A cut may lose any of the writes since the last sync, and tear one of them at any block. Each file keeps the old bytes of such
+writes; the cut restores a random choice of them. A process that is killed loses less: what it wrote stays.
 """
 
 import random

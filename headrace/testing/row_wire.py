@@ -18,8 +18,8 @@ class RowWire:
     """Trains a number for each row of the matrices of blocks, and the vectors of blocks as they are.
 
     `ends`: prologue and epilogue are trained in place, else frozen. `frozen`: blocks (from 1) of which nothing is trained.
-    `by_factors`: the gradient of a matrix that is used in a product is never made: the sum of dY^T X over the columns of X is
-    computed from its factors as dY^T (X 1).
+    `by_factors`: the gradient of a matrix in a product is never made. The sum of dY^T X over the columns of X is computed from
+    its factors as dY^T (X 1).
     """
 
     name = "rows"

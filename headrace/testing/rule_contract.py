@@ -6,8 +6,8 @@
         def reference(self, parameter):
             return torch.optim.SGD([parameter], lr=LEARNING_RATE, momentum=0.9, weight_decay=WEIGHT_DECAY)
 
-Invariant: a rule that passes trains the same bits wherever its planes lie, however a unit is cut, in any number of threads, on
-the host or on a device, resumed or unbroken. All values are drawn from fixed seeds.
+Invariant: a rule that passes trains the same bits wherever its planes lie, however a unit is cut, and in any number of threads.
+The same holds on the host or on a device, resumed or unbroken. All values are drawn from fixed seeds.
 """
 
 import weakref

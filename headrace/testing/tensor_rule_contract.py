@@ -3,7 +3,7 @@
     class TestMatrixScaled(TensorRuleContract):
         optimizer = MatrixScaled()
 
-Invariant: a rule that passes trains the same bits wherever its planes lie, however a unit is cut, in any number of threads, and
+Invariant: a rule that passes trains the same bits wherever its planes lie, however a unit is cut, in any number of threads. It
 takes no more memory than it declares. Its own tests check what it computes.
 """
 

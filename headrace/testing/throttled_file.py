@@ -1,4 +1,4 @@
-"""A file that is as slow as declared, to stand for other people's drives, in tests and trials.
+"""A file with declared slowness, to stand for other drives in tests and trials.
 
 Invariant: bytes of one direction never move faster than declared over any stretch of calls; the directions are independent.
 """

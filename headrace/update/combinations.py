@@ -40,7 +40,7 @@ def refuse_combination(options: Options, *, at_node: bool = False) -> None:
         wire.refuse(rule_of(optimizer, "float32").planes.states)
         if rest_of_master(rule_of(optimizer, "bfloat16").planes.states) is None:
             raise ConfigError(
-                "gradient: lsp merges what is trained into a master, and this rule keeps none: use lomo, or leave lsp out"
+                "gradient: lsp merges the trained subspace into a master, and this rule keeps none: use lomo, or leave lsp out"
             )
     rule_of(optimizer, options.compute_dtype)
     for name, why in _NOT_AT_A_NODE.items() if at_node else ():

@@ -79,8 +79,8 @@ def forms_under(
         )
     if isinstance(wire, SubspaceWire) and not any(form.basis for form in forms):
         raise ConfigError(
-            f"gradient: {wire.name}: no matrix of a block has a side that is longer than a subspace's, so nothing would be "
-            "compressed; give a smaller dimension, or leave lsp out"
+            f"gradient: {wire.name}: no matrix of a block has a side longer than a subspace's, so nothing would be "
+            "compressed. Give a smaller dimension, or leave lsp out"
         )
     if not any(form.trained for form in forms) and not isinstance(wire, FrozenWire):
         what = f" with train: {optimizer.train}" if optimizer and optimizer.train != ALL else ""
@@ -128,9 +128,9 @@ def _subspace_notes(forms: Sequence[Form], whole: int, left: int) -> tuple[str, 
     if not replaced:
         return ()
     return (
-        f"gradient: subspaces of side {side} have "
-        f"{plain_figure(core / 1e6)} million numbers for {plain_figure(replaced / 1e6)} million of "
-        f"matrices; {plain_figure(100 * (whole - replaced - left) / whole)} % of the parameters are trained as they are",
+        f"gradient: subspaces of side {side} have {plain_figure(core / 1000000.0)} million numbers for "
+        f"{plain_figure(replaced / 1000000.0)} million of matrices. {plain_figure(100 * (whole - replaced - left) / whole)} "
+        "% of the parameters are trained whole",
     )
 
 

@@ -4,11 +4,11 @@ Its users are `norm`, which checks its arguments, and `loops`, which combines th
 is checked here, and an index out of range would corrupt memory. Threads are not here: a loop runs on one core without the GIL;
 `sites/host.py` runs several at once.
 
-Invariant: every operation is one of IEEE's on fp32, rounded once, in the order written. So no `fastmath` and no contraction to
-fused multiply-add: the bits are those of `tensors`, however a range is cut and whatever the width of the registers.
+Invariant: every operation is one of IEEE's on fp32, rounded once, in the order written. So there is no `fastmath`, and no
+contraction to fused multiply-add. The bits are those of `tensors`, however a range is cut and however wide the registers are.
 
-The loops below and what they call stand in this one file, because numba's cache on disk notices a change only in the file that
-a loop stands in. Loops composed from several files have a digest of them in their key: see `loops`.
+The loops below and their callees stand in this one file. Numba's cache on disk notices a change only in the file of a loop.
+Loops composed from several files have a digest of them in their key: see `loops`.
 
 Legend: a gradient is uint16 (bfloat16 bits), int16 (float16 bits: the type alone distinguishes them) or float32.
 """
@@ -81,8 +81,8 @@ def _lower_from_bfloat16(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
 def _lower_from_float16(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
     """Emit the float32 that float16 bits stand for.
 
-    By integer operations and one exact multiplication, because LLVM's own conversion calls a C library function, which numba
-    does not have, on processors without the instruction.
+    It uses integer operations and one exact multiplication. LLVM's own conversion calls a C library function, which numba
+    lacks, on processors without the instruction.
     """
     word, real = ir.IntType(32), ir.FloatType()
     # Widened with its sign and shifted, the sign lies at the top and the magnitude in place.

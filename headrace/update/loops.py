@@ -1,18 +1,18 @@
 """The compiled loops of every rule: one generator over the master, the rule's arithmetic, its states' code, and checksums.
 
 A rule says how one element changes (`arithmetic`, a function of fp32 numbers). The types of the arrays at the first call tell
-where the master lies and in which type, so a run compiles only what it runs. What surrounds the arithmetic is here once:
+where the master lies and in which type. So a run compiles only what it runs. What surrounds the arithmetic is here once:
 prefetching, splitting and joining the master, decoding and encoding states tile by tile, checksums.
 
-Invariant: an element's new value depends on that element and the scalars alone, with operations in the order of the arithmetic;
-where states have fewer than 32 bits, it also depends on their code (`StateCode`).
+Invariant: an element's new value depends on that element and the scalars alone, with operations in the order of the arithmetic.
+With states of fewer than 32 bits, it also depends on their code (`StateCode`).
 
-Numba keeps machine code on disk and notices a change only in the file that a loop stands in. The functions inlined here stand
-in several files, so each loop closes over a digest of all of them (`digest_of`): a closure's variables are part of its key.
+Numba keeps machine code on disk and notices a change only in the file that a loop stands in. The inlined functions stand in
+several files, so each loop closes over a digest of all of them (`digest_of`). A closure's variables are part of its key.
 
-Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone distinguishes them) or float32; `scalars` are
-float32, `k` is their array; `planes` are the weights, the rest of the master, and the rule's states: `hi, lo` and states for
-bfloat16 compute, `w` and states for float32, `w16, w` and states for float16.
+Legend: `gradient` is uint16 (bfloat16 bits), int16 (float16 bits: the type alone distinguishes them) or float32. `scalars` are
+float32, `k` is their array. `planes` are the weights, the rest of the master, and the rule's states. That is `hi, lo` and
+states for bfloat16 compute, `w` and states for float32, `w16, w` and states for float16.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ from headrace.update.tensors import Noise
 # into a second-level cache.
 SUMMED_ELEMENTS = 32768
 
-# Loops run over strips, a cache line of the narrowest plane, and prefetch so many elements ahead: a processor's own prefetching
+# Loops run over strips, a cache line of the narrowest plane, and prefetch so many elements ahead. A processor's own prefetching
 # ends with each page of each array. Measured with two states (docs/log/update-kernel): 1.1 times as fast; 128 to 512 ahead make
 # no difference, 1024 is worse. They are unsigned, because each use of an index that may be negative would be tested.
 LINE_BYTES = 64
@@ -66,8 +66,8 @@ def inlined(function: _Inlined) -> _Inlined:
 class StateCode:
     """How a rule's states are kept in fewer than 32 bits: three functions that loops inline, and the same two on tensors.
 
-    `scratch()` returns an fp32 array of `TILE_ELEMENTS` for each state; `decode(planes, start, stop, tiles)` writes elements
-    `[start, stop)` of the planes to them; `encode(tiles, planes, start, stop, first, key)` writes them back. There `first` is
+    `scratch()` returns an fp32 array of `TILE_ELEMENTS` for each state. `decode(planes, start, stop, tiles)` writes elements
+    `[start, stop)` of the planes to them. `encode(tiles, planes, start, stop, first, key)` writes them back. There `first` is
     the number of element `start` in its unit; together with `key` (uint32) it decides the random numbers for rounding.
     `decode_tensors(planes)` returns fp32 states, `encode_tensors(states, noise)` planes of the same bits.
     """
@@ -122,8 +122,8 @@ def summed_loop(arithmetic: Callable[..., Any], num_scalars: int) -> Loop:
 def coded_loop(arithmetic: Callable[..., Any], num_scalars: int, code: StateCode) -> Loop:
     """Return `loop(gradient, k, first, key, *planes)` for states that are kept as `code` says.
 
-    One tile at a time is decoded into numbers that stay in the first-level cache, updated there, and encoded again: so the
-    update itself is exact, and only what is kept until the next one is rounded.
+    One tile at a time is decoded into numbers that stay in the first-level cache, updated there, and encoded again. So the
+    update itself is exact, and only the stored states are rounded.
     """
     scratch, decode, encode = code.scratch, code.decode, code.encode
     digest = digest_of(arithmetic, scratch, decode, encode)

@@ -72,8 +72,8 @@ class Summing:
     """Checksums (`store.checksum`) of what will be written, taken along with an update: of the weights, and of all states as
     one.
 
-    `first_words` has, for the weights and each state plane in order, the index of the array's first 64-bit word in what is
-    written, `(1 + number of state planes,)` int64. The sums are added to `totals` (uint64: weights, states).
+    `first_words`, int64 `(1 + number of state planes,)`, is for the weights and each state plane in order. It has the index of
+    the array's first 64-bit word in the written range. The sums are added to `totals` (uint64: weights, states).
     """
 
     first_words: NDArray[np.int64]
@@ -199,7 +199,7 @@ class UpdateRule(Protocol):
 class ElementRule(ABC):
     """A rule under which the new value of an element follows from its master, its states, its gradient and some scalars.
 
-    A subclass gives its scalars, one element's arithmetic, and the same arithmetic on tensors; planes of all compute types,
+    A subclass gives its scalars, one element's arithmetic, and the same arithmetic on tensors. Planes of all compute types,
     checksums, codes of states, threads and devices follow from these. `planes.states` begin with the rest of the master, if
     there is one; then come the rule's own.
     """
@@ -294,7 +294,7 @@ class ElementRule(ABC):
 
     def _check_sums(self, planes: tuple[NDArray[Any], ...]) -> None:
         if not self.sums:
-            raise ConfigError("update: no checksums are taken along where states are kept in fewer than 32 bits")
+            raise ConfigError("update: checksums cannot be computed with states of fewer than 32 bits")
         if any(plane.nbytes % _WORD_BYTES for plane in planes):
             raise ConfigError(f"update: checksums are of whole words of {_WORD_BYTES} bytes, found {planes[0].size} elements")
 

@@ -1,8 +1,8 @@
 """What a far site is: a place, outside this process's stores, where weights and states live and the rule runs.
 
 A unit that lives there is pulled before compute uses it, and its gradient is pushed once it is summed. Once a step, when the
-norm of all gradients is known, it is concluded what becomes of them; then the site updates what it has, and a pull gives the
-new weights. So local units (`sites.host`, `sites.device`) and far ones may be mixed: the norm is that of all.
+norm of all gradients is known, the step is concluded: applied, scaled or skipped. Then the site updates its units, and a pull
+gives the new weights. So local units (`sites.host`, `sites.device`) and far ones may be mixed: the norm is that of all.
 
 Invariant: after `commit` of step n the site can go back to it until `commit` of step n + 1 has returned.
 """
@@ -21,7 +21,7 @@ class Site(Protocol):
 
     @property
     def name(self) -> str:
-        """The site's name in a run's record: a run goes on with the site that it began with."""
+        """The site's name in a run's record. A run keeps the site that it began with."""
 
     def holds(self, unit: int) -> bool:
         """Return whether a unit lives at this site."""

@@ -28,8 +28,8 @@ class TensorRule(ABC):
     """A rule under which the new values of a whole row or matrix follow from it, its states, its gradient and some scalars.
 
     `planes.states` begin with the rest of the master, if there is one; then come the rule's own. `alone` updates all elements
-    outside of rows and matrices, and has the same planes; it is None where vectors are items, too
-    (`RuleFigures.takes_vectors`), because then there are no such elements.
+    outside of rows and matrices, and has the same planes. It is None if vectors are items, too (`RuleFigures.takes_vectors`):
+    then there are no such elements.
 
     Raises:
         ConfigError: the planes differ, or have blocks of elements that share a number, or the grain is the element.
@@ -40,8 +40,8 @@ class TensorRule(ABC):
         is_known = (alone is None) == figures.takes_vectors
         if figures.grain is Grain.ELEMENT or planes != figures.planes or planes.block_elements > 1 or not is_known:
             raise ConfigError(
-                f"{figures.name}: a rule of rows or matrices says that grain, and has the planes of the rule of elements "
-                f"alone, with a number for each element; found grain {figures.grain}, and {name}"
+                f"{figures.name}: a rule of rows or matrices must say that grain, and have the planes of the rule of "
+                f"elements alone, with a number for each element. Found grain {figures.grain}, and {name}"
             )
         self._figures = figures
         # Another rule updates elements outside of rows and matrices: see `UpdateRule.apply`.

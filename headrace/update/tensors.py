@@ -1,8 +1,8 @@
 """The planes on tensors: the split master in plain torch operations, and an update of it by any rule that has a tensor form.
 
 Each operation is one torch kernel with one rounding. There is no `addcmul`, `lerp` or `alpha=`, which some backends contract to
-a fused multiply-add, and no division by a scalar, which a GPU computes as a product with the inverse. The compiled loops are
-tested against this, and it runs on a device.
+a fused multiply-add. There is no division by a scalar, which a GPU computes as a product with the inverse. The compiled loops
+are tested against this, and it runs on a device.
 
 Invariant: the bits of the compiled loops for every input; only the payloads of NaNs outside `hi` and `lo` may differ.
 
@@ -43,8 +43,8 @@ def as_tensor(array: NDArray[Any], *, bfloat16: bool = False) -> Tensor:
 def root_of(v: Tensor) -> Tensor:
     """Return the correctly rounded square root of fp32 `v`.
 
-    It goes by way of fp64, because torch's own fp32 root on a CPU is MKL's, which misses the last bit of one number in five. In
-    fp64 a root is never so near to the middle of two fp32 numbers that the second rounding could go wrong.
+    It goes through fp64. Torch's own fp32 root on a CPU is MKL's, which misses the last bit of one number in five. In fp64 a
+    root is never so near to the middle of two fp32 numbers that the second rounding could go wrong.
     """
     return v.to(torch.float64).sqrt_().to(torch.float32)
 

@@ -2,8 +2,8 @@
 
 The plain wire (`wires.dense`) takes a unit's whole gradient, which has the unit's own elements. Other wires may have other
 elements: those of a subspace into which gradients are projected, of an adapter's matrices, or of some parameters alone. These
-are then the *trained family*: gradients, states and updates have its elements, and the slot that compute reads is made of it
-and of the frozen weights.
+are then the *trained family*. Gradients, states and updates have its elements; the slot that compute reads is made of it and of
+the frozen weights.
 
 Invariant: what a wire does follows from its arguments alone, so that doing it again gives the same bits.
 """
@@ -95,11 +95,11 @@ class Wire(Protocol):
 
     @property
     def name(self) -> str:
-        """The wire's name in a run's record: a run goes on with the wire that it began with."""
+        """The wire's name in a run's record. A run keeps the wire that it began with."""
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
-        """Return the layout of what is trained of a unit: `layout` itself for all of it in place, None for nothing, and another
-        layout for a trained family of its own, which blocks may have.
+        """Return the layout of the trained part of a unit. It is `layout` itself if all is trained in place, None for nothing,
+        and another layout for a trained family, which blocks may have.
         """
 
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> AbstractContextManager[Caught]:
@@ -133,8 +133,8 @@ class BesideWire(Wire, Protocol):
     def bind(
         self, unit: int, trained: UnitLayout, weights: Tensor, sink: Callable[[ParameterSpec, Tensor], None] | None
     ) -> None:
-        """Let `unit` compute with its trained family, whose `weights` (float32) are laid out by `trained`; `sink` gets the
-        gradients, and is None where there are none.
+        """Let `unit` compute with its trained family, whose `weights` (float32) are laid out by `trained`. `sink` gets the
+        gradients; None if there are none.
         """
 
     def release(self, unit: int) -> None:
@@ -146,8 +146,7 @@ class SubspaceWire(Wire, Protocol):
     """A wire that trains a subspace which changes now and then: a *basis* lies beside the trained family.
 
     `weights` in `complete` are then the trained family's, followed by the basis. When the basis changes, frozen weights are
-    merged with what is trained, by `complete` on their fp32 master, and everything that belongs to the old basis is moved
-    (`flow.settle`).
+    merged with the trained family by `complete`, on their fp32 master. Everything of the old basis is moved (`flow.settle`).
     """
 
     def choices(self, layouts: Sequence[UnitLayout]) -> "Sequence[SubspaceWire]":

@@ -157,7 +157,7 @@ class TestWaysToRunBlocks:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="the next question is then whether the package is there")
     def test_liger_without_a_gpu(self, world: World) -> None:
-        assert "liger: its kernels run on a GPU, and compute runs on the cpu here" in world.train_refused("--liger")
+        assert "liger: its kernels run on a GPU, but this run computes on the cpu" in world.train_refused("--liger")
 
 
 class TestSsdDirectories:
@@ -348,7 +348,7 @@ class TestResume:
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {name: now}))
         said = ran.refused("resume", ran.run)
         assert f"config.yaml has {name} " in said
-        assert f"the run began with {then} and goes on with that" in said
+        assert f"the run began with {then} and keeps that" in said
 
     def test_an_export_asks_for_no_options(self, ran: World) -> None:
         """It trains nothing; and the refusal of edited options names it as the way out."""

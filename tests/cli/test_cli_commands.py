@@ -153,7 +153,7 @@ class TestRefusals:
             free.bind(("127.0.0.1", 0))
             there = f"127.0.0.1:{free.getsockname()[1]}"
             said = refusal(capsys, "doctor", "--no-measure", "--node", there)
-        assert f"node {there}: nobody listens there; start it there: headrace node RUN.YAML --listen {there}" in said
+        assert f"node {there}: nothing listens there; start it there: headrace node RUN.YAML --listen {there}" in said
 
     def test_a_worker_is_given_no_run_of_its_own(self, capsys: pytest.CaptureFixture[str]) -> None:
         said = refusal(capsys, "train", "model", "data", "--node", "127.0.0.1:1", "--seed", "3")

@@ -35,7 +35,7 @@ def test_stop_resume_stop(world: World, tmp_path: Path) -> None:
     code, said = stopped(words, signal.SIGINT, tmp_path)
     assert code == 130, said
     first = int(re.fullmatch(rf"error: SIGINT: stopped after step (\d+) of {MANY_STEPS}, which is committed; .*\n", said)[1])
-    assert said.endswith(f"go on with: headrace resume {world.run}\n")
+    assert said.endswith(f"resume with: headrace resume {world.run}\n")
     assert [record["step"] for record in read_metrics(world.run / "metrics.jsonl")] == list(range(1, first + 1))
     code, said = stopped(["resume", str(world.run)], signal.SIGTERM, tmp_path)
     assert code == 143, said

@@ -102,7 +102,7 @@ def test_in_mid_run_the_state_is_safe(
     monkeypatch.undo()
     assert str(world.run) in said
     assert NO_SPACE in said
-    assert "the last committed step is safe: free some space, then go on with: headrace resume" in said
+    assert "The last committed step is safe: free some space, then resume with: headrace resume" in said
     assert not (world.run / "final").exists()
     assert exit_code("resume", world.run) == 0
     assert weights(world.run / "final") == unbroken
@@ -160,7 +160,7 @@ def test_a_run_directory_that_goes_away(world: World, unbroken: dict[str, bytes]
     said = refused(world, *world.train_words())
     monkeypatch.undo()
     assert os.strerror(errno.ENOENT) in said
-    assert f"remove the cause, then go on with: headrace resume {world.run}" in said
+    assert f"remove the cause, then resume with: headrace resume {world.run}" in said
     away.rename(world.run)
     assert exit_code("resume", world.run) == 0
     assert weights(world.run / "final") == unbroken

@@ -115,7 +115,7 @@ def test_a_dictionary_that_is_another_one_is_refused() -> None:
     assert Dictionary.from_table(885, found.words.copy(), QMOE_DIGEST).lanes.tobytes() == found.lanes.tobytes()
     damaged = found.words.copy()
     damaged[1234, 1] ^= 1 << 9
-    with pytest.raises(ModelError, match=r"has the digest .*, noted is c09862c453fe1226: it is damaged"):
+    with pytest.raises(ModelError, match=r"has the digest .*, expected was c09862c453fe1226: it is damaged"):
         Dictionary.from_table(885, damaged, QMOE_DIGEST)
     with pytest.raises(ModelError, match=r"expected uint32 \(65536, 2\)"):
         Dictionary.from_table(885, damaged[:5], QMOE_DIGEST)

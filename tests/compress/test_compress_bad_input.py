@@ -26,7 +26,7 @@ def test_a_model_that_is_coded_already(dense_int4: Any, tmp_path: Path) -> None:
 
 
 def test_calibration_that_is_too_short(dense: Path, tmp_path: Path) -> None:
-    refused(dense, tmp_path, DataError, "too short: .* tokens in 1 rows .* a matrix has 96 inputs", calibration_rows=1)
+    refused(dense, tmp_path, DataError, "too short: .* tokens in 1 rows .* A matrix has 96 inputs", calibration_rows=1)
 
 
 def test_one_row_of_data(dense: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_dictionary_that_was_changed_is_refused(ternary: Any, tmp_path: Path) 
     name = next(name for name in parts if name.startswith("headrace.dictionary."))
     parts[name][77, 0] ^= 1 << 6
     save_file(parts, path, {"format": "pt"})
-    with pytest.raises(ModelError, match=r"has the digest .*, noted is .*: it is damaged"):
+    with pytest.raises(ModelError, match=r"has the digest .*, expected was .*: it is damaged"):
         decompress(tmp_path / "out", tmp_path / "plain")
     del parts[name]
     save_file(parts, path, {"format": "pt"})

@@ -188,7 +188,7 @@ def test_a_sample_whose_turns_cannot_be_found_is_not_guessed_at():
     ):
         (made,) = encode_rows(kind, [Row("file, line 1", values)], tokenizer, 1000)
         assert made == Unmarked(
-            "file, line 1", "the chat template renders what is before message 1 unlike the whole conversation"
+            "file, line 1", "the chat template renders the messages before message 1 otherwise than in the whole conversation"
         )
 
 
@@ -220,7 +220,7 @@ def test_a_tokenizer_without_offsets_leaves_out_what_it_cannot_split():
     tokenizer = slow_tokenizer(PLAIN, merging_tokenizer)
     (made,) = encode_rows(Kind.CHAT, [Row("file, line 1", {"messages": chat("two?", "\n\nfour")})], tokenizer, 1000)
     assert isinstance(made, Unmarked)
-    assert "a token reaches over the border of a turn" in made.reason
+    assert "a token crosses the border of a turn" in made.reason
 
 
 def test_what_the_template_refuses_is_left_out_with_its_place_and_roles():

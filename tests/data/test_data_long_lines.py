@@ -68,7 +68,7 @@ def test_a_line_of_which_the_kept_part_is_too_short_or_too_long_is_named(tmp_pat
     monkeypatch.setattr(sources, "_LEAST_STRING_BYTES", 100)
     monkeypatch.setattr(sources, "_BYTES_PER_TOKEN", 1)
     for row, found in (
-        ({"text": "the quick brown fox " * 50}, "line 1: of a string that is very long only the beginning is read"),
+        ({"text": "the quick brown fox " * 50}, "line 1: only the beginning of a very long string is read"),
         ({"text": "x", "more": ["the quick brown fox " * 4] * 20}, "line 1: more than 400 bytes in one sample"),
     ):
         (tmp_path / "a.jsonl").write_text(json.dumps(row))

@@ -196,9 +196,9 @@ def test_a_position_in_other_data_or_a_damaged_one_is_refused_and_nothing_moves(
     for bad, found in (
         (other.state(), "samples_digest was"),
         ({}, "unknown"),
-        (good | {"row_checksum": 1}, "does not lie in the order"),
-        (good | {"row_index": 10**6}, "does not lie in the order"),
-        (good | {"epoch": -1}, "does not lie in the order"),
+        (good | {"row_checksum": 1}, "is not in the order"),
+        (good | {"row_index": 10**6}, "is not in the order"),
+        (good | {"epoch": -1}, "is not in the order"),
         (good | {"row_index": "x"}, "damaged"),
         (good | {"counters": {}}, "damaged"),
     ):

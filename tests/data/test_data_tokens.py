@@ -184,7 +184,9 @@ def test_a_changed_block_is_named_when_its_samples_come_and_others_can_be_had(tm
         opened.write(content)
     assert [made.sample(index).input_ids[0] for index in (0, 1, 3)] == [1, 17, 49]
     stream = BatchStream(made, DataSpec(paths=("unused",), sequence_length=16, tokens_per_step=64))
-    with pytest.raises(CorruptData, match=rf"^{file}: the token cache is damaged: bytes 128 to 192 .* Remove {tmp_path}/set: "):
+    with pytest.raises(
+        CorruptData, match=rf"^{file}: the token cache is damaged: bytes 128 to 192 .* Remove {tmp_path}/set to tokenise "
+    ):
         stream.next_batch()
 
 
@@ -278,9 +280,9 @@ def test_a_few_conversations_whose_turns_cannot_be_found_are_left_out_counted_an
         assert (made.info.samples, made.info.unmarked_samples, made.info.dropped_samples) == (18, 2, 0)
         assert made.info.kinds == {"messages": 20}
         assert made.notices == (
-            "2 of 20 samples (10.0%) are left out, because the chat template refuses them or nobody can tell which of their "
-            f"tokens are the assistant's; the first is {tmp_path}/data.jsonl, line 1: the chat template renders what is before "
-            "message 1 unlike the whole conversation",
+            "2 of 20 samples (10.0%) are skipped: the chat template refuses them, or their assistant tokens cannot be told "
+            f"from the rest. The first is {tmp_path}/data.jsonl, line 1: the chat template renders the messages before "
+            "message 1 otherwise than in the whole conversation",
         )
 
 
@@ -313,7 +315,7 @@ def test_what_the_template_refuses_is_left_out_and_what_is_odd_is_said_with_its_
 def test_too_many_conversations_whose_turns_cannot_be_found_are_an_error_with_their_share(tmp_path, spec, monkeypatch):
     conversations(tmp_path / "data.jsonl", odd=3, total=20)
     expected = (
-        r"^3 of 20 samples \(15.0%\) are left out.*data.jsonl, line 1: .* More than 10% are too many. Put {% generation %}"
+        r"^3 of 20 samples \(15.0%\) are skipped.*data.jsonl, line 1: .* More than 10% are too many. Put {% generation %}"
     )
     with pytest.raises(DataError, match=expected):
         load_tokens(spec, make_tokenizer(ODD), tmp_path / "cache")

@@ -150,7 +150,7 @@ def test_a_resumed_run_compiles_again_and_ends_with_the_same_bits(model_dir: Cal
 
 
 def test_dropout_is_refused_before_anything_is_written(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"compile_blocks: GPT2LMHeadModel has dropout.*set its dropout rates to 0"):
+    with pytest.raises(ConfigError, match=r"compile_blocks: GPT2LMHeadModel has dropout.*Set its dropout rates to 0"):
         Engine.open(
             model_dir("gpt2-dropout"), headrace.Options(output=tmp_path / "run", max_grad_norm=None, compile_blocks=True)
         )

@@ -146,5 +146,5 @@ def test_a_run_from_before_kinds_were_recorded_resumes_to_the_same_bits_or_is_re
         with Engine.resume(tmp_path / "other") as engine:
             assert engine.step(batches[1]).loss == losses[1]
     else:
-        with pytest.raises(RunDirectoryError, match=r"took .*Wqkv.weight for a norm; this one takes it for an ordinary weight"):
+        with pytest.raises(RunDirectoryError, match=r"took .*Wqkv.weight for a norm. This one takes it for an ordinary weight"):
             Engine.resume(tmp_path / "other")

@@ -352,7 +352,7 @@ def test_a_rule_whose_states_cannot_be_moved_is_refused(model_dir: Callable[...,
     ("gradient", "said"),
     [
         ("lsp:dimension=16,nonzeros=17", "nonzeros: 17 in each row of a projector, which has 16 columns"),
-        ("lsp:dimension=4096", "no matrix of a block has a side that is longer than a subspace's"),
+        ("lsp:dimension=4096", "no matrix of a block has a side longer than a subspace's"),
     ],
 )
 def test_subspaces_that_cannot_be_are_refused(gradient: str, said: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:

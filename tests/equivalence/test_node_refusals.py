@@ -23,9 +23,9 @@ from headrace.terms.run_options import NodeOptions
 @pytest.mark.parametrize(
     ("model", "workers", "options", "words"),
     [
-        ("mixtral-aux", 2, {}, "has router losses, of a whole step and not gathered from workers yet"),
+        ("mixtral-aux", 2, {}, "has router losses of a whole step, which are not gathered from workers yet"),
         ("llama", 1, {"gradient": "lsp"}, "gradient: lsp.* is not possible at a node"),
-        ("llama", ROWS + 1, {}, f"workers: {ROWS + 1} of them, and a step has {ROWS} rows"),
+        ("llama", ROWS + 1, {}, f"workers: {ROWS + 1} were asked for, but a step has {ROWS} rows"),
     ],
 )
 def test_what_is_not_possible_is_said(
@@ -77,7 +77,7 @@ def test_a_run_is_not_gone_on_with_under_other_options(tmp_path: Path) -> None:
     RunDirectory(tmp_path / "run").write_config(NodeOptions.of(values | {"data": [str(Path("d").absolute())]}))
     own = {"listen": "127.0.0.1:0", "workers": 2, "ssd": ["elsewhere"]}
     for more, words in (
-        ({"learning_rate": 2e-4, "max_steps": 4}, "learning_rate 0.0002 here, 1e-05 there; max_steps 4 here, 3 there; go on"),
+        ({"learning_rate": 2e-4, "max_steps": 4}, "learning_rate 0.0002 here, 1e-05 there; max_steps 4 here, 3 there; resume"),
         ({"data": ["other"]}, "holds a run that began otherwise: data"),
         ({"model": tmp_path / "other"}, "holds a run of .*model; name another"),
     ):

@@ -282,7 +282,7 @@ def test_what_the_host_cannot_do_is_refused_in_a_line(
 ) -> None:
     budget = Budget(host="4GiB", device=more.get("device"))
     with Generator.open(directory_of(name), budget, attention="host") as generator:
-        with pytest.raises(ConfigError, match=f"attention: host asked for.*{why}") as refused:
+        with pytest.raises(ConfigError, match=f"attention: host was asked for.*{why}") as refused:
             generator.prepare(2, 12, 4, more.get("copies", 0))
         assert "\n" not in str(refused.value)
         assert generator.plan is None

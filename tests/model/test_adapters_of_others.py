@@ -285,7 +285,7 @@ def test_a_copy_of_the_head_is_passed_over_and_another_head_refused(model_of: Ca
     assert key in tensors, "peft saves it"
     check(path, adapter)
     save_file(tensors | {key: tensors[key] * 1.01}, file)
-    with pytest.raises(ModelError, match=r"lm_head\.base_layer\.weight: this adapter brings other weights for lm_head\.weight"):
+    with pytest.raises(ModelError, match=r"lm_head\.base_layer\.weight: this adapter has other weights for lm_head\.weight"):
         our_logits(path, adapter)
 
 

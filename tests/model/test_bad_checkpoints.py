@@ -80,7 +80,9 @@ def test_quantised_weights_in_the_configuration_alone(tmp_path: Path, dtype: str
     """Of weights that were converted, by somebody who left the configuration."""
     directory, _ = save(tmp_path, dtype=dtype)
     edit_config(directory, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ModelError, match=rf"quantised weights \(fp8\), the files hold {stored}; .*remove quantization_config"):
+    with pytest.raises(
+        ModelError, match=rf"quantised weights \(fp8\), but the files hold {stored}; .*remove quantization_config"
+    ):
         Checkpoint.open(directory)
 
 

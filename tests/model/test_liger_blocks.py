@@ -152,7 +152,7 @@ def test_an_architecture_it_does_not_know_is_refused() -> None:
 
 
 def test_without_a_gpu_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its kernels run on a GPU, and compute runs on the cpu here; leave liger out"):
+    with pytest.raises(ConfigError, match="its kernels run on a GPU, but this run computes on the cpu; leave liger out"):
         check_liger(make_config(CONFIGS["llama"]), torch.device("cpu"))
 
 

@@ -87,7 +87,7 @@ def test_a_proof_is_of_all_its_words() -> None:
 def test_nobody_there_is_said_at_once() -> None:
     with listening() as listener:
         address = listener.address
-    with pytest.raises(PeerLost, match="nobody listens there"):
+    with pytest.raises(PeerLost, match="nothing listens there"):
         Member(address, name="x", version=VERSION)
 
 

@@ -61,7 +61,7 @@ def test_a_machine_whose_ssds_do_not_count_may_go_without_their_number():
     one = load_profile("a100-40g-1ssd")
     assert dataclasses.replace(load_bare_profile("a100-40g"), name=one.name) == one
     assert load_bare_profile("a100-40g-4ssd") == load_profile("a100-40g-4ssd")
-    with pytest.raises(ConfigError, match="the names are"):
+    with pytest.raises(ConfigError, match="The names are"):
         load_bare_profile("a100")
 
 

@@ -128,7 +128,7 @@ def test_who_waits_in_vain_or_cannot_measure_goes_on_without(tmp_path: Path, mea
     measurer.held = False
     assert machine_of(tmp_path, LONG, told)(fake_plan(), CpuMachine()) is None
     assert measurer.asked == []
-    assert "another process has been at it for too long" in words(told)[-1]
+    assert "another process has been measuring for too long" in words(told)[-1]
     measurer.held, measurer.fails = True, DiskFull("the drive is full")
     assert machine_of(tmp_path, LONG, told)(fake_plan(), CpuMachine()) is None
     assert words(told)[-1] == "not measured: the drive is full; times are guesses"

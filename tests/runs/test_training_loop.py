@@ -287,7 +287,7 @@ class TestResume:
         if steps is not None:
             (other / "headrace.json").write_text(json.dumps({"run_id": str(options["output"]), "steps": steps}))
         final.symlink_to(other) if linked else other.rename(final)
-        with pytest.raises(ExportFailed, match=r"final: something else is there, which is kept; move it away.*headrace resume"):
+        with pytest.raises(ExportFailed, match=r"final: something else is there, and is kept; move it away.*headrace resume"):
             resume(options["output"], engines=FakeHost().engines())
         assert (final / "weights").read_text() == "another's"
         final.unlink() if linked else final.rename(other)
@@ -415,7 +415,7 @@ class TestResume:
         screen = Screen()
         done = resume(options["output"], display=screen, engines=FakeHost().engines())
         assert (done.final / "weights").read_text() == whole
-        assert any("goes on with the tokens that the run began with" in each for each in screen.said)
+        assert any("keeps the tokens that it began with" in each for each in screen.said)
         options["output"] = options["output"].parent / "new"
         train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
         assert (options["output"] / "final" / "weights").read_text() != whole
@@ -426,7 +426,7 @@ class TestResume:
         self.begun_by_earlier_rules(options, monkeypatch)
         for kept in Path(options["cache"]).glob("tokens-*"):
             shutil.rmtree(kept, ignore_errors=True)
-        with pytest.raises(DataError, match=r"^[^\n]*earlier rules of what is trained made its tokens[^\n]*$"):
+        with pytest.raises(DataError, match=r"^[^\n]*earlier version of the rules[^\n]*$"):
             resume(options["output"], engines=FakeHost().engines())
 
     def test_changed_data_is_refused(self, options: dict[str, Any]) -> None:

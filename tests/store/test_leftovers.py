@@ -303,7 +303,7 @@ def test_a_drive_without_locks_is_as_good_as_before(tmp_path: Path, monkeypatch:
 def test_a_copy_of_a_run_directory_whose_state_was_not_copied_is_refused_and_the_first_untouched(tmp_path: Path) -> None:
     committed(tmp_path)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    said = r"copy: is a copy of the run in .*/run, whose state in .* it would change"
+    said = r"copy: is a copy of the run in .*/run, and would change its state in .*"
     with pytest.raises(RunDirectoryError, match=said) as refused:
         StateStore.open(tmp_path / "copy", sink=ignore)
     assert "remove" not in str(refused.value)  # by another path the first may be this very directory

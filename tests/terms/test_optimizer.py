@@ -59,7 +59,7 @@ def test_a_schedule_that_there_is_not() -> None:
 @pytest.mark.parametrize(("warmup", "total", "share"), [(10, 4, "0.3"), (4, 4, "0.75"), (1, 1, "0")])
 def test_a_warm_up_that_the_run_does_not_outlast_is_told(kind: str, warmup: int, total: int, share: str) -> None:
     told = Schedule(kind, warmup, total).warning
-    assert told.startswith(f"warmup_steps: {warmup} steps of warm-up in a run of {total}: ")
+    assert told.startswith(f"warmup_steps: {warmup} steps of warm-up in a run of {total}. ")
     assert f"ends at {share} of what was asked" in told
 
 

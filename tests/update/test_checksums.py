@@ -77,7 +77,7 @@ def test_moments_of_fewer_bits_leave_them_to_the_store(moments):
     gradient, groups = np.zeros(size, np.uint16), (GroupRange(0, size, 1.0, 0.0),)
     with Updater(rule, 1) as updater:
         assert updater.update_range(Chunk(weight, states, gradient), STEP, groups, take_checksums=True) is None
-    with pytest.raises(ConfigError, match="no checksums are taken along where states"):
+    with pytest.raises(ConfigError, match="checksums cannot be computed with states"):
         rule.apply(Chunk(weight, states, gradient), STEP, 0.0, 1.0, Summing(np.zeros(6, np.int64), np.zeros(2, np.uint64)))
 
 

@@ -116,5 +116,5 @@ def test_what_does_not_go_together_is_refused() -> None:
         (replace(rule.figures, grain=Grain.ELEMENT), sgd_rule(SGD(), "float32")),
         (rule.figures, sgd_rule(SGD(momentum=0.0), "float32")),
     ):
-        with pytest.raises(ConfigError, match="has the planes of the rule of elements alone"):
+        with pytest.raises(ConfigError, match="have the planes of the rule of elements alone"):
             TensorRule.__init__(rule, figures, alone)

@@ -1,7 +1,7 @@
 """FP8 with a scale for each block of 128 rows and 128 columns (DeepSeek-V3; `quant_method: fp8` with `weight_block_size`).
 
-The parts of a matrix are `weight` float8_e4m3fn (rows, columns) and `weight_scale_inv` float32 (row blocks, column blocks), by
-which a weight is *multiplied*, whatever the name says.
+A matrix has two parts: `weight` float8_e4m3fn (rows, columns) and `weight_scale_inv` float32 (row blocks, column blocks). A
+weight is *multiplied* by the latter, in spite of its name.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """MXFP4 (OCP Microscaling Formats 1.0, and gpt-oss): four-bit floats, 32 of which share a power of two.
 
-The parts of a stack of experts are `blocks` uint8 (experts, outputs, groups, 16), two codes to a byte, the lower half first,
-and `scales` uint8 (experts, outputs, groups), the exponent plus 127. The parameter is transposed, (experts, inputs, outputs): a
+A stack of experts has two parts. `blocks` uint8 (experts, outputs, groups, 16) has two codes to a byte, the lower half first.
+`scales` uint8 (experts, outputs, groups) has the exponent plus 127. The parameter is transposed, (experts, inputs, outputs): a
 row of it is one input of all outputs. A group has 32 inputs.
 """
 

@@ -1,8 +1,8 @@
 """bitsandbytes' NF4 (Dettmers et al. 2023, QLoRA): four bits that name one of sixteen quantiles, and a scale for each block.
 
-The parts of a matrix, flattened row after row, are `weight` uint8, two codes to a byte, the *upper* half first; `quant_map`
-float32 (16), the values of the codes; and `absmax`, the scale of each block of 64. Doubly quantised scales are uint8, and stand
-for `nested_quant_map[code] * nested_absmax[block of 256] + nested_offset`.
+A matrix, flattened row after row, has three parts. `weight` uint8 has two codes to a byte, the *upper* half first. `quant_map`
+float32 (16) has the values of the codes; `absmax` has the scale of each block of 64. Doubly quantised scales are uint8, and
+stand for `nested_quant_map[code] * nested_absmax[block of 256] + nested_offset`.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """A step at a site that computes nothing: weights go to workers, gradients come from them, units are updated (LuWu's node).
 
 Workers say in which order they pull and push, which their own programs fix. The same order is followed here, so that neither
-side can wait for the other in a circle: each operation only needs what comes before it in that order. Threads belong to lanes,
-and units rotate through these: read weights, send, receive, read states, update, write (LuWu, section on step-centric
-pipelining). Sending goes ahead of demand as far as there are host slots.
+side can wait for the other in a circle. Each operation only needs earlier ones in that order. Threads belong to lanes, and
+units rotate through these: read weights, send, receive, read states, update, write (LuWu, section on step-centric pipelining).
+Sending goes ahead of demand as far as there are host slots.
 """
 
 from collections.abc import Iterator, Sequence

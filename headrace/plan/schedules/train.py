@@ -1,9 +1,9 @@
 """A training step: from a plan to the program of one step.
 
-Operations stand in an order in which a single thread may run them, so each dependency points backwards, and lanes that work in
-this order can never wait for one another in a circle. Each operation names the buffers that it reads and writes; the ledger
-finds what it must wait for. What a step leaves behind (filled slots, updates still to be done, the commit) is the ledger's
-snapshot, from which the next step's program is built; in the steady state it repeats itself.
+Operations stand in an order in which a single thread could run them, so each dependency points backwards. Lanes that work in
+this order never wait for one another in a circle. Each operation names the buffers that it reads and writes; the ledger finds
+what it must wait for. A step leaves filled slots, pending updates and the commit to the next. The ledger's snapshot holds them,
+and the next step's program is built from it. In the steady state it repeats itself.
 """
 
 from collections.abc import Sequence

@@ -44,8 +44,8 @@ class Updates(Weights):
         self.pending = frozenset(unit for unit, where in self.held_at.items() if self.contents.get(where) == unit)
         self.state_turn = self.gradient_turn = self.device_state_turn = 0
         self.every = plan.device_update_every if plan.device_state_slots else 0
-        # Where the device has a place for all blocks, updated weights go there behind backward, not when forward asks for them;
-        # but nothing that compute waits for may come over the same link after them.
+        # If the device has a place for all blocks, updated weights go there behind backward, not when forward asks for them.
+        # But after them nothing that compute waits for may come over the same link.
         apart = plan.separate_device and plan.device_slots >= plan.num_blocks and not self.every
         self.brings_at_once = apart and all(tier == "device" for tier in plan.stash_tiers)
         self.is_uneven = is_uneven(plan.planes.states)

@@ -1,5 +1,4 @@
-"""How the weights of blocks come to compute, in any schedule: fetched ahead, brought to the device, made where compute reads
-them.
+"""How the weights of blocks reach compute, in any schedule: prefetched, sent to the device, made from their families.
 
 A schedule says what it does with a block by `acquire` and `release`, and when it will want the block again by `uses_until`.
 """

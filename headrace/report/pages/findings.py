@@ -82,8 +82,8 @@ class IoCpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """All that the page states. `step_seconds` is the median of recent steps. `planned` is the simulation of the plan; if
-    nobody measured the machine it uses usual figures, and `forecast` is None.
+    """All that the page states. `step_seconds` is the median of recent steps. `planned` is the simulation of the plan; without
+    measurements of the machine it uses usual figures, and `forecast` is None.
 
     `waits` has, for compute and for the busiest lane, what it waited for in the measured step.
     """

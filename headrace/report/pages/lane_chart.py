@@ -1,6 +1,6 @@
 """The timeline of a step: a row for each lane, the plan above the measurement, on one time axis.
 
-Bars are SVG rectangles in milliseconds, stretched to the width of the page; names and the axis are ordinary text, so they stay
+Bars are SVG rectangles in milliseconds, stretched to the width of the page. Names and the axis are ordinary text, so they stay
 legible at any width. The page's script zooms by changing each drawing's view box.
 """
 
@@ -34,8 +34,8 @@ FAMILY_WORDS = {
     "control": "decide, commit",
 }
 _TRACK_HEIGHT = 16
-# Neighbours of one kind that are shorter than this share of the axis are drawn as one: finer than a pixel, even zoomed a few
-# times.
+# Neighbours of one kind that are shorter than this share of the axis are drawn as one. That is finer than a pixel, even zoomed
+# a few times.
 RESOLUTION = 1 / 6000
 
 

@@ -147,9 +147,7 @@ def _timeline(run: RunFiles, found: Findings) -> str:
         words = "The planned step is left out: simulating it needs plan.json, and a figure of the machine for the plan's dtype."
         notes.append(element("p", words, class_="missing"))
     elif found.forecast is None:
-        words = (
-            "Nobody measured this machine: the planned step is by usual figures, of which only the proportions say something."
-        )
+        words = "This machine was not measured: the planned step uses usual figures, and only its proportions mean something."
         notes.append(element("p", words, class_="note"))
     if run.on_gpu and found.measured is not None:
         words = "On a GPU, times of compute and copies are those at which the host issued the work and saw it go on."

@@ -90,7 +90,7 @@ def read_run(directory: str | Path) -> RunFiles:
         ceilings=read(
             MACHINE_NAME,
             lambda file: Ceilings.from_json(json.loads(file.read_text("utf-8"))),
-            "it has the figures of the machine, which nobody measured; `headrace bench machine` does for later runs",
+            "it has the figures of the machine, which was not measured; `headrace bench machine` does that for later runs",
         ),
         options=read(CONFIG_NAME, _options, "a run started by `headrace train` writes it"),
         outcome=_outcome(path / SUMMARY_NAME),

@@ -137,4 +137,4 @@ def _bound(found: Findings) -> list[str]:
     gain = min(found.busiest.share / 2, found.busiest.share - max(others, default=0.0))
     if gain < _WORTH_A_WORD:
         return ["No lane alone would make the step faster: others are as busy."]
-    return [f"Were {lane_words(found.busiest.lane)} twice as fast, a step could take up to {gain:.0%} less."]
+    return [f"If {lane_words(found.busiest.lane)} were twice as fast, a step could take up to {gain:.0%} less."]

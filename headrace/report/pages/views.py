@@ -1,7 +1,7 @@
 """One step as bars on lanes, in the same form for measured and planned steps.
 
-Invariant: all times are seconds from the beginning of the step, which is where compute's first operation begins. Operations
-that belong to the step before and run on into this one are part of the view; what lies outside of the window is cut off.
+Invariant: all times are seconds from the beginning of the step, which is where compute's first operation begins. Operations of
+the step before that continue in this one are part of the view. Their parts outside the window are cut off.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """Projectors of blocks, in closed form: rows are grouped, and each group gets the leading singular vectors of a sample.
 
 The rows of a side are cut into d/r groups of neighbours, as equal as can be. Each group has r columns of its own: the r
-directions in which its rows of the gradient vary most, by the eigenvectors of a small Gram matrix; P and Q take turns, each on
+directions in which its rows of the gradient vary most, by the eigenvectors of a small Gram matrix. P and Q take turns, each on
 what the other leaves. So the columns are orthonormal, and products are many small ones of one shape.
 """
 

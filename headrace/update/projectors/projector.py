@@ -1,8 +1,8 @@
 """What a projector is: a tall matrix with a few non-zeros in each row, which maps one side of a matrix to fewer dimensions.
 
-A gradient G (m, n) is compressed to `P^T G Q` (d, d), and what is learned there, S, is decompressed to `P S Q^T`: these are the
-(d, r)-sparse projectors of LSP-Offload (Chen et al., AAAI 2025, section 4), with r non-zeros in each row of P (m, d) and Q (n,
-d). All tensors here are stacks of matrices, float32: each packed expert is one matrix, and a plain matrix is a stack of one.
+A gradient G (m, n) is compressed to `P^T G Q` (d, d), and the learned S is decompressed to `P S Q^T`. These are the (d,
+r)-sparse projectors of LSP-Offload (Chen et al., AAAI 2025, section 4). Each row of P (m, d) and Q (n, d) has r non-zeros. All
+tensors here are stacks of matrices, float32: each packed expert is one matrix, and a plain matrix is a stack of one.
 
 Invariant: results depend on the arguments alone, the order of sums included, so that a repetition gives the same bits.
 """
@@ -63,8 +63,8 @@ class Pair(NamedTuple):
         return self.left.expand(right.transpose(1, 2))
 
     def move(self, other: "Pair", moment: Tensor, *, square: bool) -> Tensor:
-        """Return what `moment`, made of gradients compressed by this pair, becomes for those compressed by `other`: `A M B`
-        with `A = P_new^T P_old` and `B = Q_old^T Q_new`. A second moment takes the squares of A and B, so that it stays >= 0.
+        """Return the counterpart of `moment` for gradients compressed by `other` instead of this pair: `A M B` with
+        `A = P_new^T P_old` and `B = Q_old^T Q_new`. A second moment takes the squares of A and B, so that it stays >= 0.
         """
         rows, columns = _change(self.left, other.left, moment, 1), _change(self.right, other.right, moment, 2)
         if rows is not None:

@@ -4,7 +4,7 @@ elsewhere.
 torch's sum over bags is such a product: a bag is a row, its weights are the non-zeros. On the host it is faster than torch's
 own CSR product and than gathering rows one after the other, whose bits it has (docs/log/sparse-projectors).
 
-Invariant: a row of the result is the sum of the row's non-zeros times rows of the dense matrix, in their order; no dense copy
+Invariant: a row of the result is the sum of the row's non-zeros times rows of the dense matrix, in their order. No dense copy
 of the sparse matrix is made, and nothing is added atomically.
 """
 

@@ -1,8 +1,8 @@
 """Adafactor (Shazeer & Stern 2018, algorithm 5 with decoupled decay), as `torch.optim.Adafactor` defines it, in fp32.
 
-It has factored second moments and no momentum; the root-mean-square of a step is bounded, and its rate, `min(lr, 1/sqrt(t))`,
-is multiplied by that of the weights. Two things differ from torch: each matrix of a stack is treated by itself, its scales
-included, and `eps1` has one value, fp32's epsilon, whatever the compute type.
+It has factored second moments and no momentum. The root-mean-square of a step is bounded. Its rate, `min(lr, 1/sqrt(t))`, is
+multiplied by that of the weights. Two things differ from torch. Each matrix of a stack is treated by itself, with its own
+scales. `eps1` has one value, fp32's epsilon, whatever the compute type.
 """
 
 import math

@@ -2,9 +2,9 @@
 with backward. Each matrix's step is normalised by itself, so that no global norm is needed.
 
 The constants are those of the authors' code: `beta2 = 1 - t^-0.8` (0 at the first update), 1e-30 added to squares, a step's
-root-mean-square bounded by 1, rates and decays multiplied by that of the weights, at least 1e-3. Its mistakes are not copied:
-here states are kept with the run and resumed, parameters of more than two dimensions are stacks of matrices, and small updates
-are not rounded away.
+root-mean-square bounded by 1. Rates and decays are multiplied by the root-mean-square of the weights, at least 1e-3. Its
+mistakes are not copied. Here states are kept with the run and resumed, parameters of more than two dimensions are stacks of
+matrices, and small updates are not rounded away.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,7 @@ from headrace.update.rules.moments import MOMENT_CODES
 from headrace.update.tensors import States, root_of
 
 # By kind of moments: the most bytes per element alive at once on a device beside the planes, and the rate of a core relative to
-# that with float32 moments: smaller moments move fewer bytes, but encoding them takes arithmetic.
+# float32 moments. Smaller moments move fewer bytes, but encoding them takes arithmetic.
 _TEMPORARY_BYTES = {"float32": 36, "bfloat16": 48, "int8": 76}
 _CORE_RATES = {"float32": 1.0, "bfloat16": 0.32, "int8": 0.14}
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 316, "float32": 218, "float16": 230}
@@ -44,8 +44,8 @@ class AdamW(Optimizer):
     moments: str = option(
         "float32",
         OneOf(MOMENTS, OTHER_NAMES),
-        row="how moments are kept: `bfloat16` or `int8` (in blocks of 256) take 8 or 6 bytes per parameter instead of 12; "
-        "rounded at random, so no longer exact AdamW",
+        row="how moments are kept: `bfloat16` or `int8` (in blocks of 256) take 8 or 6 bytes per parameter instead of 12. "
+        "They are rounded at random, so it is not exact AdamW",
     )
 
     def smaller(self) -> tuple[str, Optimizer] | None:
@@ -109,8 +109,8 @@ class AdamWRule(ElementRule):
         """Return scale, decay and so on, by the names in `_element`.
 
         The first moment is interpolated from its nearer end, as `torch.lerp` does: with `beta1 = 0` it is the gradient itself.
-        Where torch divides by `sqrt(1 - beta2^step)`, the loop multiplies by its inverse: that saves a division, and torch on a
-        GPU divides by a scalar in the same way.
+        Torch divides by `sqrt(1 - beta2^step)`; the loop multiplies by its inverse. That saves a division, and torch on a GPU
+        divides by a scalar in the same way.
         """
         beta1, beta2 = self._optimizer.beta1, self._optimizer.beta2
         learning_rate = step.learning_rate * learning_rate_scale

@@ -1,14 +1,14 @@
 """Second moments of a matrix as one number for each row and each column (Shazeer & Stern 2018, "Adafactor"): what AdaLomo and
 Adafactor have in common.
 
-The moment of element (i, j) is estimated as `R_i C_j / mean(R)`, where R and C are running means of the squared gradients of
-rows and columns: (rows + columns) numbers instead of rows x columns. It is exact where the squares have rank one. A vector has
-a moment for each number. A step is scaled down where its root-mean-square exceeds a threshold, and multiplied by that of the
-weights. Both are taken over the whole matrix, so it is read three times: for the moments, for the scales, for the update. Each
-matrix of a stack (experts) is treated by itself.
+The moment of element (i, j) is estimated as `R_i C_j / mean(R)`. R and C are running means of the squared gradients of rows and
+columns: (rows + columns) numbers instead of rows x columns. It is exact where the squares have rank one. A vector has a moment
+for each number. A step is scaled down where its root-mean-square exceeds a threshold, and multiplied by that of the weights.
+Both are taken over the whole matrix, so it is read three times: for the moments, for the scales, for the update. Each matrix of
+a stack (experts) is treated by itself.
 
-There are compiled loops on the host alone, one thread per item: sums are taken in fp64 in one order, all else in fp64 from fp32
-numbers, and what is kept is rounded once. Temporaries are a few numbers for each row and column.
+Compiled loops exist only for the host, one thread per item. Sums are taken in fp64 in one order, all else in fp64 from fp32
+numbers, and kept values are rounded once. Temporaries are a few numbers for each row and column.
 """
 
 import math
@@ -44,8 +44,8 @@ _CORE_RATE = 0.2
 class Factoring:
     """What distinguishes the two rules, and what their users choose.
 
-    `added` is added to each squared gradient; `row_floor` is the least mean of R in a division, `moment_floor` the least moment
-    under a root; `threshold` bounds the root-mean-square of a step; `weight_floor` is the least root-mean-square of weights by
+    `added` is added to each squared gradient. `row_floor` is the least mean of R in a division, `moment_floor` the least moment
+    under a root. `threshold` bounds the root-mean-square of a step. `weight_floor` is the least root-mean-square of weights by
     which a rate is multiplied. With `decay_follows`, the rate of the decay is multiplied by it, too.
     """
 

@@ -2,14 +2,14 @@
 
 Gradient descent that keeps nothing: no momentum, no moments, and no gradient beyond its unit's update. Decay is decoupled, as
 in the authors' code: `p <- p (1 - lr wd) - lr g`. There are two differences from that code. The weights here are the upper half
-of an fp32 master, and the other half is all that is read and written besides; theirs round to 16 bits at each step, where most
-small updates vanish. And one update follows all micro-batches of a step, not one each.
+of an fp32 master; only the other half is read and written besides. Theirs are rounded to 16 bits at each step, where most small
+updates vanish. And one update follows all micro-batches of a step, not one each.
 
-With `master=none` there is no other half here either, but weights are rounded at random, without bias (`moments`), by the
-unit's number, the update and the element's place: the same bits in a run that is resumed, or run again.
+With `master=none` there is no other half here either. Weights are rounded at random without bias (`moments`), by the unit's
+number, the update and the element's place. So a run that is resumed, or run again, gets the same bits.
 
-Where gradients are clipped to a global norm, their code takes two backward passes; here a step is run again with the clip
-factor, if its norm turned out to need one (`RuleFigures.clips_by_rerun`).
+If gradients are clipped to a global norm, their code takes two backward passes. Here a step runs again with the clip factor, if
+its norm needed one (`RuleFigures.clips_by_rerun`).
 """
 
 from collections.abc import Callable, Sequence
@@ -74,7 +74,9 @@ def lomo_rule(optimizer: Lomo, compute_dtype: str) -> ElementRule:
         ConfigError: there is no such compute dtype, or no such weights can be rounded at random.
     """
     if optimizer.master == "none" and compute_dtype == "float16":
-        raise ConfigError("optimizer: lomo: master=none rounds bfloat16 weights at random, not float16: use bfloat16, or lomo")
+        raise ConfigError(
+            "optimizer: lomo: master=none can round bfloat16 weights at random, but not float16: use bfloat16, or lomo"
+        )
     return (RoundedLomoRule if optimizer.master == "none" and compute_dtype == "bfloat16" else LomoRule)(
         optimizer, compute_dtype
     )

@@ -1,13 +1,13 @@
 """Moments of 16 and 8 bits: how the two states of Adam-like rules are kept in fewer bits, here in compiled loops.
 
 The update is exact; only what is kept until the next step is rounded, at random and without bias in `m` and `v`. Rounding to
-nearest would lose every change below half a place: with `beta2 = 0.999` a second moment falls by at most a thousandth per step,
-and a bfloat16 place is four to eight thousandths, so it would never fall.
+nearest would lose every change below half a place. With `beta2 = 0.999` a second moment falls by at most a thousandth per step.
+A bfloat16 place is four to eight thousandths, so the moment would never fall.
 
 Codes of 8 bits are roots: a first moment is `code * |code|` units, the root of a second moment is `code^2` units. So places are
-densest near zero: a moment of a hundredth of its block's largest keeps an error of some percent, where evenly spaced codes
-would round it to zero or one. Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", have the blocks, and use a
-table of codes to the same end; roots need no table.
+densest near zero. A moment of a hundredth of its block's largest keeps an error of some percent; evenly spaced codes would
+round it to zero or one. Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", have the blocks, and use a table
+of codes to the same end; roots need no table.
 
 Invariant: a rounding depends on the element's place in the model, the update and (with 8 bits) its block alone: `_noise`. On
 tensors (`moment_tensors.py`) they are the same bits.
@@ -42,9 +42,9 @@ from headrace.update.rules.moment_tensors import (
 def _noise(context: Any, element: Any, key: Any) -> Any:
     """Return 32 random bits (uint32) for an element: a hash of the lower 32 bits of its number, and of `key`.
 
-    It is a counter instead of a generator's state, so that the bits do not depend on who computes them, in which order
-    (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The mixing function is `lowbias32` of C. Wellons's
-    hash prospector (2018, public domain): two rounds of multiply and xor-shift, of low bias in every output bit.
+    It is a counter instead of a generator's state. So the bits depend neither on the thread that computes them nor on the order
+    (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). The mixing function is `lowbias32` of C. Wellons's hash
+    prospector (2018, public domain): two rounds of multiply and xor-shift, of low bias in every output bit.
     """
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:

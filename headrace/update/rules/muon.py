@@ -1,16 +1,16 @@
 """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks") for the matrices of blocks, AdamW for
-all else: embeddings, heads, norms, biases, and filters of one row or column.
+all else. That is embeddings, heads, norms, biases, and filters of one row or column.
 
     m <- m + (1 - momentum) (g - m);   u = g + momentum (m - g)   (Nesterov; else u = m)
     W <- W (1 - lr wd) - lr 0.2 sqrt(max(rows, columns)) NS(u)
 
-NS brings the singular values of a matrix near 1 by five steps of Newton-Schulz, `X <- a X + (b G + c G G) X` with `G = X X^T`
-and the published coefficients. The factor of the rate gives a step the root-mean-square of an AdamW step (Liu et al. 2025,
-"Muon is scalable for LLM training", section 2.2), so one rate serves both; and it is the same for a matrix that lies
-transposed, as NS itself is. It is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
+NS brings the singular values of a matrix near 1. It takes five steps of Newton-Schulz, `X <- a X + (b G + c G G) X` with
+`G = X X^T` and the published coefficients. The factor of the rate gives a step the root-mean-square of an AdamW step
+(Liu et al. 2025, "Muon is scalable for LLM training", section 2.2). So one rate serves both. It is the same for a transposed
+matrix, as NS itself is. It is `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`.
 
 Operands of the products are rounded to bfloat16 and added up in float32, as published. A CPU multiplies them as float32
-numbers, to the same roundings; what differs between two devices is the order of sums, so a run has its bits on one machine.
+numbers, to the same roundings. Only the order of sums differs between two devices, so a run has its bits on one machine.
 """
 
 import math
@@ -40,8 +40,8 @@ _LEAST_NORM = 1e-7
 _STEP_SIZE = 0.2  # the root-mean-square of AdamW's steps
 # Parameters of units that are no blocks.
 _ELEMENTWISE = r"^(prologue|epilogue)/"
-# Per element: what torch's kernels read and write for matrices that are half as long again as wide, with products of float32
-# numbers (of bfloat16 numbers: about two thirds), and the most that is allocated at once, by AdamW: Muon takes 26. Tests count.
+# Per element: what torch's kernels read and write for matrices half as long again as wide, with float32 products (bfloat16:
+# about two thirds). And the most that is allocated at once, by AdamW; Muon takes 26. Tests count.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 614, "float32": 516, "float16": 528}
 _TEMPORARY_BYTES = 36
 _FLOPS_PER_ELEMENT = 12

@@ -50,7 +50,7 @@ class SGD(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and not self.momentum:
-            raise ConfigError("nesterov: looks ahead by the momentum, which is 0; give one, or leave nesterov out")
+            raise ConfigError("nesterov: looks ahead by the momentum, which is 0; give a momentum, or leave nesterov out")
 
 
 @inlined

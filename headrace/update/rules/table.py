@@ -52,5 +52,5 @@ def rule_of(optimizer: Optimizer, compute_dtype: str) -> UpdateRule:
     """
     if type(optimizer) not in RULES:
         known = ", ".join(kind.__name__ for kind in RULES)
-        raise ConfigError(f"optimizer: {type(optimizer).__name__} is none of the rules {known}; give one of them")
+        raise ConfigError(f"optimizer: {type(optimizer).__name__} is not one of the rules {known}; give one of them")
     return RULES[type(optimizer)](optimizer, compute_dtype)

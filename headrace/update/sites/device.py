@@ -49,9 +49,8 @@ class DeviceUpdater:
 
         Shapes: as there. Types: see `UpdateRule.apply_to_tensors`.
 
-        Raises:
-            ConfigError: tensors of another type or length, groups that do not cover the range, or a cut block of the planes;
-                nothing is changed then.
+        Raises: ConfigError: tensors of another type or length, groups that do not cover the range, or a cut block of the
+            planes. Nothing is changed then.
         """
         weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
         planes, start = self.rule.planes, chunk.first_element

@@ -2,8 +2,8 @@
 
 Which range, when, and where its bytes come from is not here; the program decides that.
 
-Invariant: every element of the range is updated exactly once, with the coefficients of its own group, and once `update_range`
-returns or raises no thread touches the arrays any more.
+Invariant: every element of the range is updated exactly once, with the coefficients of its own group. Once `update_range`
+returns or raises, no thread touches the arrays any more.
 """
 
 from collections import deque
@@ -83,9 +83,8 @@ class Updater:
 
         Shapes: all arrays are `(n,)`, a state plane has its numbers for so many elements. Types: see `UpdateRule.apply`.
 
-        Raises:
-            ConfigError: arrays of another length, groups that do not cover the range, or a range or group that cuts a block of
-                the planes; nothing has been changed then.
+        Raises: ConfigError: arrays of another length, groups that do not cover the range, or a range or group that cuts a block
+            of the planes. Nothing has been changed then.
         """
         weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
         planes, num_elements, start = self.rule.planes, weight.size, chunk.first_element
@@ -142,8 +141,8 @@ class Updater:
         items_rule(self.rule).apply_to_items(as_tensor(weight), tensors, as_tensor(gradient, bfloat16=True), step, items)
 
     def _shares(self, pieces: Sequence[GroupRange], num_elements: int) -> list[GroupRange]:
-        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page; cut rows and
-        matrices into shares whose temporaries are small.
+        """Cut `pieces` at multiples of `UNIT_ALIGNMENT` of the unit, so that no two threads write to one page. Cut rows and
+        matrices into shares with small temporaries.
         """
         num_shares = 1 if self.threads == 1 else self.threads * _SHARES_PER_THREAD
         share_elements = max(round_up(-(-num_elements // num_shares), UNIT_ALIGNMENT), _SMALLEST_SHARE_ELEMENTS)

@@ -29,7 +29,7 @@ class AdapterWire(DenseWire):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The kind and its settings: a run goes on with those that it began with."""
+        """The kind and its settings. A run keeps those that it began with."""
         return self.settings.text
 
     def of(self, chain: "Chain") -> "AdapterWire":

@@ -1,8 +1,8 @@
 """The gradient of a product's matrix by its factors, `dY^T X`, for a wire that needs the factors and not the whole.
 
 Inside the context each call of `linear` with a known matrix (identified by where it lies) gives its factors away instead of a
-gradient, and so does `addmm` with one (transformers' Conv1D, whose matrices are transposed: `X^T dY`). Whatever else is done
-with the matrix gives a gradient as usual.
+gradient. So does `addmm`, which transformers' Conv1D calls with transposed matrices: `X^T dY`. Whatever else is done with the
+matrix gives a gradient as usual.
 """
 
 from collections.abc import Callable, Collection

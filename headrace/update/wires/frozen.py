@@ -1,4 +1,4 @@
-"""The wire of a model that is only run: nothing of it is trained, and no gradient travels."""
+"""The wire of a model that only runs: nothing is trained, and no gradient travels."""
 
 from headrace.terms.layout import UnitLayout
 from headrace.update.wires.dense import DenseWire

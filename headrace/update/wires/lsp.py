@@ -1,12 +1,12 @@
 """LSP-Offload (Chen et al., AAAI 2025): only subspaces of a block's matrices are trained, which sparse projectors define.
 
-A matrix is `c W0 + P S Q^T`: W0 is stored, S (d, d) is trained by the run's rule on compressed gradients `P^T G Q`. `c` begins
-at 1, has no gradient, and decays as S does: so weight decay applies to the whole matrix, and W0 need not be rewritten for it.
+A matrix is `c W0 + P S Q^T`. W0 is stored; the run's rule trains S (d, d) on compressed gradients `P^T G Q`. `c` begins at 1,
+has no gradient, and decays as S does. So weight decay applies to the whole matrix, and W0 need not be rewritten for it.
 Parameters that are no matrices, or are no larger than the subspace, are trained as they are, beside them.
 
-The first step fits projectors to its own gradient. Later each unit has its turn, once in `check` steps: the last micro-batch is
-held out, projectors are fitted to the rest of the step's gradient, and proposed for a matrix whose old ones are too far off on
-the held-out micro-batch, if the new ones are better there. The rest is done by `flow.settle`.
+The first step fits projectors to its own gradient. Later each unit has its turn, once in `check` steps. The last micro-batch is
+held out and projectors are fitted to the rest of the step's gradient. They are proposed for a matrix if its old ones are too
+far off on the held-out micro-batch and the new ones are better there. The rest is done by `flow.settle`.
 """
 
 import hashlib
@@ -89,7 +89,7 @@ class LspWire:
 
     @property
     def name(self) -> str:
-        """The way and its settings: a run goes on with those that it began with."""
+        """The way and its settings. A run keeps those that it began with."""
         return self.settings.text if self._kind.name == self.settings.projector else f"{self.settings.text} {self._kind.name}"
 
     def choices(self, layouts: Sequence[UnitLayout]) -> tuple["LspWire", ...]:
@@ -132,8 +132,8 @@ class LspWire:
         for plane in states:
             if plane.name not in _POWERS or plane.dtype != "float32" or plane.of != "element":
                 raise ConfigError(
-                    f"gradient: lsp moves a rule's states to other projectors; of {plane.name!r} ({plane.dtype}) it does not "
-                    "know how: use adamw with float32 moments, sgd, lion or lomo"
+                    f"gradient: lsp moves a rule's states to other projectors, but cannot move {plane.name!r} "
+                    f"({plane.dtype}). Use adamw with float32 moments, sgd, lion or lomo"
                 )
 
     @contextmanager

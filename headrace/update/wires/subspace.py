@@ -118,7 +118,7 @@ def basis_elements(subspace: Subspace, kind: Kind) -> int:
 
 def half_and_quarter(layouts: Sequence[UnitLayout]) -> tuple[int, ...]:
     """Return the dimensions from which a plan chooses: half and a quarter of the commonest side of the blocks' matrices,
-    rounded to multiples of 64; one dimension where both are the same, none where there are no matrices.
+    rounded to multiples of 64. One dimension if both are the same, none if there are no matrices.
     """
     sides = Counter(side for layout in layouts for spec in layout.parameters if len(spec.shape) > 1 for side in spec.shape[-2:])
     if not sides:

@@ -51,7 +51,7 @@ def wire_of(options: Options, begun: str | None = None) -> Wire:
                 f"adapter and gradient: {way.name} trains subspaces, {options.adapter} adapters; give one of them"
             )
         return AdapterWire(adapter_of(options.adapter), options.seed)
-    with suppress(ConfigError):  # the wire belongs to a program of its own; whoever checks the run says so
+    with suppress(ConfigError):  # the wire belongs to a program of its own; the check of the run says so
         way = way.begun(way_of(begun)) if begun else way
     return WIRES[type(way)](way)
 

@@ -332,14 +332,14 @@ class TestFindings:
         assert found.forecast is None
         words = " ".join(bottleneck_words(found, run))
         assert "limited by SSD reads: busy for 90% of it" in words
-        assert "Were SSD reads twice as fast, a step could take up to 40% less." in words
+        assert "If SSD reads were twice as fast, a step could take up to 40% less." in words
 
     def test_without_a_machine_profile_the_planned_lanes_are_drawn_by_usual_figures(self, tmp_path: Path) -> None:
         run = write_run(tmp_path / "run", without=("machine.json",))
         text = write_report(run).read_text(encoding="utf-8")
         assert text.count('class="track planned"') == text.count('class="track measured"') > 3
-        assert "the planned step is by usual figures" in text
-        assert "the planned step is by usual figures" not in write_report(write_run(tmp_path / "measured")).read_text("utf-8")
+        assert "the planned step uses usual figures" in text
+        assert "the planned step uses usual figures" not in write_report(write_run(tmp_path / "measured")).read_text("utf-8")
 
     def test_rates_are_bytes_over_busy_time(self, tmp_path: Path) -> None:
         rates = {rate.name: rate for rate in find(read_run(write_run(tmp_path / "run"))).rates}
