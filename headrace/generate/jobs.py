@@ -45,8 +45,9 @@ from headrace.terms.events import Notice, Sink
 from headrace.terms.generate_options import ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.sizes import format_seconds
 
-# Options that decide the bits: a job with another value for one of these is another job.
-_FIXED = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "system", "raw", "compute_dtype", "rows")
+# Options that decide the answers, with their defaults. A job with another value for one of these is another job.
+_DEFAULTS = GenerateOptions().to_json()
+_FIXED = {each.key: _DEFAULTS[each.key] for each in GenerateOptions.declarations() if each.fixed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +222,12 @@ def _job(
 ) -> Job:
     """Return the micro-batches: those of a job that was begun, or new ones, which are written down first."""
     values = options.to_json()
-    drafting = {key: values[key] for key in ("assistant", "prompt_lookup") if values[key] is not None}
-    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED} | drafting}
+    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED}}
     here = {"threads": torch.get_num_threads(), "processor": processor_name()}
     path = folder / "job.json"
     if (found := begun) is not None:
-        if found["fixed"] != fixed:
+        known = found["fixed"]  # an earlier version knew fewer options
+        if {**known, "options": _FIXED | known["options"]} != fixed:
             raise RunDirectoryError(
                 f"{folder} holds an unfinished job of another input or other options; finish it with those, or remove it"
             )

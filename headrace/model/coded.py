@@ -20,7 +20,7 @@ from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
 from headrace.codec.table import CODES
 from headrace.codec.ternary import TritsCodec, WordsCodec
 from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_table
-from headrace.model.coded_keys import refused_keys
+from headrace.model.coded_keys import KEYS, Rule, anything, refused_keys
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ModelError
@@ -101,10 +101,10 @@ def decoded_tensors(directory: Path, config: Any, tensors: Tensors) -> dict[str,
     method = str(described.get("quant_method"))
     named = str(getattr(config.get_text_config(), "dtype", None) or "").removeprefix("torch.")
     dtype = "F16" if named == "float16" else "BF16"
-    reader = _READERS.get(method)
-    if reader is None:
+    if method not in READERS:
         raise ModelError(f"{directory}: its weights are coded by {method}, which is not read; read are {_read()}")
-    if refused := refused_keys(method, described):
+    reader, rules = READERS[method]
+    if refused := refused_keys(rules, described):
         raise ModelError(
             f"{directory}: quantization_config has {', '.join(refused)}, which would change results and is not computed here; "
             "use a model without it, or decode it with the program that wrote it"
@@ -281,10 +281,11 @@ def _dictionaries(tensors: Tensors) -> tuple[dict[int, Dictionary], set[str]]:
     return found, used
 
 
-_READERS: Mapping[str, Reader] = {
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "mxfp4": _mxfp4,
-    "bitsandbytes": _bitsandbytes,
-    METHOD: _ternary,
+# By `quant_method`: what reads the weights, and the keys of `quantization_config` that it may find.
+READERS: Mapping[str, tuple[Reader, Mapping[str, Rule]]] = {
+    "compressed-tensors": (_compressed_tensors, KEYS["compressed-tensors"]),
+    "fp8": (_fp8, KEYS["fp8"]),
+    "mxfp4": (_mxfp4, KEYS["mxfp4"]),
+    "bitsandbytes": (_bitsandbytes, KEYS["bitsandbytes"]),
+    METHOD: (_ternary, anything("quant_method", "format", "ignore")),
 }
