@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
 
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes
+from headrace.terms.closing import Closing
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Notice, Sink
@@ -193,7 +193,7 @@ def _ignore(event: object) -> None:
     """Sink of an engine that was given none."""
 
 
-class ThreadEngine:
+class ThreadEngine(Closing):
     """Separate pools of reader and writer threads; requests are served first come, first served, in pieces.
 
     A wait warns (to `sink`) when nothing moved for `stall_warning_seconds`, and fails after `deadline_seconds`.
@@ -259,9 +259,3 @@ class ThreadEngine:
         """Finish what was asked for, then end the threads; leave a stalled one behind. A second call does nothing."""
         self._read.close()
         self._write.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
