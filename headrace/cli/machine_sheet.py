@@ -16,6 +16,7 @@ import headrace
 from headrace.machine.control_groups import quota_cores
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.sizes import format_bytes
+from headrace.terms.tables import figures
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 
@@ -191,19 +192,9 @@ def _directory(path: Path, measure: bool) -> dict[str, Any]:
     from headrace.terms.errors import StorageError
 
     facts = describe_directory(path)
-    values: dict[str, Any] = {
-        "path": str(path),
-        "exists": facts.exists,
-        "is_directory": facts.is_directory,
-        "writable": facts.writable,
-        "refusal": facts.refusal or None,
-        "file_system": facts.file_system,
-        "in_memory": facts.in_memory,
-        "free_bytes": facts.free_bytes,
-        "takes_direct": facts.takes_direct,
-        "bytes_per_second": None,
-        "not_measured": None if measure else "--no-measure",
-    }
+    order = ("path", "exists", "is_directory", "writable", "refusal", "file_system", "in_memory", "free_bytes", "takes_direct")
+    values = figures(facts, *order) | {"path": str(path), "refusal": facts.refusal or None}
+    values |= {"bytes_per_second": None, "not_measured": None if measure else "--no-measure"}
     if measure and facts.writable:
         try:
             read, write, mixed = measure_directory(path)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes
 from headrace.terms.closing import Closing
@@ -210,12 +211,8 @@ class ThreadEngine(Closing):
         sink: Sink = _ignore,
     ) -> None:
         self._piece_bytes = piece_bytes
-        self._read = _Lane(
-            "read", readers, stall_warning_seconds=stall_warning_seconds, deadline_seconds=deadline_seconds, sink=sink
-        )
-        self._write = _Lane(
-            "write", writers, stall_warning_seconds=stall_warning_seconds, deadline_seconds=deadline_seconds, sink=sink
-        )
+        lane = partial(_Lane, stall_warning_seconds=stall_warning_seconds, deadline_seconds=deadline_seconds, sink=sink)
+        self._read, self._write = lane("read", readers), lane("write", writers)
 
     @property
     def bytes_read(self) -> int:

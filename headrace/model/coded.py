@@ -151,10 +151,11 @@ def _check(directory: Path, key: str, source: CodedSource) -> None:
             )
 
 
-Reader = Callable[[Mapping[str, Any], Tensors, str], tuple[dict[str, CodedSource], set[str]]]
+Found = tuple[dict[str, CodedSource], set[str]]  # coded weights by their names, and the names of their parts
+Reader = Callable[[Mapping[str, Any], Tensors, str], Found]
 
 
-def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     groups = (described.get("config_groups") or {}).values()
     formats = {group.get("format") or described.get("format") for group in groups}
     weights = [group.get("weights") or {} for group in groups]
@@ -184,7 +185,7 @@ def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: s
     return found, used
 
 
-def _fp8(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _fp8(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     block = described.get("weight_block_size")
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise _Refusal(f"weight_block_size is {block}: scales are not those of blocks")
@@ -200,7 +201,7 @@ def _fp8(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[di
     return found, used
 
 
-def _mxfp4(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _mxfp4(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     found, used = {}, set()
     for key, blocks in tensors.items():
         stem = key.removesuffix("_blocks")
@@ -214,7 +215,7 @@ def _mxfp4(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[
     return found, used
 
 
-def _bitsandbytes(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _bitsandbytes(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     if not described.get("load_in_4bit") or described.get("bnb_4bit_quant_type", "nf4") != "nf4":
         raise _Refusal(f"its weights are {'FP4' if described.get('load_in_4bit') else 'of 8 bits'}")
     found, used = {}, set()
@@ -242,7 +243,7 @@ def _as_bytes(packed: StoredTensor) -> StoredTensor:
     return replace(packed, dtype="U8", shape=(packed.num_bytes, 1)) if packed.shape[1:] == (1,) else packed
 
 
-def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     if described.get("format") != FORMAT:
         raise _Refusal(f"its format is {described.get('format')}")
     dictionaries, used = _dictionaries(tensors)

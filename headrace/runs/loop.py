@@ -45,7 +45,7 @@ class Finished:
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """What one process works with. `total_steps` is the decided `config.max_steps`; `meter` runs since the process began."""
 
@@ -236,15 +236,7 @@ def _run(
     display = display or NoDisplay()
     for notice in stream.notices:
         display.say(f"note: {notice}")
-    return _Run(
-        config=config,
-        directory=directory,
-        stream=stream,
-        total_steps=config.max_steps,
-        display=display,
-        engines=engines,
-        meter=meter,
-    )
+    return _Run(config, directory, stream, config.max_steps, display, engines, meter)
 
 
 def _reporters(run: _Run, stack: ExitStack) -> Reporters:

@@ -111,7 +111,6 @@ class GenerateOptions(Declared):
         False,
         Flag(),
         "Take prompts as they are, without the chat template.",
-        row="prompts as they are, without the chat template",
         group=Group.PROMPTS,
     )
     adapter: str | Path | None = option(
