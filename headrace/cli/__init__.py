@@ -1,5 +1,3 @@
 """Words to calls: the command `headrace`."""
 
-from headrace.cli.entry import main
-
-__all__ = ["main"]
+from headrace.cli.entry import main as main
