@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.machine.control_groups import quota_cores
+from headrace.machine.control_groups import quota_cores, text_of
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.sizes import format_bytes
 from headrace.terms.tables import figures
@@ -143,7 +143,7 @@ def _cpu() -> dict[str, Any]:
 def _memory() -> dict[str, Any]:
     fields = _fields(Path("/proc/meminfo"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    chosen = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = text_of(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
         "total_bytes": _kibibytes(fields.get("MemTotal")),
         "available_bytes": _kibibytes(fields.get("MemAvailable")),
@@ -207,18 +207,11 @@ def _directory(path: Path, measure: bool) -> dict[str, Any]:
 def _fields(path: Path) -> dict[str, str]:
     """Return by name the first value of each `name: value` line."""
     fields: dict[str, str] = {}
-    for line in (_text(path) or "").splitlines():
+    for line in (text_of(path) or "").splitlines():
         name, colon, value = line.partition(":")
         if colon:
             fields.setdefault(name.strip(), value.strip())
     return fields
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
 
 
 def _kibibytes(text: str | None) -> int | None:

@@ -7,7 +7,6 @@
 Invariant: the output follows from `job.json` alone: an interrupted job gives the same bytes.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -34,12 +33,12 @@ from headrace.machine.cpu import processor_name
 from headrace.model.generation_keys import is_assisted
 from headrace.terms.errors import (
     DataError,
-    DiskFull,
     InputError,
     RunDirectoryError,
     StepFailed,
     StorageError,
     in_one_line,
+    unwritten,
 )
 from headrace.terms.events import Notice, Sink
 from headrace.terms.generate_options import ON_DEVICE, ON_HOST, GenerateOptions
@@ -324,9 +323,4 @@ def _writing(place: Path) -> Iterator[None]:
             raise type(cause)(f"{cause}; give the same command again later: what is done is kept") from error
         raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some space" if full else "remove the cause"
-        raise (DiskFull if full else StorageError)(
-            f"{place}: cannot be written ({error.strerror or error}); {advice}, then give the same command again: what is done "
-            "is kept"
-        ) from error
+        raise unwritten(place, error, "give the same command again: what is done is kept") from error
