@@ -31,7 +31,7 @@ def machine_sheet(ssd: tuple[Path, ...], *, measure: bool, link: dict[str, Any] 
         "system": {
             "platform": platform.platform(),
             "wsl": "microsoft" in platform.release().lower(),
-            "container": _in_container(),
+            "container": any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")),
         },
         "cpu": _cpu(),
         "memory": _memory(),
@@ -165,10 +165,6 @@ def _limits() -> dict[str, int | None]:
         "cgroup_limit_bytes": control_group_limit_bytes(),
         "pinnable_bytes": pinnable_memory_bytes(),
     }
-
-
-def _in_container() -> bool:
-    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
 
 
 def _gpus() -> list[dict[str, Any]]:

@@ -89,7 +89,8 @@ def run_job(
         plan = _plan(generator, answered, options, changes, begun)
         job = _job(folder, digest, options, answered, plan, begun, sink)
         tell_plan(plan)
-        sink(Notice(text=_most_lost(plan), level="info"))
+        lost = format_seconds(_micro_batch_seconds(plan))
+        sink(Notice(text=f"a kill costs at most the answers under way: about {lost} of work", level="info"))
         by_number = {line.number: line for line in answered}
         for number, found in _done(folder).items():
             answers |= {line: by_number[line].answered(each) for line, each in zip(job[number][0], found, strict=True)}
@@ -173,10 +174,6 @@ def _plan(
 def _micro_batch_seconds(plan: GenerationPlan) -> float:
     assert plan.forecast is not None, "plans are made with one"
     return plan.forecast.first_pass_seconds + (plan.new_tokens - 1) * plan.forecast.pass_seconds
-
-
-def _most_lost(plan: GenerationPlan) -> str:
-    return f"a kill costs at most the answers under way: about {format_seconds(_micro_batch_seconds(plan))} of work"
 
 
 def _begun(folder: Path, lines: Sequence[PromptLine], bounded: bool) -> dict[str, Any] | None:

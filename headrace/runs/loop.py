@@ -262,16 +262,13 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
             clock=time.monotonic,
         )
     )
-    reporters.add(LanesFile(directory.path, committed_steps=done_steps, memory=_memory_in_use))
+    # Memory in use is the same figure as the measured peaks.
+    reporters.add(LanesFile(directory.path, committed_steps=done_steps, memory=lambda: {"host": anonymous_bytes()}))
     if "tensorboard" in config.report_to:
         reporters.add(TensorBoard(directory.tensorboard, committed_steps=done_steps))
     if "trace" in config.report_to:
         reporters.add(TraceFile(directory.trace(done_steps)))
     return metrics
-
-
-def _memory_in_use() -> dict[str, int]:
-    return {"host": anonymous_bytes()}  # the same figure as the measured peaks
 
 
 def _for_people(reporters: Reporters, tell: Callable[[Plan], None] = lambda plan: None) -> Sink:

@@ -95,7 +95,7 @@ def has_no_space(error: OSError) -> bool:
 
 
 def unwritten(place: object, error: OSError, then: str, *, verb: str = "written", safe: str = "") -> StorageError:
-    """Return the error for a place that the system refuses to write: the cure, and what to do `then`. `safe`: what is not lost."""
+    """Return the error for a place that the system refuses to write: the cure, and what to do `then`; `safe` is not lost."""
     kind, cure = (DiskFull, "free some space") if has_no_space(error) else (StorageError, "remove the cause")
     return kind(f"{place}: cannot be {verb} ({error.strerror or error}); {safe}{cure}, then {then}")
 
