@@ -83,7 +83,7 @@ def test_a_range_adds_up_commits_and_a_file_that_only_moves_counts_for_nothing(t
 
 def test_the_files_of_a_worked_example_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    blocks = ("a.py, new in headrace/x", "a.py, new in headrace/y", "headrace/b.py, above NAME", "headrace/b.py, in ROWS")
+    blocks = ("a.py, new in headrace/x", "a.py, new in headrace/y", "b/c.py, above NAME", "b/c.py, in ROWS")
     text = "".join(f"```python\n# {block}\npass\n```\n" for block in blocks)
     (tmp_path / "docs" / "extending.md").write_text(f"# Page\n\n## A thing\n\n{text}\n## Another\n\nNothing.\n")
     assert files_to_add(tmp_path) == {"files for a thing": "3"}
