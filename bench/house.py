@@ -8,6 +8,7 @@ import argparse
 import ast
 import io
 import keyword
+import re
 import subprocess
 import tokenize
 from collections import Counter, defaultdict
@@ -215,6 +216,17 @@ def rows(house: House) -> dict[str, str]:
     }
 
 
+def files_to_add(root: Path) -> dict[str, str]:
+    """Return the files that each worked example of docs/extending.md touches, by the section's title (`tests/extending.py`)."""
+    found = {}
+    page = (root / "docs" / "extending.md").read_text(encoding="utf-8")
+    for section in page.split("\n## ")[1:]:
+        named = re.findall(r"```python\n# ([\w/]+\.py), (new in [\w/]+|in|above)[ \n]", section)
+        if touched := {(name, how if how.startswith("new") else "") for name, how in named}:
+            found[f"files for {section.partition(chr(10))[0].lower()}"] = str(len(touched))
+    return found
+
+
 def changes(root: Path, commits: str) -> tuple[Counter[str], Counter[str]]:
     """Return the lines of code of the package that the commits of a range A..B added and removed, by folder.
 
@@ -263,6 +275,8 @@ def main() -> None:
     figures = [rows(house) for house in houses]
     for name in figures[0]:
         print(f"{name:32}" + "".join(f"{each[name]:>24}" for each in figures))
+    for name, count in files_to_add(Path(__file__).parents[1]).items():
+        print(f"{name:32}{count:>24}")
     for house in houses:
         print("large: " + ", ".join(f"{name} {count}" for name, count in sorted(house.large.items(), key=lambda one: -one[1])))
 

@@ -244,7 +244,7 @@ class _ModelPlans:
         chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
         if not chosen:
             return self.plan(question)  # this says why nothing fits
-        return min(chosen, key=self._seconds) if len(chosen) > 1 else chosen[0]
+        return min(chosen, key=lambda plan: self._seconds_of(plan, _COARSE_OPERATIONS)) if len(chosen) > 1 else chosen[0]
 
     def forms(self, question: Question) -> tuple[Form, ...]:
         """Return the forms of the model's units."""
@@ -269,9 +269,6 @@ class _ModelPlans:
             question.wire.refuse(own.planes.states)
         costs_of = partial(self._costs, question.wire, length=question.workload.sequence_length)
         return question.problem(forms, costs_of, rule, own)
-
-    def _seconds(self, plan: Plan) -> float:
-        return self._seconds_of(plan, _COARSE_OPERATIONS)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step

@@ -75,7 +75,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
         node,
         workers=workers,
         nodes=options.nodes,
-        link_bytes_per_second=_rate(options) or _LINK_BYTES_PER_SECOND,
+        link_bytes_per_second=float(options.link or _LINK_BYTES_PER_SECOND),
         widening=1.0 if (options.gradient_dtype or options.compute_dtype) == "float32" else 2.0,
     )
     report = ClusterReport(
@@ -117,11 +117,6 @@ def _node(options: PlanOptions) -> Ceilings:
     named = options.node_machine
     profile = load_bare_profile(named) if isinstance(named, str) else named
     return replace(profile, drives=profile.drives[:1] * options.node_ssds)
-
-
-def _rate(options: PlanOptions) -> float | None:
-    """Return the link's bytes per second; None where the option is not given."""
-    return None if options.link is None else float(options.link)
 
 
 class _Plans:

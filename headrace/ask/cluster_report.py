@@ -5,23 +5,19 @@ report's.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from headrace.ask.plan_report import TrainingReport
 from headrace.plan.cluster import ClusterForecast, Phase
-from headrace.plan.endurance import Endurance
 from headrace.plan.plan import Plan
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.tables import Memory, figures, line, memory_table
 
-_LABEL = 10
-_ROW, _COLUMN = 20, 14
+_COLUMN = 14
 # A purchase is only worth a line if it gives at least so many times the tokens per second.
 _WORTH_IT = 1.02
-_GIVEN = (
-    *("model", "parameters", "compute_dtype", "rule", "tokens_per_step", "sequence_length", "workers", "nodes", "node_ssds"),
-    *("worker_machine", "node_machine", "link_bytes_per_second", "fits", "reason"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,35 +28,23 @@ class Purchase:
     change: str
     gain: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the purchase as plain JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterReport:
+class ClusterReport(TrainingReport):
     """Whether workers and a node can train a model, how fast, what limits them, and what would be better.
 
-    `reason` says why it does not fit. `purchases` are sorted, those that gain most come first.
+    `purchases` are sorted, those that gain most come first.
     """
 
-    model: str
-    parameters: int
-    compute_dtype: str
-    rule: str
-    tokens_per_step: int
-    sequence_length: int
     workers: int
     nodes: int
     node_ssds: int
     worker_machine: str
     node_machine: str
     link_bytes_per_second: float
-    reason: str = ""
     worker_plan: Plan | None = None
     node_plan: Plan | None = None
     forecast: ClusterForecast | None = None
-    endurance: Endurance | None = None
     purchases: tuple[Purchase, ...] = ()
 
     @property
@@ -76,24 +60,22 @@ class ClusterReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain JSON values; unknown figures are null."""
-        found, worker, node, wear = self.forecast, self.worker_plan, self.node_plan, self.endurance
-        values: dict[str, Any] = {name: getattr(self, name) for name in _GIVEN}
+        found, worker, node = self.forecast, self.worker_plan, self.node_plan
+        machines = ("worker_machine", "node_machine", "link_bytes_per_second")
+        values = self.asked_json("workers", "nodes", "node_ssds", *machines)
+        values |= figures(found, "step_seconds", "lower_bound_seconds", "tokens_per_second", "tokens_per_second_per_worker")
         values |= {
-            "step_seconds": found.step_seconds if found else None,
-            "lower_bound_seconds": found.lower_bound_seconds if found else None,
-            "tokens_per_second": found.tokens_per_second if found else None,
-            "tokens_per_second_per_worker": found.tokens_per_second_per_worker if found else None,
             "forward": _phase_json(found.forward) if found else None,
             "backward": _phase_json(found.backward) if found else None,
             "bottleneck": limit_words(found) if found else None,
             "utilisation": {str(thing): share for thing, share in found.shares.items()} if found else None,
-            "worker_bytes_received_per_step": found.worker_bytes.received if found else None,
-            "worker_bytes_sent_per_step": found.worker_bytes.sent if found else None,
-            "node_bytes_received_per_step": found.node_bytes.received if found else None,
-            "node_bytes_sent_per_step": found.node_bytes.sent if found else None,
-            "ssd_bytes_read_per_step": found.ssd_bytes_read_per_step if found else None,
-            "ssd_bytes_written_per_step": found.ssd_bytes_written_per_step if found else None,
-            "purchases": [each.to_json() for each in self.purchases],
+        }
+        for peer in ("worker", "node"):
+            moved = figures(getattr(found, f"{peer}_bytes", None), "received", "sent")
+            values |= {f"{peer}_bytes_{way}_per_step": size for way, size in moved.items()}
+        return values | {
+            **figures(found, "ssd_bytes_read_per_step", "ssd_bytes_written_per_step"),
+            "purchases": list(map(asdict, self.purchases)),
             "buy_next": self.buy_next if found else None,
             "peak_bytes_by_purpose": {
                 "worker": worker.results.peak_bytes if worker else None,
@@ -101,15 +83,8 @@ class ClusterReport:
             },
             "worker_plan": worker.to_json() if worker else None,
             "node_plan": node.to_json() if node else None,
+            **self.wear_json(),
         }
-        if wear is not None:
-            values |= {
-                "num_steps": wear.num_steps,
-                "run_hours": wear.run_hours,
-                "written_terabytes": wear.written_terabytes,
-                "share_of_endurance": wear.share_of_rating,
-            }
-        return values
 
 
 def _phase_json(phase: Phase) -> dict[str, Any]:
@@ -133,65 +108,54 @@ def explain_cluster(report: ClusterReport) -> str:
 
 def _lines(report: ClusterReport) -> Iterator[str]:
     size = f"{plain_figure(report.parameters / 1e9)} billion parameters"
-    yield _line("model", f"{report.model}, {size}, {report.compute_dtype} compute, {report.rule}")
+    yield line("model", f"{report.model}, {size}, {report.compute_dtype} compute, {report.rule}")
     link = f"{plain_figure(report.link_bytes_per_second * 8 / 1e9)} Gbit/s each way"
-    yield _line("workers", f"{report.workers} x {report.worker_machine}, a link of {link}")
+    yield line("workers", f"{report.workers} x {report.worker_machine}, a link of {link}")
     nodes = f"{report.nodes} x " if report.nodes > 1 else ""
-    yield _line("node", f"{nodes}{report.node_machine} with {report.node_ssds} SSDs, a link of {link}")
-    yield _line("step", f"{report.tokens_per_step} tokens of all workers, sequences of {report.sequence_length}")
+    yield line("node", f"{nodes}{report.node_machine} with {report.node_ssds} SSDs, a link of {link}")
+    yield line("step", f"{report.tokens_per_step} tokens of all workers, sequences of {report.sequence_length}")
     found, worker, node = report.forecast, report.worker_plan, report.node_plan
     if found is None or worker is None or node is None:
-        yield _line("fits", f"no: {report.reason}")
+        yield line("fits", f"no: {report.reason}")
         return
-    yield _line("fits", "yes")
+    yield line("fits", "yes")
     yield ""
     yield from _tiers(worker, node)
     yield ""
     at_best = format_seconds(found.lower_bound_seconds)
-    yield _line(
+    yield line(
         "time",
         f"{format_seconds(found.step_seconds)} per step, {plain_figure(found.tokens_per_second, 4)} tokens/s of all workers, "
         f"{plain_figure(found.tokens_per_second_per_worker, 4)} of each (at best {at_best}, if nothing waited)",
     )
     for at, words in enumerate(limit_words(found).split("; ")):
-        yield _line("" if at else "limit", words)
+        yield line("" if at else "limit", words)
     yield from _purchases(report)
     one, other = found.worker_bytes, found.node_bytes
-    yield _line(
+    yield line(
         "network",
         f"each worker receives {format_bytes(one.received)} and sends {format_bytes(one.sent)} per step, "
         f"each node receives {format_bytes(other.received)} and sends {format_bytes(other.sent)}",
     )
     read, written = found.ssd_bytes_read_per_step, found.ssd_bytes_written_per_step
-    yield _line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step, at the node")
+    yield line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step, at the node")
     if report.endurance is not None:
-        yield _line("run", report.endurance.explain())
+        yield line("run", report.endurance.explain())
 
 
 def _purchases(report: ClusterReport) -> Iterator[str]:
     names = {"none": "nothing of this: the workers' compute sets the pace; more workers give more tokens a second"}
-    yield _line("buy next", names.get(report.buy_next, report.buy_next))
+    yield line("buy next", names.get(report.buy_next, report.buy_next))
     for each in report.purchases:
-        yield _line("", f"{each.change}: {plain_figure(each.gain, 3)} times the tokens a second")
+        yield line("", f"{each.change}: {plain_figure(each.gain, 3)} times the tokens a second")
 
 
 def _tiers(worker: Plan, node: Plan) -> Iterator[str]:
     """Yield one column for each tier of a worker and of the node, with what it holds."""
     columns = [
-        (f"{name} {tier}", rows, plan.results.allowed_bytes.get(tier))
+        Memory(f"{name} {tier}", purposes, plan.results.allowed_bytes.get(tier))
         for name, plan in (("worker", worker), ("node", node))
-        for tier, rows in plan.results.peak_bytes.items()
-        if any(rows.values())
+        for tier, purposes in plan.results.peak_bytes.items()
+        if any(purposes.values())
     ]
-    yield "".ljust(_ROW) + "".join(name.rjust(_COLUMN) for name, _, _ in columns)
-    for purpose in dict.fromkeys(purpose for _, rows, _ in columns for purpose in rows):
-        sizes = [rows.get(purpose, 0) for _, rows, _ in columns]
-        if any(sizes):
-            yield purpose.ljust(_ROW) + "".join((format_bytes(size) if size else "-").rjust(_COLUMN) for size in sizes)
-    yield "peak".ljust(_ROW) + "".join(format_bytes(sum(rows.values())).rjust(_COLUMN) for _, rows, _ in columns)
-    allowed = [format_bytes(most) if most is not None else "unknown" for _, _, most in columns]
-    yield "allowed".ljust(_ROW) + "".join(text.rjust(_COLUMN) for text in allowed)
-
-
-def _line(label: str, text: str) -> str:
-    return label.ljust(_LABEL) + text
+    return memory_table(columns, free=False, width=_COLUMN)

@@ -12,7 +12,7 @@ from headrace.ask.plan_report import PlanReport
 from headrace.report.metrics import Record, steady_ssd_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class OutcomeRow:
     """One quantity. `key` is its name for scripts, `name` for people; `unit` is `bytes`, `seconds` or `tokens/s`."""
 
@@ -72,46 +72,18 @@ def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes
         # A device tier inside host memory does not count as the host's; if no record has one, its peak was not measured.
         apart = plan.peak("device") if plan and plan.separate_device and not peaks["device"] else 0
         peaks["host"].append(host_peak_bytes - apart)
+    planned = {tier: plan.peak(tier) for tier in peaks} if plan else {}
     rows = [
-        OutcomeRow(
-            key=f"{tier}_peak_bytes",
-            name=f"peak, {tier}",
-            unit="bytes",
-            planned=planned,
-            measured=max(peaks[tier], default=None),
-        )
-        for tier, planned in ({tier: plan.peak(tier) for tier in plan.results.peak_bytes} if plan else {}).items()
+        OutcomeRow(f"{tier}_peak_bytes", f"peak, {tier}", "bytes", size, max(peaks[tier], default=None))
+        for tier, size in planned.items()
     ]
-    rows += [
-        OutcomeRow(
-            key="step_seconds",
-            name="step",
-            unit="seconds",
-            planned=forecast.step_seconds if forecast else None,
-            measured=_median(steady, "seconds"),
-        ),
-        OutcomeRow(
-            key="tokens_per_second",
-            name="tokens/s",
-            unit="tokens/s",
-            planned=forecast.tokens_per_second if forecast else None,
-            measured=_median(steady, "tokens_per_second"),
-        ),
-    ]
-    traffic = (
-        ("bytes_read", "ssd_bytes_read_per_step", "ssd read/step"),
-        ("bytes_written", "ssd_bytes_written_per_step", "ssd written/step"),
+    found: tuple[tuple[str, str, str, float | None], ...] = (
+        ("step_seconds", "step", "seconds", _median(steady, "seconds")),
+        ("tokens_per_second", "tokens/s", "tokens/s", _median(steady, "tokens_per_second")),
+        ("ssd_bytes_read_per_step", "ssd read/step", "bytes", steady_ssd_bytes(records, "bytes_read")),
+        ("ssd_bytes_written_per_step", "ssd written/step", "bytes", steady_ssd_bytes(records, "bytes_written")),
     )
-    for recorded, key, name in traffic:
-        rows.append(
-            OutcomeRow(
-                key=key,
-                name=name,
-                unit="bytes",
-                planned=getattr(forecast, key) if forecast else None,
-                measured=steady_ssd_bytes(records, recorded),
-            )
-        )
+    rows += [OutcomeRow(key, name, unit, getattr(forecast, key, None), measured) for key, name, unit, measured in found]
     return Outcome(
         rows=tuple(rows),
         steps=len(records),

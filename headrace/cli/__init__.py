@@ -1,5 +1,3 @@
 """The command `headrace`: words become calls."""
 
-from headrace.cli.entry import main
-
-__all__ = ["main"]
+from headrace.cli.entry import main as main

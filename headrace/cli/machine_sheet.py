@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import headrace
-from headrace.machine.control_groups import quota_cores
+from headrace.machine.control_groups import quota_cores, text_of
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.sizes import format_bytes
+from headrace.terms.tables import figures
 
 _FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16", "sve")
 
@@ -30,7 +31,7 @@ def machine_sheet(ssd: tuple[Path, ...], *, measure: bool, link: dict[str, Any] 
         "system": {
             "platform": platform.platform(),
             "wsl": "microsoft" in platform.release().lower(),
-            "container": _in_container(),
+            "container": any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")),
         },
         "cpu": _cpu(),
         "memory": _memory(),
@@ -142,7 +143,7 @@ def _cpu() -> dict[str, Any]:
 def _memory() -> dict[str, Any]:
     fields = _fields(Path("/proc/meminfo"))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    chosen = _text(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = text_of(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
         "total_bytes": _kibibytes(fields.get("MemTotal")),
         "available_bytes": _kibibytes(fields.get("MemAvailable")),
@@ -166,10 +167,6 @@ def _limits() -> dict[str, int | None]:
     }
 
 
-def _in_container() -> bool:
-    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
-
-
 def _gpus() -> list[dict[str, Any]]:
     try:
         import torch
@@ -191,19 +188,9 @@ def _directory(path: Path, measure: bool) -> dict[str, Any]:
     from headrace.terms.errors import StorageError
 
     facts = describe_directory(path)
-    values: dict[str, Any] = {
-        "path": str(path),
-        "exists": facts.exists,
-        "is_directory": facts.is_directory,
-        "writable": facts.writable,
-        "refusal": facts.refusal or None,
-        "file_system": facts.file_system,
-        "in_memory": facts.in_memory,
-        "free_bytes": facts.free_bytes,
-        "takes_direct": facts.takes_direct,
-        "bytes_per_second": None,
-        "not_measured": None if measure else "--no-measure",
-    }
+    order = ("path", "exists", "is_directory", "writable", "refusal", "file_system", "in_memory", "free_bytes", "takes_direct")
+    values = figures(facts, *order) | {"path": str(path), "refusal": facts.refusal or None}
+    values |= {"bytes_per_second": None, "not_measured": None if measure else "--no-measure"}
     if measure and facts.writable:
         try:
             read, write, mixed = measure_directory(path)
@@ -216,18 +203,11 @@ def _directory(path: Path, measure: bool) -> dict[str, Any]:
 def _fields(path: Path) -> dict[str, str]:
     """Return by name the first value of each `name: value` line."""
     fields: dict[str, str] = {}
-    for line in (_text(path) or "").splitlines():
+    for line in (text_of(path) or "").splitlines():
         name, colon, value = line.partition(":")
         if colon:
             fields.setdefault(name.strip(), value.strip())
     return fields
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
 
 
 def _kibibytes(text: str | None) -> int | None:

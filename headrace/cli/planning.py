@@ -163,24 +163,20 @@ def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: 
 
 def ceilings_text(ceilings: Ceilings) -> str:
     """Return a profile as lines for people."""
-    rates = [
+    rates: list[tuple[str, float | None]] = [
         ("host to device", ceilings.host_to_device_bytes_per_second),
         ("device to host", ceilings.device_to_host_bytes_per_second),
         ("both at once", ceilings.both_ways_bytes_per_second),
         ("host memory", ceilings.host_memory_bytes_per_second),
         ("update", ceilings.update_bytes_per_second),
         ("update, one core", ceilings.update_bytes_per_second_per_core),
+        ("keys and values", ceilings.attended_bytes_per_second),
+        ("weights for a row", ceilings.row_product_bytes_per_second),
+        ("device memory", ceilings.device_memory_bytes_per_second),
     ]
-    if ceilings.attended_bytes_per_second is not None:
-        rates.append(("keys and values", ceilings.attended_bytes_per_second))
-    if ceilings.row_product_bytes_per_second is not None:
-        rates.append(("weights for a row", ceilings.row_product_bytes_per_second))
-    if ceilings.device_memory_bytes_per_second is not None:
-        rates.append(("device memory", ceilings.device_memory_bytes_per_second))
     for index, drive in enumerate(ceilings.drives):
-        rates.append((f"ssd {index} read", drive.read_bytes_per_second))
-        rates.append((f"ssd {index} write", drive.write_bytes_per_second))
-        rates.append((f"ssd {index} both", drive.mixed_bytes_per_second))
+        moved = (drive.read_bytes_per_second, drive.write_bytes_per_second, drive.mixed_bytes_per_second)
+        rates += [(f"ssd {index} {way}", rate) for way, rate in zip(("read", "write", "both"), moved, strict=True)]
     overheads = (
         ("an operation", ceilings.launch_seconds),
         ("an operator", ceilings.operator_seconds),
@@ -201,7 +197,7 @@ def ceilings_text(ceilings: Ceilings) -> str:
             lines.append(f"{name:<18} {seconds * 1e9:8.3g} ns besides")
     if not ceilings.has_device:
         lines.append(f"{'on fresh pages':<18} {ceilings.fresh_pages_share:8.0%} of that")
-    lines += [f"{name:<18} {plain_figure(rate / 1e9):>8} GB/s" for name, rate in rates]
+    lines += [f"{name:<18} {plain_figure(rate / 1e9):>8} GB/s" for name, rate in rates if rate is not None]
     lines += [f"{name:<18} {_duration(seconds):>8}" for name, seconds in overheads]
     lines += [line for index, drive in enumerate(ceilings.drives) for line in _drive_lines(index, drive)]
     for lane, others in ceilings.slowdowns.items():

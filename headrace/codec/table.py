@@ -188,22 +188,3 @@ _ROWS = (
     ),
 )
 CODES: dict[str, Code] = {code.name: code for code in _ROWS}
-
-
-def codes_page() -> str:
-    """Return docs/codes.md."""
-    lines = [
-        "# Codes for weights",
-        "",
-        "`headrace compress --to NAME` and `headrace plan --compress NAME` take those that are written. All are read.",
-        "This page is generated (`headrace/codec/table.py`).",
-        "",
-        "| name | what a weight is | files | bits | loses | needs data | |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for code in CODES.values():
-        bits = f"{code.bits:.4g}" + (f"; {code.other_bits:.4g} with {code.otherwise} of zeros" if code.other_bits else "")
-        words = ["nothing" if code.lossless else "precision", "yes" if code.needs_data else "no"]
-        words.append("written and read" if code.is_written else "read")
-        lines.append(f"| `{code.name}` | {code.words} | {code.files} | {bits} | {' | '.join(words)} |")
-    return "\n".join([*lines, ""])

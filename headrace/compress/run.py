@@ -365,6 +365,3 @@ def result_table(result: Compressed) -> str:
 
 def _listed(names: Sequence[Any]) -> str:
     return f"{', '.join(map(str, names[:6]))}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
-
-
-__all__ = ["Compressed", "compress", "result_table"]

@@ -1,37 +1,28 @@
 """Data sets become tokens, then packed and masked batches; the position in them is part of a run's state."""
 
-from headrace.data.packing import EpochRows, packed_rows, single_rows
-from headrace.data.show import LengthBin, Segment, Summary, length_histogram, render_samples, summarize, trained_stretches
-from headrace.data.stream import BatchStream
-from headrace.data.tokenize import asks_for_date, earlier_tokens, load_tokens, tokenizer_fingerprint
-from headrace.data.tokens import TokenInfo, TokenSet, TokenWriter, write_tokens
-from headrace.data.values import IGNORED, Batch, DataSpec, Kind, Row, Sample, Tokenizer
-
-__all__ = [
-    "IGNORED",
-    "Batch",
-    "BatchStream",
-    "DataSpec",
-    "EpochRows",
-    "Kind",
-    "LengthBin",
-    "Row",
-    "Sample",
-    "Segment",
-    "Summary",
-    "TokenInfo",
-    "TokenSet",
-    "TokenWriter",
-    "Tokenizer",
-    "asks_for_date",
-    "earlier_tokens",
-    "length_histogram",
-    "load_tokens",
-    "packed_rows",
-    "render_samples",
-    "single_rows",
-    "summarize",
-    "tokenizer_fingerprint",
-    "trained_stretches",
-    "write_tokens",
-]
+from headrace.data.packing import EpochRows as EpochRows
+from headrace.data.packing import packed_rows as packed_rows
+from headrace.data.packing import single_rows as single_rows
+from headrace.data.show import LengthBin as LengthBin
+from headrace.data.show import Segment as Segment
+from headrace.data.show import Summary as Summary
+from headrace.data.show import length_histogram as length_histogram
+from headrace.data.show import render_samples as render_samples
+from headrace.data.show import summarize as summarize
+from headrace.data.show import trained_stretches as trained_stretches
+from headrace.data.stream import BatchStream as BatchStream
+from headrace.data.tokenize import asks_for_date as asks_for_date
+from headrace.data.tokenize import earlier_tokens as earlier_tokens
+from headrace.data.tokenize import load_tokens as load_tokens
+from headrace.data.tokenize import tokenizer_fingerprint as tokenizer_fingerprint
+from headrace.data.tokens import TokenInfo as TokenInfo
+from headrace.data.tokens import TokenSet as TokenSet
+from headrace.data.tokens import TokenWriter as TokenWriter
+from headrace.data.tokens import write_tokens as write_tokens
+from headrace.data.values import IGNORED as IGNORED
+from headrace.data.values import Batch as Batch
+from headrace.data.values import DataSpec as DataSpec
+from headrace.data.values import Kind as Kind
+from headrace.data.values import Row as Row
+from headrace.data.values import Sample as Sample
+from headrace.data.values import Tokenizer as Tokenizer

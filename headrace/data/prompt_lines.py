@@ -13,7 +13,7 @@ from headrace.terms.errors import HeadraceError
 from headrace.terms.generate_options import GenerateOptions
 
 # Settings that a line may give for its own generation, by the option's name.
-_SETTINGS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop", "seed")
+_SETTINGS = (*(each.key for each in GenerateOptions.declarations() if each.setting and each.setting.by_line), "seed")
 _BATCH_URL = "/v1/chat/completions"
 # Keys of a Batch body: those that are options here by another name, and those that have no effect; others are refused.
 _RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}

@@ -21,7 +21,7 @@ from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
 from headrace.data.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
-from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError
+from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, has_no_space
 from headrace.terms.sizes import format_bytes
 
 # At most this share of conversations may be left out; more are a fault of the chat template, or of all data.
@@ -236,7 +236,7 @@ def _usable(cache_dir: Path) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, HeadraceError):
             raise
-        if error.errno in _NO_SPACE:
+        if has_no_space(error):
             raise DiskFull(_no_space(cache_dir)) from error
         if not isinstance(error.filename, str):
             raise

@@ -12,7 +12,6 @@ renamed. What is read from it is what was written, or an error. The first token 
 set bits is the number of targets.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -23,8 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +30,8 @@ from numpy.typing import NDArray
 from headrace.data.block_array import BlockArray, BlockChecksums, num_blocks
 from headrace.data.values import Encoded, Sample, Unmarked
 from headrace.files.durable import sync
-from headrace.terms.errors import DataError, DiskFull
+from headrace.terms.closing import Closing
+from headrace.terms.errors import DataError, DiskFull, has_no_space
 from headrace.terms.sizes import format_bytes
 
 # 2: padding of given token ids is left out; 3: checksums; 4: what of a conversation is trained is compared as text.
@@ -142,7 +141,7 @@ def _checksum(info: dict[str, Any], checksums: bytes) -> int:
     return zlib.crc32(json.dumps(info, sort_keys=True).encode(), zlib.crc32(checksums))
 
 
-class TokenWriter:
+class TokenWriter(Closing):
     """Writes a token directory, with a bounded number of tokens in memory. A context manager; `finish` completes it."""
 
     def __init__(self, directory: Path, *, sequence_length: int, pad_id: int) -> None:
@@ -159,10 +158,8 @@ class TokenWriter:
         self._largest_id = 0
         self._count = _Counts()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
@@ -274,7 +271,7 @@ def write_tokens(
         sync(directory.parent)
     except BaseException as error:
         _remove(partial)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and has_no_space(error):
             raise DiskFull(_disk_full(directory)) from error
         raise
     return info

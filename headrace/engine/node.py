@@ -5,7 +5,6 @@ computing. Its workers compute the model. Import, store, updates, commits, resum
 """
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
@@ -15,7 +14,7 @@ from headrace.flow.steps import Schedule, Steps
 from headrace.model import persistent_buffers
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.schedules.serve import Turn, build_scoring, build_serving, build_serving_tail
+from headrace.plan.schedules.serve import build_scoring, build_serving, build_serving_tail
 from headrace.plan.serving import grouping_of, serving_plan, with_grouping
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.events import Notice, Planned
@@ -54,8 +53,15 @@ class NodeEngine(Engine):
             terms = self._crowd.gather(self._setup(plan), lambda text: self._emit(Notice(text=text, level="info")))
             self.plan = plan = with_grouping(plan, terms.grouping)
             self._emit(Planned(plan=plan))
-            scoring = partial(_scoring, terms.scoring_turns)
-            self._schedule = Schedule(partial(_serving, terms.turns), build_serving_tail, scoring)
+
+            # Only workers know into how many micro-batches they cut a step.
+            def serve(plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool) -> tuple[Program, Snapshot]:
+                return build_serving(plan, terms.turns, before, durable=durable)
+
+            def score(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
+                return build_scoring(plan, terms.scoring_turns, before)
+
+            self._schedule = Schedule(serve, build_serving_tail, score)
             self._steps = self._build_steps(plan)
             # A lane that failed sends no more, so workers push no more: who waits for them must be told.
             self._steps.heed(lambda failure: self._crowd.break_off(f"the node's step failed: {failure}"))
@@ -86,15 +92,3 @@ class NodeEngine(Engine):
             total_steps=self.options.max_steps or 0,
             buffers=persistent_buffers(self.chain.model),
         )
-
-
-def _scoring(turns: tuple[Turn, ...], plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
-    """Return the program of a pass forward."""
-    return build_scoring(plan, turns, before)
-
-
-def _serving(
-    turns: tuple[Turn, ...], plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool
-) -> tuple[Program, Snapshot]:
-    """Return the program of a step; only workers know into how many micro-batches they cut it."""
-    return build_serving(plan, turns, before, durable=durable)

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -25,13 +25,14 @@ from headrace.plan.given import load_plan
 from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.closing import Closing
 from headrace.terms.events import Evaluation, Event, Sink, StepResult
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.update import HitRate, LossScale
 
 
-class Engine:
+class Engine(Closing):
     """Fine-tunes one model out of core. Use as a context manager, or `close` it.
 
     `step` runs one optimizer step over a whole batch. Updates of the last blocks, and the commit, may still be under way
@@ -366,12 +367,6 @@ class Engine:
     def _shut_down(self) -> None:
         self._closed = True
         self._drop_buffers()
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
 
 def _unheard(event: Event) -> None:

@@ -39,6 +39,7 @@ from headrace.plan.schedules.serve import turns_of
 from headrace.plan.schedules.train import build_program
 from headrace.plan.serving import grouping_of
 from headrace.store import StateStore, StoreRequest
+from headrace.terms.closing import Closing
 from headrace.terms.cuts import pieces_of
 from headrace.terms.errors import ConfigError, HeadraceError, ModelError, PlanInfeasible, StorageError
 from headrace.terms.events import Planned, Sink, StepResult
@@ -69,7 +70,7 @@ def _remove_scratch(store: StateStore) -> None:
         store.remove()
 
 
-class Worker:
+class Worker(Closing):
     """Computes for the node of `generation`. `own` has the options that belong to this process (budgets, machine). Scratch
     files lie in `folder`, or in the SSD directories of `own`. Options in `asked` must be the node's. Use as a context manager.
 
@@ -280,9 +281,3 @@ class Worker:
     def close(self) -> None:
         """Free everything."""
         self._closers.close()
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()

@@ -18,12 +18,11 @@ from typing import Self
 import numpy as np
 
 from headrace.files.block_file import BLOCK_BYTES, Bytes, check_aligned
-from headrace.terms.errors import DiskFull, ShortTransfer, StorageError
+from headrace.terms.errors import DiskFull, ShortTransfer, StorageError, has_no_space
 from headrace.terms.sizes import format_bytes
 
 # Without O_DIRECT, written pages can leave the page cache only once they are on the drive; so many may wait for that.
 _MAX_DIRTY_BYTES = 64 << 20
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # ioctl_iflags(2): a file's flags, and the one for no copy-on-write.
 _GET_FLAGS, _SET_FLAGS, _NO_COPY_ON_WRITE = 0x80086601, 0x40086602, 0x00800000
 
@@ -133,7 +132,7 @@ class DirectFile:
         except OSError as error:
             # A half-done reservation keeps its space: give back what was not there before.
             os.ftruncate(self._descriptor, self._size_bytes)
-            if error.errno in _NO_SPACE:
+            if has_no_space(error):
                 raise _disk_full(self.path, size_bytes - self._size_bytes) from error
             raise StorageError(f"{self.path}: cannot reserve {format_bytes(size_bytes)}: {error.strerror}") from error
         self._size_bytes = size_bytes
@@ -162,7 +161,7 @@ class DirectFile:
             try:
                 count = move(self._descriptor, [buffer[moved:].data], offset + moved)
             except OSError as error:
-                if verb == "write" and error.errno in _NO_SPACE:
+                if verb == "write" and has_no_space(error):
                     raise _disk_full(self.path, buffer.size - moved) from error
                 raise StorageError(
                     f"{self.path}: {verb} of {buffer.size} bytes at offset {offset} failed: {error.strerror}; "

@@ -4,7 +4,6 @@ Invariant: nothing is left behind in the directory, whatever happens, also to th
 """
 
 import contextlib
-import errno
 import os
 import re
 import time
@@ -21,7 +20,7 @@ from headrace.files.extents import Extent, ExtentReader
 from headrace.files.threads import ThreadEngine
 from headrace.files.volume import striping_weights
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.terms.errors import DiskFull, StorageError
+from headrace.terms.errors import DiskFull, StorageError, has_no_space
 from headrace.terms.sizes import MIB, round_up
 
 _BUFFER_BYTES = 64 * MIB
@@ -126,7 +125,7 @@ def _reason(error: StorageError) -> str:
     cause = error.__cause__
     if not isinstance(cause, OSError):
         return str(error)
-    return "" if cause.errno in (errno.ENOSPC, errno.EDQUOT) else cause.strerror or str(cause)
+    return "" if has_no_space(cause) else cause.strerror or str(cause)
 
 
 def measure_directory(directory: Path, size_bytes: int = 256 * MIB) -> Bandwidth:

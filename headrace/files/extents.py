@@ -8,11 +8,12 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol
 
 from headrace.files.block_file import BLOCK_BYTES, Bytes, Ticket, check_aligned
 from headrace.files.direct import takes_direct_reads
 from headrace.files.threads import ThreadEngine, Transfer
+from headrace.terms.closing import Closing
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import ShortTransfer, StorageError
 from headrace.terms.events import Sink
@@ -103,7 +104,7 @@ class SourceFile:
         self._descriptor = -1
 
 
-class ExtentReader:
+class ExtentReader(Closing):
     """Reads extents, those of each drive by threads of its own, so that all drives work at once. Close it after the last."""
 
     def __init__(self, paths: Iterable[Path], *, sink: Sink, in_flight: InFlight | None = None) -> None:
@@ -143,12 +144,6 @@ class ExtentReader:
             engine.close()
         for file in self._files.values():
             file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class _Together:

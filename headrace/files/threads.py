@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
 
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes
+from headrace.terms.closing import Closing
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Notice, Sink
@@ -193,7 +194,7 @@ def _ignore(event: object) -> None:
     """Sink of an engine that was given none."""
 
 
-class ThreadEngine:
+class ThreadEngine(Closing):
     """Separate pools of reader and writer threads; requests are served first come, first served, in pieces.
 
     A wait warns (to `sink`) when nothing moved for `stall_warning_seconds`, and fails after `deadline_seconds`.
@@ -210,12 +211,8 @@ class ThreadEngine:
         sink: Sink = _ignore,
     ) -> None:
         self._piece_bytes = piece_bytes
-        self._read = _Lane(
-            "read", readers, stall_warning_seconds=stall_warning_seconds, deadline_seconds=deadline_seconds, sink=sink
-        )
-        self._write = _Lane(
-            "write", writers, stall_warning_seconds=stall_warning_seconds, deadline_seconds=deadline_seconds, sink=sink
-        )
+        lane = partial(_Lane, stall_warning_seconds=stall_warning_seconds, deadline_seconds=deadline_seconds, sink=sink)
+        self._read, self._write = lane("read", readers), lane("write", writers)
 
     @property
     def bytes_read(self) -> int:
@@ -259,9 +256,3 @@ class ThreadEngine:
         """Finish what was asked for, then end the threads; leave a stalled one behind. A second call does nothing."""
         self._read.close()
         self._write.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -13,6 +13,7 @@ from headrace.data.prompts import Messages, Prompts, answer_of
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import Generated, MicroBatch, kept_copies
 from headrace.generate.opened import end_tokens
+from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
@@ -56,7 +57,7 @@ class Answer:
     completion_tokens: int
 
 
-class Talk:
+class Talk(Closing):
     """A model that answers prompts one after the other. Use as a context manager."""
 
     def __init__(self, generator: Generator, options: GenerateOptions, sink: Sink | None = None) -> None:
@@ -102,10 +103,8 @@ class Talk:
     def _changes(self) -> dict[str, Any]:
         return changes_of(self.generator, self._options, self._tokenizer)
 
-    def __enter__(self) -> "Talk":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    def close(self) -> None:
+        """Close its model."""
         self.generator.close()
 
 

@@ -31,6 +31,7 @@ from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.tables import figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +60,12 @@ class Scored:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values; None for infinity and NaN."""
-        figures = {"loss": self.loss, "perplexity": self.perplexity}
-        counts = {"tokens": self.tokens, "samples": self.samples, "rows": self.rows, "tokens_in_rows": self.tokens_in_rows}
-        finite = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        return {
-            "model": self.model,
-            "adapter": self.adapter,
+        values = figures(self, "model", "adapter", "data", "loss", "perplexity", "tokens", "samples", "rows", "tokens_in_rows")
+        finite = {name: values[name] if math.isfinite(values[name]) else None for name in ("loss", "perplexity")}
+        return values | {
             "data": list(self.data),
             **finite,
-            **counts,
-            "seconds": self.seconds,
-            "bytes_read": self.bytes_read,
+            **figures(self, "seconds", "bytes_read"),
             "unused_tensors": list(self.unused_tensors),
         }
 

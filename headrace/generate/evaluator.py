@@ -5,7 +5,6 @@ Invariant: what is scored, and how it is cut, follows from the rows and the plan
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import torch
 
@@ -17,6 +16,7 @@ from headrace.generate.plan import GenerationPlan
 from headrace.generate.planner import GenerationPlanner, GenerationUnits, Passes
 from headrace.model import IGNORED, MicroBatch, shift_labels
 from headrace.model.scoring import ScoringSeat, scoring_costs
+from headrace.terms.closing import Closing
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
 
@@ -41,7 +41,7 @@ class LabelledRows:
         return int((shift_labels(self.batch["labels"]) != IGNORED).sum())
 
 
-class Evaluator:
+class Evaluator(Closing):
     """Scores with one model. Use as a context manager, or `close` it."""
 
     def __init__(
@@ -100,9 +100,3 @@ class Evaluator:
     def close(self) -> None:
         """Free buffers and close the model's files."""
         self._generator.close()
-
-    def __enter__(self) -> "Evaluator":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

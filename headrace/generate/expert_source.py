@@ -1,6 +1,6 @@
 """A source of weights for single experts: blocks without experts, and experts, from the model's own files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -17,12 +17,41 @@ from headrace.terms.forms import UnitFigures
 from headrace.terms.layout import Plane
 
 
-class ExpertSource:
+class FileSource:
+    """What is alike in sources of a model's own files: `units` as they lie there, read by `reader`."""
+
+    def __init__(self, units: Sequence[StoredUnit], reader: Reader, weights: WeightMap, plane: Plane) -> None:
+        self._units, self.reader, self._weights, self._plane = tuple(units), reader, weights, plane
+        self.layouts = tuple(unit.layout for unit in self._units)
+        self.trained: dict[int, Bytes] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of extents read so far, by the present reader."""
+        return self.reader.bytes_read
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """See `WeightSource.read`."""
+        stored = self._units[unit]
+        if stored.extents:
+            self.reader.read(stored.extents, into).wait()
+        else:
+            import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
+
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """See `WeightSource.read_trained`: a file has no trained families, so nothing is done."""
+
+    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
+        """See `WeightSource.make`."""
+        assert stored is not None, "a unit of a file is made of what was read"
+        self._units[unit].put(stored, into)
+
+
+class ExpertSource(FileSource):
     """A `WeightSource` of units without experts, and of experts by unit and number. `blocks` say which attributes experts are.
 
     `figures` are those of the units without experts, `expert_figures` those of the experts. It uses the reader of another
     source, which closes it.
-    which closes it.
     """
 
     def __init__(
@@ -35,40 +64,18 @@ class ExpertSource:
         plane: Plane,
         figures_of_experts: ExpertFigures,
     ) -> None:
-        self._stored, self.reader, self._weights, self._plane, self.blocks = stored, reader, weights, plane, blocks
-        self.layouts = tuple(unit.layout for unit in stored.commons)
+        super().__init__(stored.commons, reader, weights, plane)
+        self._experts, self.blocks = stored.experts, blocks
         self.figures = figures
-        self.trained: dict[int, Bytes] = {}
         self.by_experts: ExpertSource | None = None
         self.expert_figures = figures_of_experts
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of extents read so far."""
-        return self.reader.bytes_read
-
-    def read(self, unit: int, into: Bytes) -> None:
-        """See `WeightSource.read`."""
-        stored = self._stored.commons[unit]
-        if stored.extents:
-            self.reader.read(stored.extents, into).wait()
-        else:
-            import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
-
-    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
-        """See `WeightSource.read_trained`: a file has no trained families, so nothing is done."""
-
-    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
-        """See `WeightSource.make`."""
-        assert stored is not None, "a unit of a file is made of what was read"
-        self._stored.commons[unit].put(stored, into)
 
     def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
         """See `WeightSource.pack`: no plan with experts by themselves has packed weights, so nothing is done."""
 
     def expert(self, unit: int, number: int) -> StoredUnit:
         """Return how an expert lies in the files."""
-        return self._stored.experts[unit][number]
+        return self._experts[unit][number]
 
     def read_expert(self, unit: int, number: int, into: Bytes) -> Ticket:
         """Start reading an expert into the first bytes of `into`."""

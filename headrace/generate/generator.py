@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +35,7 @@ from headrace.model.packed import PackedBlocks
 from headrace.model.seats import Seat, Seated
 from headrace.plan.ledger import Snapshot
 from headrace.terms.budget import Budget
+from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
 from headrace.terms.events import Event, GenerationPass, Sink
 from headrace.terms.generate_options import GenerateOptions
@@ -49,7 +49,7 @@ _Seated = TypeVar("_Seated", bound=Seated)
 _MOST_PROGRAMS = 16
 
 
-class Generator:
+class Generator(Closing):
     """Generates with one model out of core. Use as a context manager, or `close` it."""
 
     def __init__(
@@ -251,12 +251,6 @@ class Generator:
         """Free buffers and close the model's files."""
         self._drop()
         self._closers.close()
-
-    def __enter__(self) -> "Generator":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # -- passes -----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@
 Invariant: the output follows from `job.json` alone: an interrupted job gives the same bytes.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -36,19 +35,20 @@ from headrace.machine.cpu import processor_name
 from headrace.model.generation_keys import is_assisted
 from headrace.terms.errors import (
     DataError,
-    DiskFull,
     InputError,
     RunDirectoryError,
     StepFailed,
     StorageError,
     in_one_line,
+    unwritten,
 )
 from headrace.terms.events import Notice, Sink
 from headrace.terms.generate_options import ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.sizes import format_seconds
 
-# Options that decide the bits: a job with another value for one of these is another job.
-_FIXED = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop", "system", "raw", "compute_dtype", "rows")
+# Options that decide the answers, with their defaults. A job with another value for one of these is another job.
+_DEFAULTS = GenerateOptions().to_json()
+_FIXED = {each.key: _DEFAULTS[each.key] for each in GenerateOptions.declarations() if each.fixed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ def run_job(
         plan = _plan(generator, answered, options, changes, begun)
         job = _job(folder, digest, replace(options, template_date=day), answered, plan, begun, sink)
         tell_plan(plan)
-        sink(Notice(text=_most_lost(plan), level="info"))
+        lost = format_seconds(_micro_batch_seconds(plan))
+        sink(Notice(text=f"a kill costs at most the answers under way: about {lost} of work", level="info"))
         by_number = {line.number: line for line in answered}
         for number, found in _done(folder).items():
             answers |= {line: by_number[line].answered(each) for line, each in zip(job[number][0], found, strict=True)}
@@ -178,10 +179,6 @@ def _micro_batch_seconds(plan: GenerationPlan) -> float:
     return plan.forecast.first_pass_seconds + (plan.new_tokens - 1) * plan.forecast.pass_seconds
 
 
-def _most_lost(plan: GenerationPlan) -> str:
-    return f"a kill costs at most the answers under way: about {format_seconds(_micro_batch_seconds(plan))} of work"
-
-
 def _day_of(folder: Path, tokenizer: Any) -> str | None:
     """Return the day of a job for templates that ask for it: today, or the one on which it was begun; None where none asks."""
     if not asks_for_time(tokenizer):
@@ -235,12 +232,12 @@ def _job(
 ) -> Job:
     """Return the micro-batches: those of a job that was begun, or new ones, which are written down first."""
     values = options.to_json()
-    drafting = {key: values[key] for key in ("assistant", "prompt_lookup") if values[key] is not None}
-    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED} | drafting}
+    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED}}
     here = {"threads": torch.get_num_threads(), "processor": processor_name()}
     path = folder / "job.json"
     if (found := begun) is not None:
-        if found["fixed"] != fixed:
+        known = found["fixed"]  # an earlier version knew fewer options
+        if {**known, "options": _FIXED | known["options"]} != fixed:
             raise RunDirectoryError(
                 f"{folder} holds an unfinished job of another input or other options; finish it with those, or remove it"
             )
@@ -338,9 +335,4 @@ def _writing(place: Path) -> Iterator[None]:
             raise type(cause)(f"{cause}; give the same command again later: what is done is kept") from error
         raise
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some space" if full else "remove the cause"
-        raise (DiskFull if full else StorageError)(
-            f"{place}: cannot be written ({error.strerror or error}); {advice}, then give the same command again: what is done "
-            "is kept"
-        ) from error
+        raise unwritten(place, error, "give the same command again: what is done is kept") from error

@@ -12,9 +12,9 @@ import torch
 from headrace.files import ExtentReader, Reader
 from headrace.flow.completing import read_completing
 from headrace.flow.make import Maker
-from headrace.generate.expert_source import ExpertSource, expert_figures
+from headrace.generate.expert_source import ExpertSource, FileSource, expert_figures
 from headrace.machine.host_memory import Bytes
-from headrace.model import Chain, WeightMap, import_unit
+from headrace.model import Chain, WeightMap
 from headrace.model.adapter_reading import StoredAdapters
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
@@ -57,7 +57,7 @@ class WeightSource(Protocol):
         """Close the files."""
 
 
-class ShardSource:
+class ShardSource(FileSource):
     """The weights in a model's own safetensors files, and adapters beside them. `chain` is laid out like the files from here
     on.
 
@@ -67,14 +67,11 @@ class ShardSource:
     def __init__(
         self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool, adapters: StoredAdapters | None = None
     ) -> None:
-        self._weights = weights
-        self._units = stored_units(chain.layouts, weights, chain.dtype, on_cpu=on_cpu)
-        self._plane = planes_with(chain.compute_dtype, ()).weight
-        self.paths = paths_of(self._units)
-        self._reader: Reader = ExtentReader(self.paths, sink=sink)
-        self.layouts = tuple(unit.layout for unit in self._units)
+        units = stored_units(chain.layouts, weights, chain.dtype, on_cpu=on_cpu)
+        self.paths = paths_of(units)
+        plane = planes_with(chain.compute_dtype, ()).weight
+        super().__init__(units, ExtentReader(self.paths, sink=sink), weights, plane)
         self.figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(self._units))
-        self.trained: dict[int, Bytes] = {}
         self.by_experts, self.why_whole = self._by_experts(chain, on_cpu=on_cpu)
         if adapters is not None:
             adapters.bind(chain.device)
@@ -99,19 +96,14 @@ class ShardSource:
             return None, str(error)
         figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(stored.commons))
         of_experts = expert_figures(stored, figures, chain.dtype, on_cpu=on_cpu)
-        return ExpertSource(stored, figures, blocks, self._reader, self._weights, self._plane, of_experts), ""
+        return ExpertSource(stored, figures, blocks, self.reader, self._weights, self._plane, of_experts), ""
 
     def read_by(self, reader: Reader) -> None:
         """Read by another reader of the same files from now on; it is closed with the source."""
-        self._reader.close()
-        self._reader = reader
+        self.reader.close()
+        self.reader = reader
         if self.by_experts is not None:
             self.by_experts.reader = reader
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of extents read so far, by the present reader."""
-        return self._reader.bytes_read
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -132,29 +124,13 @@ class ShardSource:
             )
         return tuple(notes)
 
-    def read(self, unit: int, into: Bytes) -> None:
-        """See `WeightSource.read`."""
-        stored = self._units[unit]
-        if stored.extents:
-            self._reader.read(stored.extents, into).wait()
-        else:
-            import_unit(self._weights, stored.layout, into.view(self._plane.dtype), None)
-
-    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
-        """See `WeightSource.read_trained`: a file has no trained families, so nothing is done."""
-
-    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
-        """See `WeightSource.make`."""
-        assert stored is not None, "a unit of a file is made of what was read"
-        self._units[unit].put(stored, into)
-
     def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
         """See `WeightSource.pack`."""
         blocks.add(self._units[unit], stored, into)
 
     def close(self) -> None:
         """Close the files."""
-        self._reader.close()
+        self.reader.close()
 
 
 class StoreSource:

@@ -2,17 +2,16 @@
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import Self
 
 from headrace.machine.host_memory import STATM, anonymous_bytes, anonymous_bytes_of
+from headrace.terms.closing import Closing
 
 # Often enough to see a step's peak; and where somebody acts on what is seen, before more is made than `host.HeapGuard` leaves
 # room for. The latter takes 1.3 % of a core where nothing else runs.
 _SECONDS, _ACTING_SECONDS = 0.05, 0.005
 
 
-class MemoryMeter:
+class MemoryMeter(Closing):
     """Samples `anonymous_bytes` on a thread of its own: 20 times a second, and 200 times once `tell` was called. Close it, or
     use it as a context manager.
     """
@@ -42,12 +41,6 @@ class MemoryMeter:
         """End the thread."""
         self._stop.set()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _sample(self) -> None:
         try:

@@ -11,8 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
@@ -20,6 +18,7 @@ from headrace.files import BLOCK_BYTES, DirectFile, DirectoryFacts, ThreadEngine
 from headrace.files.scratch import remove_dead, scratch
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.measure.loads import rates_together, seconds_of
+from headrace.terms.closing import Closing
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import DiskFull, StorageError
 from headrace.terms.sizes import MIB, format_bytes
@@ -45,7 +44,7 @@ _COMMIT_REPEATS = 7
 _FOLDER_PREFIX = ".headrace-bench-"
 
 
-class Drive:
+class Drive(Closing):
     """A file on one directory, larger than caches where there is room, for `DriveLoad`s. A context manager.
 
     Raises:
@@ -71,10 +70,8 @@ class Drive:
             self._closers.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close the file and its engine."""
         self._closers.close()
 
     @property

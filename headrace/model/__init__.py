@@ -1,59 +1,39 @@
 """A Hugging Face model as prologue, blocks, epilogue: flat layouts, safetensors in and out, costs."""
 
-from headrace.model.binding import GradientSink
-from headrace.model.chain import Chain, block_seed
-from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult, shift_labels
-from headrace.model.checkpoint import Checkpoint
-from headrace.model.cost_profile import Profiles, profile
-from headrace.model.export import Exporter, export_bytes
-from headrace.model.find_blocks import Blocks, find_blocks, text_config
-from headrace.model.importing import import_unit, import_workspace_bytes
-from headrace.model.matching import WeightMap, load_buffers, match_weights
-from headrace.model.persistent import config_from, persistent_buffers, set_buffers
-from headrace.model.probe import Traits, probe, self_check
-from headrace.model.products import WideProducts
-from headrace.model.replay import Record, Replay, ReplayMismatch, find_skippable
-from headrace.model.skeleton import build_skeleton
-from headrace.model.taps import BlockCall
-from headrace.model.text_part import note_on, text_part
-from headrace.model.whole_check import check_whole
-
-__all__ = [
-    "IGNORED",
-    "BlockCall",
-    "BlockResult",
-    "Blocks",
-    "Chain",
-    "Checkpoint",
-    "Exporter",
-    "GradientSink",
-    "MicroBatch",
-    "Profiles",
-    "PrologueResult",
-    "Record",
-    "Replay",
-    "ReplayMismatch",
-    "Traits",
-    "WeightMap",
-    "WideProducts",
-    "block_seed",
-    "build_skeleton",
-    "check_whole",
-    "config_from",
-    "export_bytes",
-    "find_blocks",
-    "find_skippable",
-    "import_unit",
-    "import_workspace_bytes",
-    "load_buffers",
-    "match_weights",
-    "note_on",
-    "persistent_buffers",
-    "probe",
-    "profile",
-    "self_check",
-    "set_buffers",
-    "shift_labels",
-    "text_config",
-    "text_part",
-]
+from headrace.model.binding import GradientSink as GradientSink
+from headrace.model.chain import Chain as Chain
+from headrace.model.chain import block_seed as block_seed
+from headrace.model.chain_values import IGNORED as IGNORED
+from headrace.model.chain_values import BlockResult as BlockResult
+from headrace.model.chain_values import MicroBatch as MicroBatch
+from headrace.model.chain_values import PrologueResult as PrologueResult
+from headrace.model.chain_values import shift_labels as shift_labels
+from headrace.model.checkpoint import Checkpoint as Checkpoint
+from headrace.model.cost_profile import Profiles as Profiles
+from headrace.model.cost_profile import profile as profile
+from headrace.model.export import Exporter as Exporter
+from headrace.model.export import export_bytes as export_bytes
+from headrace.model.find_blocks import Blocks as Blocks
+from headrace.model.find_blocks import find_blocks as find_blocks
+from headrace.model.find_blocks import text_config as text_config
+from headrace.model.importing import import_unit as import_unit
+from headrace.model.importing import import_workspace_bytes as import_workspace_bytes
+from headrace.model.matching import WeightMap as WeightMap
+from headrace.model.matching import load_buffers as load_buffers
+from headrace.model.matching import match_weights as match_weights
+from headrace.model.persistent import config_from as config_from
+from headrace.model.persistent import persistent_buffers as persistent_buffers
+from headrace.model.persistent import set_buffers as set_buffers
+from headrace.model.probe import Traits as Traits
+from headrace.model.probe import probe as probe
+from headrace.model.probe import self_check as self_check
+from headrace.model.products import WideProducts as WideProducts
+from headrace.model.replay import Record as Record
+from headrace.model.replay import Replay as Replay
+from headrace.model.replay import ReplayMismatch as ReplayMismatch
+from headrace.model.replay import find_skippable as find_skippable
+from headrace.model.skeleton import build_skeleton as build_skeleton
+from headrace.model.taps import BlockCall as BlockCall
+from headrace.model.text_part import note_on as note_on
+from headrace.model.text_part import text_part as text_part
+from headrace.model.whole_check import check_whole as check_whole

@@ -18,36 +18,24 @@ from headrace.terms.errors import ConfigError, ModelError
 CONFIG_NAME = "adapter_config.json"
 # Keys whose values decide what is computed.
 COMPUTED = frozenset(
-    {
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "use_dora",
-        "rank_pattern",
-        "alpha_pattern",
-        "init_lora_weights",
-        "target_modules",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-        "target_parameters",
-    }
+    (
+        *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
+    )
 )
 # Keys that change no result once an adapter is trained, whatever their values, and why.
 IRRELEVANT: Mapping[str, str] = {
     "auto_mapping": "names the class of the model, which is given",
-    "base_model_name_or_path": "names the model, which is given",
-    "revision": "names the model, which is given",
+    **dict.fromkeys(("base_model_name_or_path", "revision"), "names the model, which is given"),
     "peft_version": "says who wrote the file",
     "task_type": "names of tensors say which model they belong to",
     "inference_mode": "says what is trained",
     "lora_dropout": "acts in training",
     "fan_in_fan_out": "follows from the module, in peft too",
-    "loftq_config": "acts before training; init_lora_weights says whether",
-    "eva_config": "acts before training; init_lora_weights says whether",
-    "corda_config": "acts before training; init_lora_weights says whether",
-    "lora_ga_config": "acts before training; init_lora_weights says whether",
+    **dict.fromkeys(
+        ("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+        "acts before training; init_lora_weights says whether",
+    ),
     "megatron_core": "acts with megatron_config",
     "qalora_group_size": "acts with use_qalora",
     "runtime_config": "says where peft computes; peft ignores it in files",
@@ -55,19 +43,9 @@ IRRELEVANT: Mapping[str, str] = {
 # Keys that change what is computed unless they are null, false, empty, or one of these values.
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "modules_to_save": (),
-    "megatron_config": (),
-    "trainable_token_indices": (),
-    "velora_config": (),
-    "alora_invocation_tokens": (),
-    "use_qalora": (),
-    "monteclora_config": (),
-    "layer_replication": (),
-    "lora_bias": (),
-    "use_bdlora": (),
-    "arrow_config": (),
-    "kasa_config": (),
-    "ensure_weight_tying": (),
+    **dict.fromkeys(("modules_to_save", "megatron_config", "trainable_token_indices", "velora_config"), ()),
+    **dict.fromkeys(("alora_invocation_tokens", "use_qalora", "monteclora_config", "layer_replication"), ()),
+    **dict.fromkeys(("lora_bias", "use_bdlora", "arrow_config", "kasa_config", "ensure_weight_tying"), ()),
 }
 # First numbers after which peft leaves the model's weights as they are; the others change these when an adapter is loaded.
 KEEPS_WEIGHTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica", "lora_ga")

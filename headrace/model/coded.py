@@ -20,7 +20,7 @@ from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
 from headrace.codec.table import CODES
 from headrace.codec.ternary import TritsCodec, WordsCodec
 from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_table
-from headrace.model.coded_keys import refused_keys
+from headrace.model.coded_keys import KEYS, Rule, anything, refused_keys
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ModelError
@@ -101,10 +101,10 @@ def decoded_tensors(directory: Path, config: Any, tensors: Tensors) -> dict[str,
     method = str(described.get("quant_method"))
     named = str(getattr(config.get_text_config(), "dtype", None) or "").removeprefix("torch.")
     dtype = "F16" if named == "float16" else "BF16"
-    reader = _READERS.get(method)
-    if reader is None:
+    if method not in READERS:
         raise ModelError(f"{directory}: its weights are coded by {method}, which is not read; read are {_read()}")
-    if refused := refused_keys(method, described):
+    reader, rules = READERS[method]
+    if refused := refused_keys(rules, described):
         raise ModelError(
             f"{directory}: quantization_config has {', '.join(refused)}, which would change results and is not supported. "
             "Use a model without it, or decode it with the program that wrote it"
@@ -151,10 +151,11 @@ def _check(directory: Path, key: str, source: CodedSource) -> None:
             )
 
 
-Reader = Callable[[Mapping[str, Any], Tensors, str], tuple[dict[str, CodedSource], set[str]]]
+Found = tuple[dict[str, CodedSource], set[str]]  # coded weights by their names, and the names of their parts
+Reader = Callable[[Mapping[str, Any], Tensors, str], Found]
 
 
-def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     groups = (described.get("config_groups") or {}).values()
     formats = {group.get("format") or described.get("format") for group in groups}
     weights = [group.get("weights") or {} for group in groups]
@@ -184,7 +185,7 @@ def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: s
     return found, used
 
 
-def _fp8(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _fp8(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     block = described.get("weight_block_size")
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise _Refusal(f"weight_block_size is {block}: scales are not those of blocks")
@@ -200,7 +201,7 @@ def _fp8(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[di
     return found, used
 
 
-def _mxfp4(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _mxfp4(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     found, used = {}, set()
     for key, blocks in tensors.items():
         stem = key.removesuffix("_blocks")
@@ -214,7 +215,7 @@ def _mxfp4(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[
     return found, used
 
 
-def _bitsandbytes(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _bitsandbytes(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     if not described.get("load_in_4bit") or described.get("bnb_4bit_quant_type", "nf4") != "nf4":
         raise _Refusal(f"its weights are {'FP4' if described.get('load_in_4bit') else 'of 8 bits'}")
     found, used = {}, set()
@@ -242,7 +243,7 @@ def _as_bytes(packed: StoredTensor) -> StoredTensor:
     return replace(packed, dtype="U8", shape=(packed.num_bytes, 1)) if packed.shape[1:] == (1,) else packed
 
 
-def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> tuple[dict[str, CodedSource], set[str]]:
+def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     if described.get("format") != FORMAT:
         raise _Refusal(f"its format is {described.get('format')}")
     dictionaries, used = _dictionaries(tensors)
@@ -281,10 +282,11 @@ def _dictionaries(tensors: Tensors) -> tuple[dict[int, Dictionary], set[str]]:
     return found, used
 
 
-_READERS: Mapping[str, Reader] = {
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "mxfp4": _mxfp4,
-    "bitsandbytes": _bitsandbytes,
-    METHOD: _ternary,
+# By `quant_method`: what reads the weights, and the keys of `quantization_config` that it may find.
+READERS: Mapping[str, tuple[Reader, Mapping[str, Rule]]] = {
+    "compressed-tensors": (_compressed_tensors, KEYS["compressed-tensors"]),
+    "fp8": (_fp8, KEYS["fp8"]),
+    "mxfp4": (_mxfp4, KEYS["mxfp4"]),
+    "bitsandbytes": (_bitsandbytes, KEYS["bitsandbytes"]),
+    METHOD: (_ternary, anything("quant_method", "format", "ignore")),
 }

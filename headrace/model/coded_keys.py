@@ -12,53 +12,57 @@ Rule = Any
 ANY = object()
 
 
+def anything(*keys: str) -> Mapping[str, Rule]:
+    """Return the rules of keys that may hold anything."""
+    return dict.fromkeys(keys, ANY)
+
+
 class Each(dict[str, Rule]):
     """The rules of each entry of an object, whatever its key."""
 
 
 _ARGUMENTS: Mapping[str, Rule] = {
     # These say how codes are read; the reader computes them from the parts, or refuses them in words of its own.
-    **dict.fromkeys(("num_bits", "type", "symmetric", "group_size", "block_structure"), ANY),
+    **anything("num_bits", "type", "symmetric", "group_size", "block_structure"),
     # How weights were rounded once, which is over.
-    **dict.fromkeys(("observer", "observer_kwargs", "scale_dtype", "zp_dtype"), ANY),
+    **anything("observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     "strategy": (None, "group", "channel"),
     "dynamic": (False, None),
     "actorder": (None, False, "weight", "static"),
 }
-# By `quant_method`. Activations that are rounded, caches in few bits and rotated inputs are not computed.
+# By `quant_method` of others. Activations that are rounded, caches in few bits and rotated inputs are not computed.
 KEYS: Mapping[str, Mapping[str, Rule]] = {
     "compressed-tensors": {
-        **dict.fromkeys(("quant_method", "format", "ignore", "quantization_status", "version", "dequantize"), ANY),
-        **dict.fromkeys(("global_compression_ratio", "run_compressed"), ANY),
+        **anything("quant_method", "format", "ignore", "quantization_status", "version", "dequantize"),
+        **anything("global_compression_ratio", "run_compressed"),
         "config_groups": Each({"targets": ANY, "format": ANY, "weights": _ARGUMENTS}),
         "sparsity_config": {
             "format": ("dense", None),
-            **dict.fromkeys(("registry_requires_subclass", "targets", "ignore"), ANY),
+            **anything("registry_requires_subclass", "targets", "ignore"),
         },
     },
     "fp8": {
-        **dict.fromkeys(("quant_method", "weight_block_size", "modules_to_not_convert", "modules_to_convert"), ANY),
-        **dict.fromkeys(("dequantize", "scale_fmt"), ANY),
+        **anything("quant_method", "weight_block_size", "modules_to_not_convert", "modules_to_convert"),
+        **anything("dequantize", "scale_fmt"),
         # transformers rounds activations to FP8, too; here products are those of the decoded weights (docs/published.md).
         "activation_scheme": ("dynamic", None),
         "fmt": ("e4m3", None),
         "expert_dtype": ("fp8", None),
     },
-    "mxfp4": dict.fromkeys(("quant_method", "modules_to_not_convert", "dequantize", "swizzle"), ANY),
+    "mxfp4": anything("quant_method", "modules_to_not_convert", "dequantize", "swizzle"),
     "bitsandbytes": {
-        **dict.fromkeys(("quant_method", "load_in_4bit", "_load_in_4bit", "bnb_4bit_quant_type"), ANY),
-        **dict.fromkeys(("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"), ANY),
+        **anything("quant_method", "load_in_4bit", "_load_in_4bit", "bnb_4bit_quant_type"),
+        **anything("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"),
         # Of eight bits, which such files do not have.
-        **dict.fromkeys(("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload"), ANY),
-        **dict.fromkeys(("llm_int8_has_fp16_weight", "load_in_8bit", "_load_in_8bit"), ANY),
+        **anything("llm_int8_threshold", "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload"),
+        **anything("llm_int8_has_fp16_weight", "load_in_8bit", "_load_in_8bit"),
     },
-    "headrace": dict.fromkeys(("quant_method", "format", "ignore"), ANY),
 }
 
 
-def refused_keys(method: str, described: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a `quantization_config`, with their values, that a model of `method` cannot be computed with."""
-    return list(_refused(KEYS.get(method, {}), described, ""))
+def refused_keys(rules: Mapping[str, Rule], described: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a `quantization_config`, with their values, that a model with these rules cannot be computed with."""
+    return list(_refused(rules, described, ""))
 
 
 def _refused(rules: Mapping[str, Rule], found: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -25,7 +25,7 @@ from headrace.model.importing import at_least_1d, parameter_view, rows_per_piece
 from headrace.model.matching import Conversion, Piece, WeightMap, reverse_conversion
 from headrace.model.safetensors_file import StoredTensor, read_bytes
 from headrace.model.shard_writer import ShardWriter, plan_shards, shard_file_bytes
-from headrace.terms.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError
+from headrace.terms.errors import ExportFailed, HeadraceError, ModelError, RunDirectoryError, has_no_space
 from headrace.terms.layout import UnitLayout
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import format_bytes
@@ -153,7 +153,7 @@ def _disk_full(out: Path, needed_bytes: int) -> ExportFailed:
 
 def _refusal(out: Path, needed_bytes: int, error: OSError) -> ExportFailed:
     # An error of `copytree` has no number, only the words of the errors that it met.
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+    if has_no_space(error) or os.strerror(errno.ENOSPC) in str(error):
         return _disk_full(out, needed_bytes)
     return ExportFailed(f"export to {out}: {error.filename or out}: {error.strerror or error}")
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from headrace.terms.drives import Drive, striped_shares
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
+from headrace.terms.tables import figures
 
 # Nearly all TLC drives for desktops are warranted for 600 TB per TB of capacity; data-centre drives for three times as much.
 TYPICAL_WRITES_OF_CAPACITY = 600.0
@@ -62,6 +63,11 @@ class Endurance:
     def steps_in_rating(self) -> float:
         """Steps until a new drive has reached its rating; infinite if nothing is written."""
         return self.num_steps / self.share_of_rating if self.drive_written_bytes else math.inf
+
+    def to_json(self) -> dict[str, float]:
+        """Return the length of the run and what it uses, as reports have it."""
+        known = figures(self, "num_steps", "run_hours", "written_terabytes")
+        return known | {"share_of_endurance": self.share_of_rating}
 
     def explain(self) -> str:
         """Return the forecast in one line."""

@@ -15,7 +15,7 @@ as on a real machine. The tests state how little that is.
 No clock, no files, no torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.plan.clock import Clock, admit_until_settled, settled_period
@@ -198,8 +198,7 @@ def _explain(
     for shared, sharing in rates.shares.items():
         # Two directions that take turns keep busy what they share, though neither is always busy itself. Only their union shows
         # it.
-        together = sorted(span for lane in sharing for span in spans[lane])
-        both = _union_seconds(together) / step_seconds if step_seconds else 0.0
+        both = union_seconds(span for lane in sharing for span in spans[lane]) / step_seconds if step_seconds else 0.0
         if rates.shared_factor(sharing) < 1 and both > share + 1e-9:
             bottleneck = max(sharing, key=lambda lane: lanes[lane].utilisation)
             share, words = min(1.0, both), sharing_words(shared, sharing)
@@ -211,9 +210,11 @@ def _explain(
     )
 
 
-def _union_seconds(spans: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, 0.0
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
+def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that at least one of the spans (start, stop) covers."""
+    total, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        if stop > reached:
+            total += stop - max(start, reached)
+            reached = stop
     return total

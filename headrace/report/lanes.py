@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from headrace.plan.simulate import union_seconds
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, OpDone
@@ -196,16 +197,6 @@ def summarise(ops: Sequence[OpDone], begin_seconds: float, end_seconds: float) -
             for verb, (seconds, num_bytes, count) in verbs.items()
         },
     }
-
-
-def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that at least one of the spans (start, stop) covers."""
-    total, reached = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        if stop > reached:
-            total += stop - max(start, reached)
-            reached = stop
-    return total
 
 
 def read_recording(path: Path) -> Recording:

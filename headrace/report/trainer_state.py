@@ -54,18 +54,10 @@ class TrainerStateFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        records: Sequence[Record],
-        *,
-        max_steps: int,
-        num_train_epochs: float,
-        train_batch_size: int,
-        clock: Callable[[], float],
-        every_seconds: float = 30.0,
+        self, path: Path, records: Sequence[Record], clock: Callable[[], float], *, every_seconds: float = 30.0, **of_run: Any
     ) -> None:
-        self._path, self._records, self._clock, self._every_seconds = path, records, clock, every_seconds
-        self._fixed = {"max_steps": max_steps, "num_train_epochs": num_train_epochs, "train_batch_size": train_batch_size}
+        """Write to `path`. `of_run` is what `trainer_state` is told besides."""
+        self._path, self._records, self._clock, self._every_seconds, self._of_run = path, records, clock, every_seconds, of_run
         self._written_at = float("-inf")
 
     def __call__(self, event: Event) -> None:
@@ -78,7 +70,7 @@ class TrainerStateFile:
         self._write()
 
     def _write(self) -> None:
-        state = trainer_state(self._records, **self._fixed)  # type: ignore[arg-type]  # keys are the keyword names
+        state = trainer_state(self._records, **self._of_run)
         beside = self._path.with_name(self._path.name + ".new")
         beside.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         beside.replace(self._path)

@@ -45,7 +45,7 @@ class Finished:
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Run:
     """What one process works with. `total_steps` is the decided `config.max_steps`; `meter` runs since the process began."""
 
@@ -236,15 +236,7 @@ def _run(
     display = display or NoDisplay()
     for notice in stream.notices:
         display.say(f"note: {notice}")
-    return _Run(
-        config=config,
-        directory=directory,
-        stream=stream,
-        total_steps=config.max_steps,
-        display=display,
-        engines=engines,
-        meter=meter,
-    )
+    return _Run(config, directory, stream, config.max_steps, display, engines, meter)
 
 
 def _reporters(run: _Run, stack: ExitStack) -> Reporters:
@@ -270,16 +262,13 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
             clock=time.monotonic,
         )
     )
-    reporters.add(LanesFile(directory.path, committed_steps=done_steps, memory=_memory_in_use))
+    # Memory in use is the same figure as the measured peaks.
+    reporters.add(LanesFile(directory.path, committed_steps=done_steps, memory=lambda: {"host": anonymous_bytes()}))
     if "tensorboard" in config.report_to:
         reporters.add(TensorBoard(directory.tensorboard, committed_steps=done_steps))
     if "trace" in config.report_to:
         reporters.add(TraceFile(directory.trace(done_steps)))
     return metrics
-
-
-def _memory_in_use() -> dict[str, int]:
-    return {"host": anonymous_bytes()}  # the same figure as the measured peaks
 
 
 def _for_people(reporters: Reporters, tell: Callable[[Plan], None] = lambda plan: None) -> Sink:

@@ -4,11 +4,12 @@ Invariant: the loop uses nothing else of either, so that both can be replaced, i
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Protocol, Self
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +18,7 @@ from headrace.report import Reporter
 from headrace.terms.events import StepResult
 
 
-class RunningEngine(Protocol):
+class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
     """The part of `headrace.Engine` that the loop drives."""
 
     @property
@@ -54,14 +55,6 @@ class RunningEngine(Protocol):
 
     def close(self) -> None:
         """Free everything."""
-
-    def __enter__(self) -> Self:
-        """Return the engine."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        """Close."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ Invariant: when the manifest exists, every file that it names exists at full siz
 
 import contextlib
 import dataclasses
-import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from headrace.files.durable import sync, write_whole
 from headrace.terms.cuts import Cuts
-from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError, StorageError
+from headrace.terms.errors import ConfigError, RunDirectoryError, unwritten
 from headrace.terms.families import Durability, Family, Unit
 from headrace.terms.layout import SCALE, GroupRange, ParameterSpec, Plane, UnitLayout
 
@@ -116,10 +115,7 @@ def _refused(path: Path, verb: str, advice: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        raise (DiskFull if full else StorageError)(
-            f"{path}: cannot be {verb} ({error.strerror}); {'free some space' if full else 'remove the cause'}, then {advice}"
-        ) from error
+        raise unwritten(path, error, advice, verb=verb) from error
 
 
 def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:

@@ -15,7 +15,6 @@ The engine keeps its records beside these. Invariant: a directory that contains 
 """
 
 import contextlib
-import errno
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from typing import Any
 from headrace.files.durable import write_new, write_whole
 from headrace.files.yaml_options import from_yaml, to_yaml
 from headrace.plan.results import PLAN_NAME
-from headrace.terms.errors import DiskFull, HeadraceError, InputError, RunDirectoryError, StorageError
+from headrace.terms.errors import HeadraceError, InputError, RunDirectoryError, StorageError, unwritten
 from headrace.terms.run_options import RunOptions
 
 
@@ -146,11 +145,8 @@ class RunDirectory:
 
     def unwritable(self, error: OSError) -> StorageError:
         """Return the error for a run whose own files (not its state) could not be written."""
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        return (DiskFull if full else StorageError)(
-            f"{error.filename or self.path}: cannot be written ({error.strerror or error}). The last committed step is safe: "
-            f"{('free some space' if full else 'remove the cause')}, then resume with: headrace resume {self.path}"
-        )
+        then = f"resume with: headrace resume {self.path}"
+        return unwritten(error.filename or self.path, error, then, safe="the last committed step is safe: ")
 
     def forget(self, made: Sequence[Path]) -> None:
         """Undo `write_config`, which returned `made`, after the run could not be started. Nothing else is touched: if there is

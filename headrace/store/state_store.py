@@ -21,13 +21,14 @@ from headrace.store.run_folders import OpenFile, open_direct
 from headrace.store.slots import VIRGIN, GroupSlots
 from headrace.store.transfers import Transfers, settle
 from headrace.store.verify import Progress, verify_groups
+from headrace.terms.closing import Closing
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.families import Durability
 
 
-class StateStore:
+class StateStore(Closing):
     """The state of one run on its SSD directories. Make one with `StateStore.create` or `StateStore.open`.
 
     Units are indices into `manifest.units`, families their names there, chunks indices into `Family.chunks`. Buffers are
@@ -268,12 +269,6 @@ class StateStore:
             self._transfers.settle_all()
             self._lent.close()
             self._parts.remove()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _place(self, unit: int, family: str) -> FamilyPlace:
         place = self._parts.places.families.get((unit, family))

@@ -43,13 +43,26 @@ class Group(StrEnum):
     OTHER = "Other options"
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The key of transformers' GenerationConfig that an option of generation sets.
+
+    `samples`: it acts on sampling alone, which it turns on. `by_line`: a line of a file of prompts may give its own.
+    """
+
+    key: str
+    samples: bool = False
+    by_line: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
     """One option: what it is called, what it may be, and how it is explained.
 
     `default` is None where the program chooses, and `default_words` say what it chooses; `required`: there is no default at
-    all. `flag` is its name on the command line, None where it is a key of the file only; `plan`: it changes what
-    `headrace plan` says. `group` is its section of `--help`; those that are used `often` stand above all sections.
+    all. `flag` is its name on the command line, None for a key of the file only. `plan`: it changes what `headrace plan` says.
+    `setting`: what it sets of a generation. `group` is its section of `--help`; those that are used
+    `often` stand above all sections.
     """
 
     key: str
@@ -65,6 +78,7 @@ class Declaration:
     fixed: bool
     group: Group
     often: bool
+    setting: Setting | None
 
     @property
     def flag(self) -> str | None:
@@ -108,13 +122,14 @@ def option(
     fixed: bool = True,
     group: Group = Group.OTHER,
     often: bool = False,
+    setting: Setting | None = None,
 ) -> Any:
     """Return the dataclass field of an option.
 
     `help` is for the command line, `row` for the docs where that says more; `words` say the default where the value does not.
     `optional`: None may be given although it is not the default. `cli=False`: a key only. `plan`: it
     changes what `headrace plan` says. `fixed=False`: it may change when the run goes on. `group` and `often` say where
-    `--help` has it.
+    `--help` has it, `setting` what it sets of a generation.
     """
     metadata = {
         _KEY: {
@@ -128,6 +143,7 @@ def option(
             "fixed": fixed,
             "group": group,
             "often": often,
+            "setting": setting,
         }
     }
     if factory is not None:

@@ -20,6 +20,7 @@ Each message says what was asked, what was found and what to do. The command lin
 `StorageError` and `PeerLost` into one line on stderr and exit code 2.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -88,6 +89,17 @@ class PeerLost(HeadraceError, ConnectionError):
 
 class StepFailed(HeadraceError, RuntimeError):
     """A lane of the running step failed. Its cause is chained; the last committed state is untouched."""
+
+
+def has_no_space(error: OSError) -> bool:
+    """Return whether the system refuses because there is no space, or no more for this user."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def unwritten(place: object, error: OSError, then: str, *, verb: str = "written", safe: str = "") -> StorageError:
+    """Return the error for a place that the system refuses to write: the cure, and what to do `then`; `safe` is not lost."""
+    kind, cure = (DiskFull, "free some space") if has_no_space(error) else (StorageError, "remove the cause")
+    return kind(f"{place}: cannot be {verb} ({error.strerror or error}); {safe}{cure}, then {then}")
 
 
 def in_one_line(error: BaseException, most: int = 300) -> str:

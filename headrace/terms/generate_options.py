@@ -1,4 +1,8 @@
-"""The options of generation, each declared once, as those of training are."""
+"""The options of generation, each declared once, as those of training are.
+
+An option that sets something of transformers' GenerationConfig names it: `setting=Setting("min_p", samples=True)`. One that may
+change while a job of a file is under way says `fixed=False`; all others decide its answers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +11,7 @@ from typing import Any
 
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.declared import Declared, Group, option, option_as
+from headrace.terms.declared import Declared, Group, Setting, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.option_kinds import Duration, Flag, Listed, Number, OneOf, Place, Text, Whole
 from headrace.terms.options import Options
@@ -37,6 +41,7 @@ class GenerateOptions(Declared):
         "Answer the lines of this JSONL file.",
         row="JSONL with a `prompt` (text) or `messages` in each line, or lines of OpenAI's Batch files",
         words="-",
+        fixed=False,
         group=Group.PROMPTS,
         often=True,
     )
@@ -46,11 +51,18 @@ class GenerateOptions(Declared):
         "JSONL file that the answers go to.",
         row="JSONL of the answers, in the order of `input`",
         words="-",
+        fixed=False,
         group=Group.PROMPTS,
         often=True,
     )
     max_new_tokens: int | None = option(
-        None, Whole(), "Most tokens of an answer.", words="the model's, or 512", plan=False, group=Group.SAMPLING, often=True
+        None,
+        Whole(),
+        "Most tokens of an answer.",
+        words="the model's, or 512",
+        group=Group.SAMPLING,
+        often=True,
+        setting=Setting("max_new_tokens"),
     )
     temperature: float | None = option(
         None,
@@ -60,6 +72,7 @@ class GenerateOptions(Declared):
         words="the model's",
         group=Group.SAMPLING,
         often=True,
+        setting=Setting("temperature", samples=True),
     )
     top_p: float | None = option(
         None,
@@ -67,9 +80,15 @@ class GenerateOptions(Declared):
         "Sample from the likeliest tokens that make up this share.",
         words="the model's",
         group=Group.SAMPLING,
+        setting=Setting("top_p", samples=True),
     )
     top_k: int | None = option(
-        None, Whole(), "Sample from this many likeliest tokens.", words="the model's", group=Group.SAMPLING
+        None,
+        Whole(),
+        "Sample from this many likeliest tokens.",
+        words="the model's",
+        group=Group.SAMPLING,
+        setting=Setting("top_k", samples=True),
     )
     seed: int = option(
         0,
@@ -79,7 +98,12 @@ class GenerateOptions(Declared):
         group=Group.SAMPLING,
     )
     stop: tuple[str, ...] = option(
-        (), Listed(Text()), "End an answer before this text; repeatable.", words="none", group=Group.PROMPTS
+        (),
+        Listed(Text()),
+        "End an answer before this text; repeatable.",
+        words="none",
+        group=Group.PROMPTS,
+        setting=Setting("stop_strings"),
     )
     system: str | None = option(
         None, Text(), "System message of conversations.", words="the chat template's", group=Group.PROMPTS
@@ -88,7 +112,6 @@ class GenerateOptions(Declared):
         False,
         Flag(),
         "Take prompts as they are, without the chat template.",
-        row="prompts as they are, without the chat template",
         group=Group.PROMPTS,
     )
     template_date: str | None = option_as(
@@ -122,9 +145,14 @@ class GenerateOptions(Declared):
         row="draft up to this many tokens out of the prompt itself; one row at a time",
         words="-",
         group=Group.DRAFTS,
+        setting=Setting("prompt_lookup_num_tokens", by_line=False),
     )
-    host_memory: str | int | None = option_as(Options, "host_memory", row="", plan=True, group=Group.MEMORY, often=True)
-    device_memory: str | int | None = option_as(Options, "device_memory", row="", plan=True, group=Group.MEMORY, often=True)
+    host_memory: str | int | None = option_as(
+        Options, "host_memory", row="", plan=True, fixed=False, group=Group.MEMORY, often=True
+    )
+    device_memory: str | int | None = option_as(
+        Options, "device_memory", row="", plan=True, fixed=False, group=Group.MEMORY, often=True
+    )
     ssd: str | Path | Sequence[str | Path] = option(
         (),
         Listed(Place()),
@@ -133,6 +161,7 @@ class GenerateOptions(Declared):
         "vanish at the end, even after a kill. A copy of the weights may lie there, too",
         words="-",
         plan=True,
+        fixed=False,
         group=Group.MEMORY,
     )
     copy_weights: bool | None = option(
@@ -141,6 +170,7 @@ class GenerateOptions(Declared):
         "Copy the weights to the SSD directories, striped, and keep the copy.",
         row="copy the weights to the directories of `ssd` once, striped, and keep the copy for the next call",
         words="where passes get faster by it",
+        fixed=False,
         group=Group.MEMORY,
     )
     packed_products: bool | None = option(
@@ -150,6 +180,7 @@ class GenerateOptions(Declared):
         row="multiply up to 8 rows (32 where products are widened) with four-bit weights that stay packed in memory beside "
         "decoded ones. Bits differ from those of decoded weights",
         words="where tokens come faster by it",
+        fixed=False,
         group=Group.METHOD,
     )
     attention: str = option(
@@ -159,6 +190,7 @@ class GenerateOptions(Declared):
         row="where attention of new tokens is computed: `device`, or `host`, which then holds all keys and values that can "
         "move. With a GPU `auto` plans what is faster",
         plan=True,
+        fixed=False,
         group=Group.METHOD,
     )
     compute_dtype: str | None = option_as(
@@ -180,6 +212,7 @@ class GenerateOptions(Declared):
         "Number of micro-batches that go through the model together.",
         words="planned",
         plan=True,
+        fixed=False,
         group=Group.MEMORY,
     )
     most_lost: float = option(
@@ -188,9 +221,10 @@ class GenerateOptions(Declared):
         "Most work that a kill may cost, such as 30m.",
         row="the most work that a kill may cost, such as `30m`; it bounds how many answers are computed at once",
         words="`30m`",
+        fixed=False,
         group=Group.RUN,
     )
-    machine: str | Ceilings | None = option_as(Options, "machine", plan=True, group=Group.MEMORY, often=False)
+    machine: str | Ceilings | None = option_as(Options, "machine", plan=True, fixed=False, group=Group.MEMORY, often=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -213,19 +247,17 @@ class GenerateOptions(Declared):
     @property
     def settings(self) -> dict[str, Any]:
         """Those of transformers' generation settings that were given."""
-        found: dict[str, Any] = {}
-        for name in ("max_new_tokens", "top_p", "top_k"):
-            if (value := getattr(self, name)) is not None:
-                found[name] = value
-        if self.temperature is not None:
-            found |= {"do_sample": True, "temperature": self.temperature} if self.temperature else GREEDY
-        elif self.top_p is not None or self.top_k is not None:
-            found["do_sample"] = True
-        if self.stop:
-            found["stop_strings"] = list(self.stop)
-        if self.prompt_lookup is not None:
-            found["prompt_lookup_num_tokens"] = self.prompt_lookup
-        return found
+        options = ((each.setting, getattr(self, each.key)) for each in self.declarations())
+        given = {setting: value for setting, value in options if setting and value not in (None, ())}
+        if any(setting.samples for setting in given):
+            given[Setting("do_sample")] = True
+        greedy = self.temperature == 0
+        found = {
+            setting.key: list(value) if isinstance(value, tuple) else value
+            for setting, value in given.items()
+            if not (greedy and setting.samples)
+        }
+        return found | GREEDY if greedy else found
 
 
 NO_PLACE = "copy_weights: no drive is named to copy them to; give --ssd DIR, once for each"

@@ -76,7 +76,6 @@ class MethodOptions(Declared):
         "constant",
         OneOf(Schedule.KINDS),
         "How the learning rate falls after the warm-up: constant, linear or cosine.",
-        row="`constant`, `linear` or `cosine`",
         group=Group.LEARNING,
     )
     max_grad_norm: float | None = option(

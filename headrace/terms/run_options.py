@@ -15,7 +15,7 @@ class RunOptions(Options):
     The `config.yaml` of a run directory has what was chosen where an option is None.
     """
 
-    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False, group=Group.DATA)
+    model: Path = option(kind=Place(), help="Model directory.", cli=False, group=Group.DATA)
     data: tuple[str, ...] = option(
         kind=Listed(PlaceOrName(), 1),
         help="Data to train on: files or directories.",
@@ -27,7 +27,6 @@ class RunOptions(Options):
         None,
         Number(0, 1e9, above=True),
         "Passes over the data.",
-        row="length of the run in passes over the data",
         words="1",
         plan=True,
         group=Group.LEARNING,
@@ -70,7 +69,6 @@ class RunOptions(Options):
         False,
         Flag(),
         "Keep the state on the SSDs after the end.",
-        row="keep the state on the SSDs after the end",
         group=Group.RUN,
     )
     cache: Path = option(
@@ -109,7 +107,6 @@ class NodeOptions(RunOptions):
         None,
         Place(),
         "File with the secret that workers must have too.",
-        row="file with the secret that workers must have too",
         words="none",
         fixed=False,
         group=Group.CLUSTER,

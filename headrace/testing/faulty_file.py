@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes
 from headrace.terms.errors import DiskFull, ShortTransfer, StorageError
+from headrace.testing.file_around import FileAround
 
 
 class FaultKind(StrEnum):
@@ -39,29 +39,14 @@ class Fault:
     seconds: float = 0.0
 
 
-class FaultyFile:
+class FaultyFile(FileAround):
     """A `BlockFile` around `inner` that has the faults of `script`."""
 
     def __init__(self, inner: BlockFile, script: Sequence[Fault]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._faults = {(fault.verb, fault.call): fault for fault in script}
         self._calls = {"read": 0, "write": 0, "sync": 0}
         self._lock = threading.Lock()
-
-    @property
-    def path(self) -> Path:
-        """Path of the file inside."""
-        return self.inner.path
-
-    @property
-    def direct(self) -> bool:
-        """As in the file inside."""
-        return self.inner.direct
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file inside."""
-        return self.inner.size_bytes
 
     def read_into(self, offset: int, into: Bytes) -> None:
         """See `BlockFile.read_into`."""
@@ -88,18 +73,10 @@ class FaultyFile:
             data = flipped
         self.inner.write_from(offset, data)
 
-    def extend(self, size_bytes: int) -> None:
-        """Pass it on."""
-        self.inner.extend(size_bytes)
-
     def sync(self) -> None:
         """See `BlockFile.sync`."""
         self._next("sync", 0, 0)
         self.inner.sync()
-
-    def close(self) -> None:
-        """Pass it on."""
-        self.inner.close()
 
     def _next(self, verb: str, offset: int, num_bytes: int) -> Fault | None:
         """Count the call; return its fault. Stalls and errors happen here."""

@@ -19,7 +19,7 @@ from headrace.update.rule import StepScalars
 from headrace.update.rules.sgd import SGD, sgd_rule
 from headrace.update.rules.table import RULES
 from headrace.update.tensor_rule import TensorRule, tree_sum
-from headrace.update.tensors import States, root_of
+from headrace.update.tensors import Scalars, Updated, root_of
 
 _MOMENTUM = 0.9
 # Bytes per element that torch's kernels read and write on a device (tests count them, and the temporaries).
@@ -60,14 +60,12 @@ class ScaledRule(TensorRule):
         super().__init__(figures, alone)
         self._optimizer, self._by_matrix = optimizer, by_matrix
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return scale, decay, momentum, rate and floor."""
         rate = step.learning_rate * learning_rate_scale
         return step.gradient_scale, weight_decay, _MOMENTUM, rate, self._optimizer.floor
 
-    def on_items(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_items(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new weights and buffer."""
         (buffer,) = states
         scale, decay, momentum, rate, floor = scalars

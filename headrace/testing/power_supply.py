@@ -12,6 +12,7 @@ from headrace.files import BlockFile, Bytes
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import open_direct
 from headrace.terms.errors import StorageError
+from headrace.testing.file_around import FileAround
 
 
 class PowerGone(StorageError):
@@ -45,18 +46,13 @@ class PowerSupply:
         return self.files[-1]
 
 
-class FragileFile:
+class FragileFile(FileAround):
     """A `BlockFile` on a power supply, whose writes since the last sync can be lost."""
 
     def __init__(self, inner: BlockFile, supply: PowerSupply) -> None:
-        self.inner, self.supply = inner, supply
-        self.path, self.direct = inner.path, inner.direct
+        super().__init__(inner)
+        self.supply = supply
         self.unsynced: list[tuple[int, Bytes]] = []
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file inside."""
-        return self.inner.size_bytes
 
     def read_into(self, offset: int, into: Bytes) -> None:
         """See `BlockFile.read_into`."""
@@ -71,10 +67,6 @@ class FragileFile:
             if self.supply.calls <= self.supply.cut_at:
                 self.inner.write_from(offset, data)
             self.supply.draw()
-
-    def extend(self, size_bytes: int) -> None:
-        """Pass on."""
-        self.inner.extend(size_bytes)
 
     def sync(self) -> None:
         """See `BlockFile.sync`."""

@@ -5,33 +5,18 @@ Invariant: bytes of one direction never move faster than declared over any stret
 
 import threading
 import time
-from pathlib import Path
 
 from headrace.files.block_file import BlockFile, Bytes
+from headrace.testing.file_around import FileAround
 
 
-class ThrottledFile:
+class ThrottledFile(FileAround):
     """A `BlockFile` around `inner` that reads and writes at declared speeds."""
 
     def __init__(self, inner: BlockFile, *, read_bytes_per_second: float, write_bytes_per_second: float) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self._read = _Pace(read_bytes_per_second)
         self._write = _Pace(write_bytes_per_second)
-
-    @property
-    def path(self) -> Path:
-        """Path of the file inside."""
-        return self.inner.path
-
-    @property
-    def direct(self) -> bool:
-        """As in the file inside."""
-        return self.inner.direct
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file inside."""
-        return self.inner.size_bytes
 
     def read_into(self, offset: int, into: Bytes) -> None:
         """See `BlockFile.read_into`."""
@@ -44,18 +29,6 @@ class ThrottledFile:
         ready_seconds = self._write.book(data.size)
         self.inner.write_from(offset, data)
         _sleep_until(ready_seconds)
-
-    def extend(self, size_bytes: int) -> None:
-        """Pass it on."""
-        self.inner.extend(size_bytes)
-
-    def sync(self) -> None:
-        """Pass it on."""
-        self.inner.sync()
-
-    def close(self) -> None:
-        """Pass it on."""
-        self.inner.close()
 
 
 class _Pace:

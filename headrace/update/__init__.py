@@ -1,39 +1,21 @@
 """The update: rules over planes, the gradient's norm and clipping, on the CPU and on a device."""
 
-from headrace.update.clip import HitRate, LossScale, clip_factor
-from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums, square_sum
-from headrace.update.rule import (
-    GRADIENT_DTYPES,
-    Checksums,
-    Chunk,
-    ElementRule,
-    StepScalars,
-    Summing,
-    UpdateRule,
-    group_pieces,
-)
-from headrace.update.rules.table import optimizer_of, rule_of
-from headrace.update.sites.device import DeviceUpdater
-from headrace.update.sites.host import Updater
-
-__all__ = [
-    "BLOCK_ELEMENTS",
-    "GRADIENT_DTYPES",
-    "Checksums",
-    "Chunk",
-    "DeviceUpdater",
-    "ElementRule",
-    "HitRate",
-    "LossScale",
-    "StepScalars",
-    "Summing",
-    "UpdateRule",
-    "Updater",
-    "add_block_sums",
-    "block_square_sums",
-    "clip_factor",
-    "group_pieces",
-    "optimizer_of",
-    "rule_of",
-    "square_sum",
-]
+from headrace.update.clip import HitRate as HitRate
+from headrace.update.clip import LossScale as LossScale
+from headrace.update.clip import clip_factor as clip_factor
+from headrace.update.norm import BLOCK_ELEMENTS as BLOCK_ELEMENTS
+from headrace.update.norm import add_block_sums as add_block_sums
+from headrace.update.norm import block_square_sums as block_square_sums
+from headrace.update.norm import square_sum as square_sum
+from headrace.update.rule import GRADIENT_DTYPES as GRADIENT_DTYPES
+from headrace.update.rule import Checksums as Checksums
+from headrace.update.rule import Chunk as Chunk
+from headrace.update.rule import ElementRule as ElementRule
+from headrace.update.rule import StepScalars as StepScalars
+from headrace.update.rule import Summing as Summing
+from headrace.update.rule import UpdateRule as UpdateRule
+from headrace.update.rule import group_pieces as group_pieces
+from headrace.update.rules.table import optimizer_of as optimizer_of
+from headrace.update.rules.table import rule_of as rule_of
+from headrace.update.sites.device import DeviceUpdater as DeviceUpdater
+from headrace.update.sites.host import Updater as Updater

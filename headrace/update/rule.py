@@ -23,7 +23,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import StateCode, coded_loop, plain_loop, summed_loop
-from headrace.update.tensors import Noise, States, update_tensors
+from headrace.update.tensors import Noise, Scalars, Updated, update_tensors
 
 _Array = TypeVar("_Array")
 
@@ -211,30 +211,18 @@ class ElementRule(ABC):
     """
 
     def __init__(self, figures: RuleFigures, code: StateCode | None = None) -> None:
-        self._figures, self._planes, self._code = figures, figures.planes, code
+        self.figures, self.planes, self._code = figures, figures.planes, code
 
     @abstractmethod
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return the scalars for `element`, always the same number of them, in double precision."""
 
     @abstractmethod
-    def on_tensors(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_tensors(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new fp32 `p` and `states`: `element` as torch operations on whole tensors, rounding in the same way.
 
         `scalars` are exactly representable in fp32; `gradient` is fp32, bfloat16 or float16.
         """
-
-    @property
-    def figures(self) -> RuleFigures:
-        """What a planner knows of the rule."""
-        return self._figures
-
-    @property
-    def planes(self) -> PlaneSet:
-        """The planes that the rule reads and writes."""
-        return self._planes
 
     @property
     def sums(self) -> bool:
@@ -252,7 +240,7 @@ class ElementRule(ABC):
         """Update a chunk in place: see `UpdateRule.apply`."""
         weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
         self._check(weight, states, gradient)
-        refuse_cut_blocks(self._planes, (chunk.first_element,))
+        refuse_cut_blocks(self.planes, (chunk.first_element,))
         scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32)
         planes, gradient, kind = (_integers(weight), *states), _tagged(gradient), (type(self).element, scalars.size)
         if summing is not None:
@@ -271,10 +259,10 @@ class ElementRule(ABC):
         """Update tensors in place: see `UpdateRule.apply_to_tensors`."""
         weight, states, gradient = chunk.weight, chunk.states, chunk.gradient
         self._check_tensors(weight, states, gradient)
-        refuse_cut_blocks(self._planes, (chunk.first_element,))
+        refuse_cut_blocks(self.planes, (chunk.first_element,))
         scalars = np.array(self.scalars(step, weight_decay, learning_rate_scale), np.float32).tolist()
 
-        def update(p: Tensor, own: Sequence[Tensor]) -> tuple[Tensor, States]:
+        def update(p: Tensor, own: Sequence[Tensor]) -> Updated:
             if self._code is None:
                 return self.on_tensors(p, gradient, own, scalars)
             p, new = self.on_tensors(p, gradient, self._code.decode_tensors(own), scalars)
@@ -288,7 +276,7 @@ class ElementRule(ABC):
     def _check(self, weight: NDArray[Any], states: tuple[NDArray[Any], ...], gradient: NDArray[Any]) -> None:
         """Raise ConfigError unless a compiled loop can run over the arrays without leaving them."""
         self._check_count(states)
-        for plane, array in zip((self._planes.weight, *self._planes.states), (weight, *states), strict=True):
+        for plane, array in zip((self.planes.weight, *self.planes.states), (weight, *states), strict=True):
             _check_array(plane.name, array, (plane.dtype,), plane.num_values(weight.size))
         _check_array("gradient", gradient, GRADIENT_DTYPES, weight.size)
 
@@ -302,15 +290,15 @@ class ElementRule(ABC):
         """Raise ConfigError unless the tensors have the types and lengths of the planes and are on one device."""
         self._check_count(states)
         length = weight.numel()
-        _check_tensor("weight", weight, _WEIGHT_DTYPES[self._planes.compute_dtype], length, weight.device)
+        _check_tensor("weight", weight, _WEIGHT_DTYPES[self.planes.compute_dtype], length, weight.device)
         _check_tensor("gradient", gradient, _GRADIENT_TENSORS, length, weight.device)
-        for plane, state in zip(self._planes.states, states, strict=True):
+        for plane, state in zip(self.planes.states, states, strict=True):
             _check_tensor(plane.name, state, _STATE_DTYPES[plane.dtype], plane.num_values(length), weight.device)
 
     def _check_count(self, states: tuple[Any, ...]) -> None:
-        count = len(self._planes.states)
+        count = len(self.planes.states)
         if len(states) != count:
-            raise ConfigError(f"update: {self._planes.compute_dtype} has {count} state planes, found {len(states)}")
+            raise ConfigError(f"update: {self.planes.compute_dtype} has {count} state planes, found {len(states)}")
 
 
 def _check_array(name: str, array: NDArray[Any], dtypes: tuple[str, ...], num_elements: int) -> None:

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import ItemRange, PlaneSet
+from headrace.terms.layout import ItemRange
 from headrace.terms.rule_figures import Grain, RuleFigures
 from headrace.update.rule import ElementRule, StepScalars, UpdateRule
-from headrace.update.tensors import States, update_tensors
+from headrace.update.tensors import Scalars, Updated, update_tensors
 
 
 class TensorRule(ABC):
@@ -43,36 +43,24 @@ class TensorRule(ABC):
                 f"{figures.name}: a rule of rows or matrices must say that grain, and have the planes of the rule of "
                 f"elements alone, with a number for each element. Found grain {figures.grain}, and {name}"
             )
-        self._figures = figures
+        self.figures, self.planes = figures, figures.planes
         # Another rule updates elements outside of rows and matrices: see `UpdateRule.apply`.
         self.apply = alone.apply if alone else self._none_is_alone
         self.apply_to_tensors = alone.apply_to_tensors if alone else self._none_is_alone
 
     def _none_is_alone(self, *_: Any, **__: Any) -> None:
-        raise ConfigError(f"update: {self._figures.name} updates whole rows or matrices, and was given elements")
+        raise ConfigError(f"update: {self.figures.name} updates whole rows or matrices, and was given elements")
 
     @abstractmethod
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return the scalars for `on_items`, in double precision."""
 
     @abstractmethod
-    def on_items(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_items(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new fp32 `p` and `states`. All have the shape (items, rows, columns), with one row where rows are items.
 
         `scalars` are exactly representable in fp32; `gradient` is fp32. It may allocate `temporary_bytes` per element.
         """
-
-    @property
-    def figures(self) -> RuleFigures:
-        """What a planner knows of the rule."""
-        return self._figures
-
-    @property
-    def planes(self) -> PlaneSet:
-        """The planes that the rule reads and writes."""
-        return self._figures.planes
 
     @property
     def sums(self) -> bool:
@@ -92,7 +80,7 @@ class TensorRule(ABC):
         shape = (-1, items.rows, items.columns)
         scalars = np.array(self.scalars(step, items.weight_decay, items.learning_rate_scale), np.float32).tolist()
 
-        def update(p: Tensor, own: Sequence[Tensor]) -> tuple[Tensor, States]:
+        def update(p: Tensor, own: Sequence[Tensor]) -> Updated:
             return self.on_items(p, gradient.view(shape).to(torch.float32), own, scalars)
 
         own = [state.view(shape) for state in states if state.numel()]  # planes of elements alone have nothing here
@@ -105,7 +93,7 @@ class TensorRule(ABC):
         """Raise ConfigError unless `weight` has whole items."""
         if weight.numel() % items.item_elements:
             raise ConfigError(
-                f"{self._figures.name}: {weight.numel()} elements are no whole items of {items.rows} x {items.columns}"
+                f"{self.figures.name}: {weight.numel()} elements are no whole items of {items.rows} x {items.columns}"
             )
 
 

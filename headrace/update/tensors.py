@@ -22,6 +22,8 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.split_master import QUIET_NAN_BITS, joined, lower_half, upper_half
 
 States = tuple[Tensor, ...]
+Updated = tuple[Tensor, States]  # the new fp32 weights, and the new states
+Scalars = tuple[float, ...]  # of an update, as a rule gives them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     return high.to(torch.int16), lower_half(bits, high).to(torch.int16)
 
 
-def update_tensors(
-    weight: Tensor, states: Sequence[Tensor], update: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, States]]
-) -> tuple[Tensor, States]:
+def update_tensors(weight: Tensor, states: Sequence[Tensor], update: Callable[[Tensor, Sequence[Tensor]], Updated]) -> Updated:
     """Return the new `(weight, states)`, in the types of the old ones, by applying `update` to the fp32 master and the rule's
     states.
 

@@ -4,7 +4,7 @@ import ast
 import subprocess
 from pathlib import Path
 
-from house import changes, code_lines, duplicate_places, knots, measured, shapes
+from house import changes, code_lines, duplicate_places, files_to_add, knots, measured, shapes
 
 TEXT = '''"""A module.
 
@@ -79,3 +79,11 @@ def test_a_range_adds_up_commits_and_a_file_that_only_moves_counts_for_nothing(t
     git("commit", "-q", "-m", "moved")
     added, removed = changes(tmp_path, "HEAD~3..HEAD")
     assert (added.total(), removed.total()) == (1, 1)
+
+
+def test_the_files_of_a_worked_example_are_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    blocks = ("a.py, new in headrace/x", "a.py, new in headrace/y", "b/c.py, above NAME", "b/c.py, in ROWS")
+    text = "".join(f"```python\n# {block}\npass\n```\n" for block in blocks)
+    (tmp_path / "docs" / "extending.md").write_text(f"# Page\n\n## A thing\n\n{text}\n## Another\n\nNothing.\n")
+    assert files_to_add(tmp_path) == {"files for a thing": "3"}

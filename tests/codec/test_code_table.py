@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.codec.table import CODES, code_of_kind, code_to_write, codes_page, written_codes
+from headrace.codec.table import CODES, code_of_kind, code_to_write, written_codes
 from headrace.terms.coding import decodes_of
 from headrace.terms.errors import ConfigError
 
@@ -51,6 +51,25 @@ def test_a_name_is_its_own_code() -> None:
     assert [target.name for target in targets] == [code.name for code in written_codes()]
     assert code_of_kind("pack") is CODES["int4"]
     assert code_of_kind("a program's own") is CODES["fp8"]
+
+
+def codes_page() -> str:
+    """Return docs/codes.md."""
+    lines = [
+        "# Codes for weights",
+        "",
+        "`headrace compress --to NAME` and `headrace plan --compress NAME` take those that are written. All are read.",
+        "This page is generated (`tests/codec/test_code_table.py`, from `headrace/codec/table.py`).",
+        "",
+        "| name | what a weight is | files | bits | loses | needs data | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for code in CODES.values():
+        bits = f"{code.bits:.4g}" + (f"; {code.other_bits:.4g} with {code.otherwise} of zeros" if code.other_bits else "")
+        words = ["nothing" if code.lossless else "precision", "yes" if code.needs_data else "no"]
+        words.append("written and read" if code.is_written else "read")
+        lines.append(f"| `{code.name}` | {code.words} | {code.files} | {bits} | {' | '.join(words)} |")
+    return "\n".join([*lines, ""])
 
 
 def test_the_page_lists_the_table() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from choices import AT_NODE, choices, combinations_page, refusal, refused
 from cpu_work import loops_in
 from crew import crew, node_run
 from plain import LENGTH, ROWS, SPLIT, batch_of, packed
@@ -18,9 +19,8 @@ from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import Options
-from headrace.update.combinations import choices, combinations_page, refusal, refuse_combination, refused
+from headrace.update.combinations import refuse_combination
 
-AT_NODE = "at a node"
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 
 

@@ -220,6 +220,29 @@ def test_a_killed_job_ends_with_the_bytes_of_an_unbroken_one(model: Path, tmp_pa
     assert whole == killed
 
 
+def test_a_job_goes_on_with_the_options_that_decide_its_answers(model: Path, tmp_path: Path) -> None:
+    """Also one that a version began which knew fewer of them."""
+    write(tmp_path, [{"prompt": "a"}, {"prompt": "b"}])
+    options = options_for(tmp_path)
+    with pytest.raises(Killed):
+        answer(model, options, most=1)
+    path = tmp_path / "out.jsonl.job/job.json"
+    whole = json.loads(path.read_text())
+    older = {key: value for key, value in whole["fixed"]["options"].items() if key not in ("adapter", "prompt_lookup")}
+    path.write_text(json.dumps({**whole, "fixed": {**whole["fixed"], "options": older}}))
+    with opened(model, options) as generator:
+        for change in (
+            {"top_k": 3},
+            {"stop": ("x",)},
+            {"prompt_lookup": 2},
+            {"adapter": tmp_path},
+            {"compute_dtype": "bfloat16"},
+        ):
+            with pytest.raises(RunDirectoryError, match="other options"):
+                run_job(generator, options_for(tmp_path, **change), sink=say, tell_plan=print, progress=print)
+    assert answer(model, options_for(tmp_path, seats=1, most_lost="5m")) == 0
+
+
 def test_a_job_whose_prompts_were_read_otherwise_is_refused(model: Path, tmp_path: Path) -> None:
     lines = [{"prompt": "a"}, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}]
     write(tmp_path, lines)

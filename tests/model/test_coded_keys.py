@@ -10,6 +10,7 @@ from transformers import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
 
 from headrace.codec.targets import Int4Target
 from headrace.codec.ternary_target import TernaryTarget
+from headrace.model.coded import READERS
 from headrace.model.coded_keys import ANY, KEYS, refused_keys
 
 OURS: dict[str, dict[str, Any]] = {
@@ -23,18 +24,18 @@ OURS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", OURS)
 def test_what_we_write_and_what_libraries_write_by_default_passes(method: str) -> None:
-    assert refused_keys(method, OURS[method]) == []
+    assert refused_keys(READERS[method][1], OURS[method]) == []
 
 
 EMPTY = st.sampled_from([None, False, {}, [], ""])
 FULL = st.one_of(st.just(True), st.integers(1), st.text(min_size=1), st.dictionaries(st.text(), st.integers(), min_size=1))
-NAMES = st.text(min_size=1).filter(lambda name: all(name not in rules for rules in KEYS.values()))
+NAMES = st.text(min_size=1).filter(lambda name: all(name not in rules for _, rules in READERS.values()))
 
 
 @given(st.sampled_from(sorted(OURS)), NAMES, FULL, EMPTY)
 def test_a_key_that_is_not_known_is_refused_unless_it_is_empty(method: str, name: str, full: Any, empty: Any) -> None:
-    assert refused_keys(method, {**OURS[method], name: empty}) == []
-    (refused,) = refused_keys(method, {**OURS[method], name: full})
+    assert refused_keys(READERS[method][1], {**OURS[method], name: empty}) == []
+    (refused,) = refused_keys(READERS[method][1], {**OURS[method], name: full})
     assert refused.startswith(f"{name} (")
 
 
@@ -59,12 +60,12 @@ ACTING = [
 
 @pytest.mark.parametrize(("path", "value"), ACTING)
 def test_what_acts_on_results_is_refused_at_its_depth(path: tuple[str, ...], value: Any) -> None:
-    (refused,) = refused_keys("compressed-tensors", at(OURS["compressed-tensors"], path, value))
+    (refused,) = refused_keys(KEYS["compressed-tensors"], at(OURS["compressed-tensors"], path, value))
     assert refused.startswith(".".join(path))
 
 
 def test_scales_of_activations_are_refused() -> None:
-    assert refused_keys("fp8", {**OURS["fp8"], "activation_scheme": "static"}) == ["activation_scheme (static)"]
+    assert refused_keys(KEYS["fp8"], {**OURS["fp8"], "activation_scheme": "static"}) == ["activation_scheme (static)"]
 
 
 def test_each_key_of_the_installed_libraries_is_in_a_table_or_refused() -> None:
@@ -76,5 +77,5 @@ def test_each_key_of_the_installed_libraries_is_in_a_table_or_refused() -> None:
     assert set(QuantizationScheme.model_fields) <= groups.keys() | refused
     assert set(QuantizationArgs.model_fields) <= groups["weights"].keys()
     for method in ("fp8", "mxfp4", "bitsandbytes"):
-        assert OURS[method].keys() <= KEYS[method].keys(), method
+        assert OURS[method].keys() <= READERS[method][1].keys(), method
     assert KEYS["fp8"]["scale_fmt"] is ANY

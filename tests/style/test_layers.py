@@ -154,8 +154,9 @@ def more_than_exports(tree: ast.Module) -> bool:
             continue
         elif isinstance(node, ast.ImportFrom):
             imported += [alias.asname or alias.name for alias in node.names]
+            exported += [alias.name for alias in node.names if alias.asname == alias.name]  # `import X as X`
         elif isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-            exported = ast.literal_eval(node.value)
+            exported += ast.literal_eval(node.value)
         else:
             return True
     return sorted(imported) != sorted(exported)  # the order is ruff's to check (RUF022)

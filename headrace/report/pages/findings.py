@@ -13,7 +13,7 @@ from headrace.plan.endurance import Endurance, endurance
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.plan import Plan
 from headrace.plan.search import nominal_machine_of
-from headrace.report.lanes import union_seconds
+from headrace.plan.simulate import union_seconds
 from headrace.report.metrics import Record, ssd_bytes, steady_ssd_bytes
 from headrace.report.pages.run_files import RunFiles
 from headrace.report.pages.views import StepView, measured_view, planned_view

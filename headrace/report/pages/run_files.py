@@ -5,8 +5,9 @@ page shows in the place of what it would have drawn.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,10 +82,12 @@ def read_run(directory: str | Path) -> RunFiles:
             missing[name] = f"{name} cannot be read ({' '.join(str(error).split())}): {advice}."
             return None
 
+    steps = partial(_records, fields=_STEP_FIELDS, needed=("step", "seconds", "tokens"))
+    lanes = partial(_records, fields=_LANE_FIELDS, needed=_LANE_FIELDS)
     return RunFiles(
         directory=path,
-        metrics=tuple(read(METRICS_NAME, _steps, "a run writes it when its first step is done") or ()),
-        lanes=tuple(read(LANES_NAME, _lane_lines, "a run writes it when its lanes are recorded") or ()),
+        metrics=tuple(read(METRICS_NAME, steps, "a run writes it when its first step is done") or ()),
+        lanes=tuple(read(LANES_NAME, lanes, "a run writes it when its lanes are recorded") or ()),
         recording=read(TIMELINE_NAME, read_recording, "a run writes it when its lanes are recorded"),
         plan=read(PLAN_NAME, _plan, "a run on one machine writes it when it starts"),
         ceilings=read(
@@ -114,20 +117,13 @@ def _outcome(path: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _steps(path: Path) -> list[Record]:
-    return _with_fields(read_metrics(path), _STEP_FIELDS, {"step", "seconds", "tokens"})
-
-
-def _lane_lines(path: Path) -> list[Record]:
-    return _with_fields(read_metrics(path), _LANE_FIELDS, set(_LANE_FIELDS))
-
-
-def _with_fields(records: list[Record], fields: Mapping[str, Callable[[Any], bool]], needed: set[str]) -> list[Record]:
-    """Return `records` after checking each of their fields: what is drawn later relies on them."""
+def _records(path: Path, fields: Mapping[str, Callable[[Any], bool]], needed: Collection[str]) -> list[Record]:
+    """Return the records in a file after checking each of their fields: what is drawn later relies on them."""
+    records = read_metrics(path)
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict):
             raise ValueError(f"line {number} is {str(record)[:60]}")
-        if absent := sorted(needed - record.keys()):
+        if absent := sorted(set(needed) - record.keys()):
             raise ValueError(f"line {number} has no {', '.join(absent)}")
         for name, fits in fields.items():
             if name in record and not fits(record[name]):
@@ -146,10 +142,6 @@ def _is_count(value: Any) -> bool:
 
 def _is_number_or_null(value: Any) -> bool:
     return value is None or _is_number(value)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _are_numbers(value: Any) -> bool:
@@ -180,7 +172,7 @@ _STEP_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "bytes_written": _are_numbers,
     "peak_bytes": _are_numbers,
     "flushed": _is_flushed,
-    "resumed": _is_flag,
+    "resumed": lambda value: isinstance(value, bool),
 }
 _LANE_FIELDS: Mapping[str, Callable[[Any], bool]] = {"step": _is_count, "seconds": _is_number, "lanes": _are_lanes}
 

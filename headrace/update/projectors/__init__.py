@@ -1,6 +1,8 @@
 """Projectors into a subspace of gradients: one file for each way to choose one (`projector` says what one is)."""
 
-from headrace.update.projectors.projector import IDENTITY, Kind, Pair, Projector, relative_error
-from headrace.update.projectors.table import PROJECTORS
-
-__all__ = ["IDENTITY", "PROJECTORS", "Kind", "Pair", "Projector", "relative_error"]
+from headrace.update.projectors.projector import IDENTITY as IDENTITY
+from headrace.update.projectors.projector import Kind as Kind
+from headrace.update.projectors.projector import Pair as Pair
+from headrace.update.projectors.projector import Projector as Projector
+from headrace.update.projectors.projector import relative_error as relative_error
+from headrace.update.projectors.table import PROJECTORS as PROJECTORS

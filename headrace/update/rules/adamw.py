@@ -22,7 +22,7 @@ from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.rules.moment_planes import MOMENT_PLANES, MOMENTS, OTHER_NAMES
 from headrace.update.rules.moments import MOMENT_CODES
-from headrace.update.tensors import States, root_of
+from headrace.update.tensors import Scalars, Updated, root_of
 
 # By kind of moments: the most bytes per element alive at once on a device beside the planes, and the rate of a core relative to
 # float32 moments. Smaller moments move fewer bytes, but encoding them takes arithmetic.
@@ -105,7 +105,7 @@ class AdamWRule(ElementRule):
         super().__init__(figures, MOMENT_CODES[moments])
         self._optimizer = optimizer
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return scale, decay and so on, by the names in `_element`.
 
         The first moment is interpolated from its nearer end, as `torch.lerp` does: with `beta1 = 0` it is the gradient itself.
@@ -128,9 +128,7 @@ class AdamWRule(ElementRule):
             self._optimizer.eps,
         )
 
-    def on_tensors(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_tensors(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new fp32 weights and moments: `_element` on tensors."""
         m, v = states
         scale, decay, toward, moment, keep, gain, rate, correction, eps = scalars

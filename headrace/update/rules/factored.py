@@ -32,7 +32,7 @@ from headrace.update.kernels import joined, lower_half, narrowed_float16, not_na
 from headrace.update.loops import digest_of, inlined
 from headrace.update.rule import StepScalars
 from headrace.update.tensor_rule import TensorRule
-from headrace.update.tensors import States
+from headrace.update.tensors import Scalars, Updated
 
 SIDES = Plane("sides", "float32", 4, of="sides")
 _FLOPS_PER_ELEMENT = 40  # of the three passes together; a root or a division counts as one
@@ -84,7 +84,7 @@ class FactoredRule(TensorRule):
     def newest_and_rate(self, update: int, rate: float) -> tuple[float, float]:
         """Return the weight of the newest squares in the running means, and the part of a parameter's `rate` to be scaled."""
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return the loops' scalars: the gradient's scale, the fields of `Factoring` in order, and rates."""
         how, whole = self.factoring, step.learning_rate * learning_rate_scale
         newest, rate = self.newest_and_rate(step.update, whole)
@@ -101,9 +101,7 @@ class FactoredRule(TensorRule):
             float(how.decay_follows),
         )
 
-    def on_items(
-        self, p: Tensor, gradient: Tensor, states: Any, scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:  # pragma: no cover
+    def on_items(self, p: Tensor, gradient: Tensor, states: Any, scalars: Scalars) -> Updated:  # pragma: no cover
         """Not used: `apply_to_items` runs compiled loops over the planes as they are."""
         raise ConfigError(f"{self.figures.name}: has no form on tensors of fp32 numbers")
 

@@ -18,7 +18,7 @@ from headrace.terms.option_kinds import Number
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
-from headrace.update.tensors import States
+from headrace.update.tensors import Scalars, Updated
 
 _MOMENTUM = Plane("momentum", "float32", 4)
 # Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
@@ -77,15 +77,13 @@ class LionRule(ElementRule):
         )
         self._optimizer = optimizer
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return scale, decay and so on, by the names in `_element`."""
         beta1, beta2 = self._optimizer.beta1, self._optimizer.beta2
         rate = step.learning_rate * learning_rate_scale
         return step.gradient_scale, 1.0 - rate * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, rate
 
-    def on_tensors(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_tensors(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new fp32 weights and momentum: `_element` on tensors."""
         (m,) = states
         scale, decay, near, toward, keep, gain, rate = scalars

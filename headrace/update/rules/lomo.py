@@ -34,7 +34,7 @@ from headrace.update.loops import digest_of, inlined
 from headrace.update.rule import Chunk, ElementRule, StepScalars, Summing, noise_key
 from headrace.update.rules.moment_tensors import tensor_rounded_at_random
 from headrace.update.rules.moments import rounded_at_random
-from headrace.update.tensors import Noise, States
+from headrace.update.tensors import Noise, Scalars, Updated
 
 # Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 152, "float32": 54, "float16": 66}
@@ -103,14 +103,12 @@ class LomoRule(ElementRule):
             )
         )
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return scale, decay and rate, by the names in `_element`."""
         rate = step.learning_rate * learning_rate_scale
         return step.gradient_scale, 1.0 - rate * weight_decay, rate
 
-    def on_tensors(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_tensors(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new fp32 weights: `_element` on tensors."""
         scale, decay, rate = scalars
         return p * decay - (gradient.to(torch.float32) * scale) * rate, ()

@@ -31,7 +31,7 @@ from headrace.terms.rule_figures import Grain, RuleFigures
 from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.tensor_rule import TensorRule, tree_sum
-from headrace.update.tensors import States, root_of, update_tensors
+from headrace.update.tensors import Scalars, Updated, root_of, update_tensors
 
 _STATES = (Plane("m", "float32", 4), Plane("v", "float32", 4, of="alone"))
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -105,15 +105,13 @@ class MuonRule(TensorRule):
         super().__init__(figures, alone)
         self._optimizer = optimizer
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return scale of the gradient, decay, share of a gradient that enters the momentum, share looked ahead, and rate."""
         rate, momentum = step.learning_rate * learning_rate_scale, self._optimizer.momentum
         ahead = momentum if self._optimizer.nesterov else 1.0
         return step.gradient_scale, 1.0 - rate * weight_decay, 1.0 - momentum, ahead, rate
 
-    def on_items(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:  # pragma: no cover
+    def on_items(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:  # pragma: no cover
         """Not used: `apply_to_items` takes one matrix after the other, its weights last, to take less memory."""
         raise ConfigError("Muon: has no form on several matrices at once")
 
@@ -136,7 +134,7 @@ class MuonRule(TensorRule):
                 state.copy_(new)
 
 
-def _step_by(moved: Tensor, decay: float) -> Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, States]]:
+def _step_by(moved: Tensor, decay: float) -> Callable[[Tensor, Sequence[Tensor]], Updated]:
     """Return the update `p decay - moved` of a master `p`, for `update_tensors`."""
     return lambda p, _: (p * decay - moved, ())
 

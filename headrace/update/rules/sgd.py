@@ -19,7 +19,7 @@ from headrace.terms.option_kinds import Flag, Number
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.loops import inlined
 from headrace.update.rule import ElementRule, StepScalars
-from headrace.update.tensors import States
+from headrace.update.tensors import Scalars, Updated
 
 _BUFFER = Plane("momentum", "float32", 4)
 # Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
@@ -96,13 +96,11 @@ class PlainSGDRule(ElementRule):
             )
         )
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return scale, decay and rate, by the names in `_element_without_momentum`."""
         return step.gradient_scale, weight_decay, step.learning_rate * learning_rate_scale
 
-    def on_tensors(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_tensors(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new fp32 weights: `_element_without_momentum` on tensors."""
         scale, decay, rate = scalars
         return p - (gradient.to(torch.float32) * scale + p * decay) * rate, ()
@@ -132,15 +130,13 @@ class SGDRule(ElementRule):
         )
         self._optimizer = optimizer
 
-    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> tuple[float, ...]:
+    def scalars(self, step: StepScalars, weight_decay: float, learning_rate_scale: float) -> Scalars:
         """Return scale, decay and so on, by the names in `_element`."""
         ahead = 1.0 if self._optimizer.nesterov else 0.0
         rate = step.learning_rate * learning_rate_scale
         return step.gradient_scale, weight_decay, self._optimizer.momentum, ahead, rate
 
-    def on_tensors(
-        self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: tuple[float, ...]
-    ) -> tuple[Tensor, States]:
+    def on_tensors(self, p: Tensor, gradient: Tensor, states: Sequence[Tensor], scalars: Scalars) -> Updated:
         """Return the new fp32 weights and buffer: `_element` on tensors."""
         (buffer,) = states
         scale, decay, momentum, ahead, rate = scalars

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.terms.closing import Closing
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS, lengths_of, parts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, Padding, PlaneSet
@@ -31,7 +32,7 @@ _SMALLEST_SHARE_ELEMENTS = 64 * UNIT_ALIGNMENT
 _WORD_BYTES = 8  # a checksum adds words of so many bytes
 
 
-class Updater:
+class Updater(Closing):
     """Applies `rule` with `threads` threads: the caller and `threads - 1` of its own. A context manager.
 
     Several threads may call `update_range` at once on different ranges; each works itself, and all share the updater's own.
@@ -46,12 +47,6 @@ class Updater:
         self.rule = rule
         self.threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="headrace-update")
-
-    def __enter__(self) -> "Updater":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let running work finish and end the threads; closing twice is harmless."""

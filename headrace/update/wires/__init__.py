@@ -1,9 +1,11 @@
 """How gradients travel: one file for each way (`headrace.update.wire` says what one is)."""
 
-from headrace.update.wires.adapter import AdapterWire
-from headrace.update.wires.dense import DenseWire
-from headrace.update.wires.frozen import FrozenWire
-from headrace.update.wires.lsp import Lsp, LspWire
-from headrace.update.wires.table import WIRES, gradient_of, wire_of, wire_on
-
-__all__ = ["WIRES", "AdapterWire", "DenseWire", "FrozenWire", "Lsp", "LspWire", "gradient_of", "wire_of", "wire_on"]
+from headrace.update.wires.adapter import AdapterWire as AdapterWire
+from headrace.update.wires.dense import DenseWire as DenseWire
+from headrace.update.wires.frozen import FrozenWire as FrozenWire
+from headrace.update.wires.lsp import Lsp as Lsp
+from headrace.update.wires.lsp import LspWire as LspWire
+from headrace.update.wires.table import WIRES as WIRES
+from headrace.update.wires.table import gradient_of as gradient_of
+from headrace.update.wires.table import wire_of as wire_of
+from headrace.update.wires.table import wire_on as wire_on
