@@ -40,7 +40,7 @@ QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data 
 	$(addprefix tests/plan/test_,plan_format.py lane_table.py ledger.py bound.py links.py forecast.py program.py given.py) \
 	$(addprefix tests/model/test_,parking.py caught.py taps.py replay.py chain.py encoding.py bad_checkpoints.py architecture.py) \
 	$(addprefix tests/flow/test_,execute.py merge.py device_lanes.py expert_cache.py) tests/measure/test_kept.py \
-	$(addprefix tests/answers/test_,question.py planning_config.py planning_allowances.py planning_outcome.py) \
+	$(addprefix tests/ask/test_,question.py planning_config.py planning_allowances.py planning_outcome.py) \
 	$(addprefix tests/compress/test_,third_code.py compress_bad_input.py) tests/memory/test_resumed_plan.py \
 	$(addprefix tests/generation/test_,calls.py compose.py extents.py architectures.py weight_pages.py jobs.py) \
 	$(addprefix tests/cli/test_,cli_clean.py cli_report.py cli_commands.py train_parts.py) \

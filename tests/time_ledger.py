@@ -15,7 +15,7 @@ import pytest
 # same, and at most `MOST_TOGETHER`. Who needs more takes it from another room, or marks tests `deep`.
 MOST_TOGETHER = 130
 MOST_PERCENT = {
-    "answers": 13,
+    "ask": 13,
     "architectures": 0.5,
     "bench": 2,
     "cli": 8,

@@ -1,6 +1,6 @@
 """Planned against measured: what stands for a step, what is missing, and what the table says.
 
-Run: pytest tests/answers/test_planning_outcome.py
+Run: pytest tests/ask/test_planning_outcome.py
 """
 
 from dataclasses import replace

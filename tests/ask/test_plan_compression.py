@@ -1,6 +1,6 @@
 """`headrace plan --compress`: sizes and times of a compression from a configuration alone.
 
-Run: pytest tests/answers/test_plan_compression.py
+Run: pytest tests/ask/test_plan_compression.py
 """
 
 import json

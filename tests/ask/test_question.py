@@ -1,6 +1,6 @@
 """Questions: one figure for what libraries take, budgets that the machine has, and variants that it could give.
 
-Run: pytest tests/answers/test_question.py
+Run: pytest tests/ask/test_question.py
 """
 
 from dataclasses import replace
