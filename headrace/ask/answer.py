@@ -35,6 +35,7 @@ from headrace.terms.forms import Form
 from headrace.terms.lanes import Lane, Part
 from headrace.terms.layout import realigned
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
+from headrace.terms.packed_rows import PackedRows
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
@@ -60,7 +61,12 @@ _MOST_PLACEMENTS = 4
 
 
 def plan_model(
-    model: str | Path, options: Options | None = None, *, here: bool = True, variants_seconds: float = 4.0
+    model: str | Path,
+    options: Options | None = None,
+    *,
+    here: bool = True,
+    variants_seconds: float = 4.0,
+    packed: PackedRows | None = None,
 ) -> PlanReport:
     """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) under `options`.
 
@@ -69,6 +75,7 @@ def plan_model(
     missing budgets follow from what is free now. Otherwise only directories of this machine are looked at. `options.max_steps`
     is the length of the run, for hours and wear. If the model does not fit, the search for variants that do ends after about
     `variants_seconds`. If it fits and the SSDs limit the step, the alternatives are variants that use them less.
+    `packed` are the rows with which the run begins, if they are known.
 
     Raises:
         ModelError: there is no configuration, or training refuses its architecture, which is tried on a tiny instance.
@@ -100,7 +107,12 @@ def plan_model(
     if not allowance.device_overhead_bytes and not multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
     question = Question.of(
-        options, allowance, tokens_per_step=tokens, sequence_length=length, offered_bytes=place.offered_bytes
+        options,
+        allowance,
+        tokens_per_step=tokens,
+        sequence_length=length,
+        packed=packed,
+        offered_bytes=place.offered_bytes,
     )
     workload, planner = question.workload, _ModelPlans(chain, stored, question, ceilings, here=here)
     question = planner.chosen(question)

@@ -29,6 +29,7 @@ from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
+from headrace.terms.packed_rows import PackedRows
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 from headrace.update.forms import notes_on
@@ -55,12 +56,13 @@ class PlannedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaysToPlan:
     """How plans are made. `given` is used instead of searching. Otherwise `search` makes a plan (None: the planner's). `adjust`
-    may change each plan.
+    may change each plan. `packed` are the rows with which the run begins, if they are known.
     """
 
     given: Plan | None = None
     search: Callable[[Problem, Ceilings | None], Plan] | None = None
     adjust: Callable[[Plan], Plan] | None = None
+    packed: PackedRows | None = None
 
 
 class RunPlanner:
@@ -128,6 +130,7 @@ class RunPlanner:
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
             grouping=self.grouping,
+            packed=self._ways.packed,
         )
         return question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
 

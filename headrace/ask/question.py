@@ -14,6 +14,7 @@ from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
+from headrace.terms.packed_rows import PackedRows
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update import optimizer_of
 from headrace.update.wire import Wire
@@ -41,9 +42,12 @@ class Question:
         tokens_per_step: int,
         sequence_length: int,
         grouping: Grouping | None = None,
+        packed: PackedRows | None = None,
         **more: Any,
     ) -> "Question":
-        """Return the question for a step of so many tokens under `options`, whose sums are taken as `grouping` says."""
+        """Return the question for a step of so many tokens under `options`, whose sums are taken as `grouping` says, and
+        whose rows begin as `packed` says.
+        """
         workload = Workload(
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
@@ -51,6 +55,7 @@ class Question:
             checkpoint_every=options.checkpoint_every,
             grouping=grouping,
             gradient_sum=options.gradient_sum,
+            packed=packed,
         )
         return cls(
             workload=workload,

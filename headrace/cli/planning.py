@@ -26,6 +26,7 @@ from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.options import Options
+from headrace.terms.packed_rows import PackedRows
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
@@ -91,9 +92,14 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport:
     if here:
         options = replace(options, ssd=options.ssd or (Path.cwd(),))
         options = replace(options, machine=_measured_machine(options))
+    packed = None
     if _reads_data(options):
-        options = _of_its_passes(options)
-    return plan_model(model, options, here=here) if options.workers is None else plan_cluster(model, options, here=here)
+        options, packed = _of_its_passes(options)
+    return (
+        plan_model(model, options, here=here, packed=packed)
+        if options.workers is None
+        else plan_cluster(model, options, here=here)
+    )
 
 
 def _generation(options: PlanOptions, given: Collection[str], asked: Asked, compress: str | None) -> _Report:
@@ -222,14 +228,18 @@ def _measured_machine(options: Options) -> Ceilings | None:
     return find_kept(cache_directory(), Wanted(directories=options.budget.ssd, compute_dtype=options.compute_dtype))
 
 
-def _of_its_passes(options: PlanOptions) -> PlanOptions:
-    """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training."""
+def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows]:
+    """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training;
+    and the rows with which these begin.
+    """
     from headrace.data.open_data import open_stream, total_steps, with_lengths  # late: it brings the data libraries
 
     if not options.model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
     options = with_lengths(options)
-    return replace(options, max_steps=total_steps(options, open_stream(options)))
+    stream = open_stream(options)
+    steps = total_steps(options, stream)
+    return replace(options, max_steps=steps), stream.first_rows(steps)
 
 
 def _say(event: Event) -> None:

@@ -55,8 +55,8 @@ def room_in(
     """Return the room in `host_bytes`. `come_singly`: experts can be read one at a time, which is done where blocks are too
     large; or as `by_experts` says.
     """
-    ends = sum(layout.num_elements for layout in chain.layouts[:1] + chain.layouts[-1:])
-    largest = max(layout.num_elements for layout in chain.layouts[1:-1])
+    blocks = [layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1]]  # some models have nothing behind
+    ends, largest = sum(layout.num_elements for layout in chain.layouts) - sum(blocks), max(blocks)
     too_large = 2 * largest * bytes_per_element > host_bytes // 2
     apart = (too_large if by_experts is None else by_experts) and come_singly
     if apart:

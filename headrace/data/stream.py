@@ -3,7 +3,8 @@
 The invariant: after `restore(state)` come the batches that followed when `state()` was taken, bit for bit, or `restore` raises.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ from headrace.data.packing import EpochRows, packed_rows, single_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
 from headrace.data.values import IGNORED, Batch, DataSpec
 from headrace.terms.errors import DataError
+from headrace.terms.packed_rows import PackedRows
 
+# So many rows say how many samples of one length rows hold.
+_FIRST_ROWS = 1024
 _COUNTERS = ("steps", "tokens", "trained_tokens")
 
 
@@ -68,6 +72,22 @@ class BatchStream:
     def epoch(self) -> float:
         """Epochs given out: 1.25 is a quarter into the second epoch."""
         return self._epoch + self._row_index / len(self._rows)
+
+    def first_rows(self, steps: int) -> PackedRows:
+        """Return the lengths of the samples in the rows of a run of so many steps; of a long run, in those of its first steps.
+        What fills a row up counts as a sample, as in a batch.
+        """
+        per_step = self._spec.rows_per_step
+        wanted = per_step * min(steps, max(1, _FIRST_ROWS // per_step)) if self._spec.packing else 0
+        rows = chain.from_iterable(map(self._lengths_in, count()))
+        return PackedRows(self._spec.sequence_length, tuple(islice(rows, wanted)))
+
+    def _lengths_in(self, epoch: int) -> Iterator[tuple[int, ...]]:
+        rows = self._rows if epoch == self._epoch else self._lay_out(epoch)
+        for row in range(len(rows)):
+            tokens = self._tokens.lengths[rows.row(row)].tolist()
+            left = self._spec.sequence_length - sum(tokens)
+            yield (*tokens, left) if left else tuple(tokens)
 
     def next_batch(self) -> Batch:
         """Return the next step's rows and move on.

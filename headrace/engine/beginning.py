@@ -30,8 +30,23 @@ from headrace.terms.cuts import pieces_of
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
 from headrace.terms.options import Options
+from headrace.terms.packed_rows import PackedRows
 
 Measure = Callable[[Plan, Machine], Ceilings | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """What is known of a whole run besides its options.
+
+    `final` is where the model will be written at the end, beside the state: without space for both, no run begins. `measure` is
+    asked for the machine's figures if the options have none; it gets the plan that is made without them, and another one is
+    made with what it returns. `packed` are the rows with which the run begins.
+    """
+
+    final: Path | None = None
+    measure: Measure | None = None
+    packed: PackedRows | None = None
 
 
 @dataclass
@@ -86,18 +101,18 @@ def begin(
     sink: Sink,
     ways: WaysToPlan,
     *,
-    final: Path | None = None,
-    measure: Measure | None = None,
+    whole: Whole | None = None,
     seams: Seams | None = None,
 ) -> Run:
     """Import the model directory `model` into a new store; see `Engine.open`.
 
     Raises:
         InputError: the model, a directory or an option cannot be used; nothing has been allocated or written.
-        DiskFull: there is no space for the state, or for `final`; nothing has been written.
+        DiskFull: there is no space for the state, or for the finished model; nothing has been written.
         PlanInfeasible: the budget is too small; the message says what would help.
     """
-    ssd = options.budget.ssd
+    whole = whole or Whole()
+    ssd, measure = options.budget.ssd, whole.measure
     machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
     if machine is not None:
         options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))
@@ -109,8 +124,8 @@ def begin(
             directory = Path(options.output)
         directories = ssd or (directory,)
         subject = _subject(closers, model, options, seams, lambda files: lie_together(files, directories))
-        planner = RunPlanner(options, _planned(subject), ways)
-        beside = Beside("the finished model", final, subject.finished_bytes) if final else None
+        planner = RunPlanner(options, _planned(subject), replace(ways, packed=whole.packed))
+        beside = Beside("the finished model", whole.final, subject.finished_bytes) if whole.final else None
         plan = None
         if options.tokens_per_step is not None:
             step = options.tokens_per_step, options.sequence_length or options.tokens_per_step

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from headrace.ask.planner import WaysToPlan
-from headrace.engine.beginning import Measure, Run, begin, first_record, resume
+from headrace.engine.beginning import Run, Whole, begin, first_record, resume
 from headrace.engine.seams import Seams
 from headrace.flow.execute import interpreter_of
 from headrace.flow.settle import proposed_in
@@ -66,25 +66,22 @@ class Engine(Closing):
         *,
         plan: Plan | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
-        final: Path | None = None,
-        measure: Measure | None = None,
+        whole: Whole | None = None,
         seams: Seams | None = None,
     ) -> Self:
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
 
         `options` are `headrace.Options`; events go to `sink`. Without `tokens_per_step` the plan is made for the first batch.
         The run directory `output` holds the run's records; the default is a temporary folder, removed by `close`. The `ssd`
-        directories hold the state; the default is the run directory. Only their drives count in the plan. `final` is where the
-        model will be written at the end. Without space for the state and for `final`, no run begins.
+        directories hold the state; the default is the run directory. Only their drives count in the plan.
         `plan` replaces the plan that `options` name. `adjust_plan` may change the plan before anything is built, for
-        experiments with other placements. `measure` is called for the machine's figures if the options have none. It gets the
-        plan made without them; a second plan is made with its result.
+        experiments with other placements. `whole` is what is known of a whole run.
         `seams` are the other exchangeable parts: how gradients travel, how frozen weights lie on the drives, and where far
         units live.
 
         Raises:
             InputError: the model, a directory, an option or `plan` cannot be used; nothing has been allocated or written.
-            DiskFull: there is no space for the state, or for `final`; nothing has been written.
+            DiskFull: there is no space for the state, or for the finished model; nothing has been written.
             PlanInfeasible: the budget is too small; the message says what would help.
         """
         options = options or Options()
@@ -92,7 +89,7 @@ class Engine(Closing):
         if plan is None and options.plan is not None:
             plan = load_plan(Path(options.plan))
         ways = WaysToPlan(given=plan, search=cls._search, adjust=adjust_plan)
-        return cls(begin(Path(model).resolve(), options, sink or _unheard, ways, final=final, measure=measure, seams=seams))
+        return cls(begin(Path(model).resolve(), options, sink or _unheard, ways, whole=whole, seams=seams))
 
     @classmethod
     def resume(

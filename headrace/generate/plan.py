@@ -188,7 +188,8 @@ class GenerationPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        return {name: value for name, value in asdict(self).items() if name != "unused_tensors" or value is not None}
+        values = asdict(self) | {"results": self.results.to_json()}
+        return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
         """Return the plan in words, one line for each thing."""

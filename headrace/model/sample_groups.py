@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Layers with a state work on chunks of the row of at most so many tokens: a shorter sample takes as much as a chunk.
-_CHUNK_TOKENS = 256
-# Samples shorter than this are run together, whatever their lengths: a call costs more than it computes.
-_SHORT_TOKENS = 64
-# A sample shorter than this share of the group's longest would need too much padding.
-_SHORTEST_PART = 0.75
+from headrace.terms.packed_rows import grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +52,7 @@ def groups_of(position_ids: torch.Tensor, *, exact: bool = False) -> list[Sample
         starts = [0, *(place for place, position in enumerate(positions) if place and not position)]
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             samples.append((row * length + start, stop - start))
-    if len(samples) == rows:
-        return []
-    return [_group(group, position_ids.device) for group in _grouped(samples, rows, length, exact)]
-
-
-def _grouped(samples: Sequence[tuple[int, int]], rows: int, length: int, exact: bool) -> list[list[tuple[int, int]]]:
-    """Put samples, (first place, tokens), into groups, the longest first."""
-    groups: list[list[tuple[int, int]]] = []
-    for sample in sorted(samples, key=lambda sample: (-sample[1], sample[0])):
-        longest = groups[-1][0][1] if groups else 0
-        alike = sample[1] == longest if exact else longest <= _SHORT_TOKENS or sample[1] >= _SHORTEST_PART * longest
-        taken = max(longest, min(length, _CHUNK_TOKENS)) * (len(groups[-1]) + 1) if groups else 0
-        if groups and alike and taken <= rows * length:
-            groups[-1].append(sample)
-        else:
-            groups.append([sample])
-    return groups
+    return [_group(group, position_ids.device) for group in grouped(samples, rows, length, exact)]
 
 
 def _group(samples: Sequence[tuple[int, int]], device: torch.device) -> SampleGroup:

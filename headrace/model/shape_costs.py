@@ -82,6 +82,7 @@ def costs_on_shapes(
         call_bytes=call_bytes(result.calls, sequences if chain.packs(length) else 1),
         wide_products=chain.wide_products,
         by_samples=chain.runs_by_samples(length),
+        by_exact_lengths=chain.groups_exactly(length),
     )
 
 

@@ -48,7 +48,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     alike = [(tier, unit.kind) for tier, unit in zip(plan.stash_tiers, plan.units[1:], strict=False)]
     runs = [[block for block, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
     groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
-    launches = ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
+    launches = launch_flops(plan, ceilings, 1)
     share = len(groups) / plan.num_blocks
     units = [merged([plan.units[block + 1] for block in group]) for group in groups]
     # Of the updated blocks, the same share as before has resident states (the first ones), and is late (evenly spread).
@@ -82,7 +82,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
             forward_flops=(
                 plan.results.forward_flops[0],
                 *(
-                    sum(plan.results.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches / 2
+                    sum(plan.results.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches
                     for group in groups
                 ),
                 *plan.results.forward_flops[plan.num_blocks + 1 :],
@@ -103,12 +103,19 @@ def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, .
     )
 
 
+def launch_flops(plan: Plan, ceilings: Ceilings, calls: float) -> float:
+    """Return the operations of a block's forward that take as long as the launches of so many more calls of it, forward and
+    backward: together these count four times the forward, and their launches are two.
+    """
+    return calls * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype) / 2
+
+
 def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
     """Return a plan with `count` larger micro-batches."""
     # Exactly the work of the whole step, also where the number is not divisible by `count`.
     factor = plan.num_micro_batches / count
     # Joining saves launches. Their time is added again, as the FLOPs that compute could have done in it.
-    launches = (factor - 1) * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype)
+    launches = launch_flops(plan, ceilings, factor - 1)
     return replace(
         plan,
         num_micro_batches=count,
@@ -116,9 +123,8 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
         kept_bytes=tuple(round(size * factor) for size in plan.kept_bytes),
         results=replace(
             plan.results,
-            # Forward and backward together count four times the forward; their launches are two.
-            forward_flops=tuple(flops * factor + launches / 2 for flops in plan.results.forward_flops),
+            forward_flops=tuple(flops * factor + launches for flops in plan.results.forward_flops),
             spared_flops=tuple(flops * factor for flops in plan.results.spared_flops),
-            epilogue_flops=plan.results.epilogue_flops * factor + launches / 3,
+            epilogue_flops=plan.results.epilogue_flops * factor + launches * 2 / 3,
         ),
     )

@@ -8,13 +8,14 @@ tightest plans it is a fifth.
 Invariant: results follow from plan and ceilings alone; `lower_bound_seconds <= step_seconds`. No clock, no files, no torch.
 """
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 
 from headrace.plan.bound import least_seconds
-from headrace.plan.coarse import coarsened
+from headrace.plan.coarse import coarsened, launch_flops
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.rates import Rates
@@ -82,7 +83,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
     return Forecast(
         step_seconds=step_seconds,
         tokens_per_second=plan.tokens_per_step / step_seconds,
-        flops_per_step=_flops_per_step(_with_rows(plan)),
+        flops_per_step=_flops_per_step(_with_rows(_with_samples(plan))),
         ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
         ssd_bytes_written_per_step=written_bytes,
         bottleneck=timeline.bottleneck,
@@ -206,6 +207,28 @@ def _with_rows(plan: Plan) -> Plan:
     )
 
 
+def _with_samples(plan: Plan) -> Plan:
+    """Return a plan whose attention has the operations of its samples, where these run by themselves."""
+    results = plan.results
+    if results.groups is None:
+        return plan
+    attention = [results.groups.attention * flops for flops in results.attention_flops]
+    spared = (0.0, *map(operator.sub, results.attention_flops, attention), 0.0)
+    return plan.with_results(
+        forward_flops=tuple(map(operator.sub, results.forward_flops, spared)), attention_flops=tuple(attention)
+    )
+
+
+def _with_calls(plan: Plan, ceilings: Ceilings) -> Plan:
+    """Return a plan whose blocks have the launches of all groups of samples, as operations that take as long."""
+    results = plan.results
+    if results.groups is None:
+        return plan
+    more = launch_flops(plan, ceilings, results.groups.calls - 1)
+    blocks = (flops + more for flops in results.forward_flops[1 : plan.num_blocks + 1])
+    return plan.with_results(forward_flops=(results.forward_flops[0], *blocks, *results.forward_flops[plan.num_blocks + 1 :]))
+
+
 def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     """Return a plan in which a model's work besides matrix products is counted as operations that take as many seconds.
 
@@ -249,7 +272,8 @@ def _spared_attention(plan: Plan, index: int) -> float:
 
 def simulated_plan(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     """Return the plan that is simulated in place of `plan`: coarse, and without anything on which no operation depends."""
-    coarse = coarsened(_with_rows(_with_elementwise(plan, ceilings)), under(plan, ceilings), most_operations)
+    whole = _with_rows(_with_elementwise(_with_samples(plan), ceilings))
+    coarse = coarsened(_with_calls(whole, under(plan, ceilings)), under(plan, ceilings), most_operations)
     flops = coarse.results
     return replace(
         coarse,

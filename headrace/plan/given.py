@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.plan.footprint import runtime_row, with_footprint
-from headrace.plan.placement import Problem, operators_of
+from headrace.plan.placement import Problem, operators_of, with_groups
 from headrace.plan.plan import Plan
 from headrace.plan.results import PLAN_NAME
 from headrace.terms.errors import ConfigError, PlanInfeasible
@@ -84,7 +84,9 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
             "torch). Give the plan of a run like this, or none"
         )
     allowance = problem.allowance
-    plan = with_footprint(plan, costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes)))
+    plan = with_footprint(
+        with_groups(plan, problem), costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes))
+    )
     for tier, allowed in plan.results.allowed_bytes.items():
         if plan.peak(tier) > allowed:
             where = "ssd" if tier == "ssd" else f"{tier} memory"

@@ -18,6 +18,7 @@ from headrace.terms.errors import InputError
 from headrace.terms.forms import Form, UnitFigures
 from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UNIT_ALIGNMENT
+from headrace.terms.packed_rows import Groups, PackedRows
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, round_up
 from headrace.terms.summing import SEQUENTIAL
@@ -31,13 +32,16 @@ _SATURATED_TOKENS = 2048
 _STATE_BUFFERS = ((8 << 20, 4), (4 << 20, 8), (4 << 20, 5), (4 << 20, 3), (1 << 20, 3), (1 << 16, 3))
 _LEAST_STATE_SLOTS = 3
 THRIFTS = tuple(range(len(_STATE_BUFFERS)))
+# How a note on groups of packed rows begins.
+_OF_GROUPS = "packed rows run in groups of samples of one length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What a step is: tokens, in rows of `sequence_length`; `clip`: whether the global norm must be known before updates.
 
-    `grouping`: the groups in which sums are taken, where the planner may not choose them.
+    `grouping`: the groups in which sums are taken, where the planner may not choose them. `packed`: the rows with which the
+    run begins, where they are known.
     """
 
     tokens_per_step: int
@@ -46,6 +50,7 @@ class Workload:
     checkpoint_every: int | None = None
     grouping: Grouping | None = None
     gradient_sum: str = SEQUENTIAL
+    packed: PackedRows | None = None
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1 or self.tokens_per_step < 1:
@@ -96,6 +101,11 @@ class Problem:
     def operators(self) -> Callable[[int], tuple[tuple[str, ...], ...]]:
         """`operators_of` by the rows of a micro-batch, each computed once."""
         return cache(lambda rows: operators_of(self.costs_of(rows)))
+
+    @cached_property
+    def groups(self) -> Callable[[int], tuple[Groups | None, tuple[str, ...]]]:
+        """The groups of packed rows, and what to say of them, by the rows of a micro-batch; each is counted once."""
+        return cache(lambda rows: groups_of(self.costs_of(rows), self.workload))
 
     @property
     def separate_device(self) -> bool:
@@ -193,6 +203,17 @@ def operators_of(costs: ModelCosts) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(operator.name for operator in block.operators) for block in costs.blocks)
 
 
+def groups_of(costs: ModelCosts, workload: Workload) -> tuple[Groups | None, tuple[str, ...]]:
+    """Return the groups in which the packed rows of a micro-batch run, and a note; None and () where one call takes all."""
+    if not costs.by_exact_lengths:
+        return None, ()
+    packed = workload.packed
+    if packed is None or packed.sequence_length != workload.sequence_length:
+        return None, (f"{_OF_GROUPS}: how many is unknown without the data; times count one a micro-batch",)
+    groups = packed.groups(costs.sequences, workload.sequences)
+    return groups, (f"{_OF_GROUPS}: {groups.calls:.3g} a micro-batch, on average",) if groups else ()
+
+
 def plan_of(problem: Problem, choice: Choice) -> Plan:
     """Return the plan of a choice, with its footprint. It uses only what it needs of the budgets, not yet the rest."""
     costs, workload = problem.costs_of(choice.rows), problem.workload
@@ -259,7 +280,14 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         gradient_sum=workload.gradient_sum,
         freed_memory=choice.freed_memory,
     )
-    return with_footprint(plan, costs, problem.allowance)
+    return with_footprint(with_groups(plan, problem), costs, problem.allowance)
+
+
+def with_groups(plan: Plan, problem: Problem) -> Plan:
+    """Return a plan with the groups in which this run's packed rows are computed, and the note on them."""
+    groups, notes = problem.groups(plan.micro_batch_sequences)
+    others = (note for note in plan.results.notes if not note.startswith(_OF_GROUPS))
+    return plan.with_results(groups=groups, notes=(*others, *notes))
 
 
 def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:

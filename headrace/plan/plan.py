@@ -351,7 +351,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        return {"format": PLAN_FORMAT, **dataclasses.asdict(self)}
+        return {"format": PLAN_FORMAT, **dataclasses.asdict(self), "results": self.results.to_json()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":

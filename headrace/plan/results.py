@@ -1,9 +1,10 @@
 """What is known about a plan's choices: peaks, operations, notes."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace.plan.speculation import Speculation
+from headrace.terms.packed_rows import Groups
 from headrace.terms.sizes import format_bytes
 
 # Where a run directory has its plan.
@@ -18,6 +19,7 @@ class Results:
     by unit; `attention_flops` by block, the part of its forward in attention's products. `epilogue_flops` are those of the
     epilogue's forward. `spared_flops` by block are those that replaying and skipping save. `speculation` is set where clipping
     allows a choice.
+    `groups` is set where packed rows run in several groups of samples of one length. Operations count one call all the same.
     """
 
     peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -28,6 +30,7 @@ class Results:
     spared_flops: tuple[float, ...] = ()
     speculation: Speculation | None = None
     notes: tuple[str, ...] = ()
+    groups: Groups | None = None
 
     def explain_peaks(self) -> list[str]:
         """Return the peaks in one line for each tier of which anything is used."""
@@ -41,12 +44,17 @@ class Results:
             lines.append(f"{tier:<8} {format_bytes(sum(rows.values()))}{of}: {parts}")
         return lines
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the results as plain JSON values, without groups where there are none."""
+        return {name: value for name, value in asdict(self).items() if name != "groups" or value is not None}
+
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Results":
-        """Return the results that `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
+        """Return the results that `to_json` made `values` of; JSON has made lists of its tuples."""
         known = dict(values)
         for name in ("forward_flops", "attention_flops", "spared_flops", "notes"):
             known[name] = tuple(known[name])
         if speculation := known["speculation"]:
             known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
+        known["groups"] = Groups.from_json(known.get("groups"))
         return cls(**known)

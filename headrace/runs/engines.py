@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from headrace.engine.beginning import Whole
 from headrace.engine.crowd import Crowd
 from headrace.engine.node import NodeEngine
 from headrace.engine.seams import Seams
@@ -24,6 +25,7 @@ from headrace.terms.events import Sink
 from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
+from headrace.terms.packed_rows import PackedRows
 
 
 def headrace_engines() -> Engines:
@@ -50,12 +52,13 @@ def begin(
     sink: Sink | None = None,
     *,
     measure: Callable[[Plan, Machine], Ceilings | None] | None = None,
+    packed: PackedRows | None = None,
     kind: type[Engine] = Engine,
     seams: Seams | None = None,
 ) -> Engine:
     """Return `Engine.open` for a run whose model will lie in its directory, so that space for that is checked, too."""
     final = RunDirectory(Path(str(options.output))).final
-    return kind.open(model, options, sink, final=final, measure=measure, seams=seams)
+    return kind.open(model, options, sink, whole=Whole(final=final, measure=measure, packed=packed), seams=seams)
 
 
 def resume(

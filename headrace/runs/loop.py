@@ -141,8 +141,9 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
             told[0].tell_before(run.display)
 
         options = replace(config, output=run.directory.path, machine=machine.ceilings or config.machine)
+        packed = run.stream.first_rows(run.total_steps)
         try:
-            engine = run.engines.open(config.model, options, _for_people(reporters, tell), measure=machine)
+            engine = run.engines.open(config.model, options, _for_people(reporters, tell), measure=machine, packed=packed)
         except BaseException:
             if on_failure is not None:
                 on_failure()

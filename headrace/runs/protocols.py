@@ -61,7 +61,8 @@ class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
 class Engines:
     """How a run gets its engine: `open` and `resume` of `headrace.Engine`, and what must be known before.
 
-    `open` also takes `measure`, which is asked for the figures of the machine with the first plan. `why_not_packed` says why a
+    `open` also takes `measure`, which is asked for the figures of the machine with the first plan, and `packed`, the rows
+    with which the run begins. `why_not_packed` says why a
     model directory's architecture does not keep samples in rows of so many tokens apart ("": it does). `state_of` says what a
     run directory holds for `resume`. `discard` removes a state that was never completed, or not wholly removed. `heed` gets a
     function to call while an engine waits for others; the function raises if the run is to stop.

@@ -60,6 +60,7 @@ class ModelCosts:
     call_bytes: int  # masks and rotary tables of one micro-batch, kept through the step
     wide_products: bool = False  # products of 16-bit numbers are computed in float32
     by_samples: bool = False  # rows are run sample by sample: a micro-batch has several gradients to be summed
+    by_exact_lengths: bool = False  # of these, only samples of exactly one length run together
 
     @property
     def num_parameters(self) -> int:

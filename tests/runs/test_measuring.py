@@ -143,7 +143,7 @@ def test_a_run_is_planned_shown_and_resumed_by_what_was_measured(tmp_path: Path,
     """The engine asks for it with its first plan; table, record and report have it without a file copied by hand."""
 
     class Asking(FakeHost):
-        def open(self, model: Path, options: Any, sink: Any, *, measure: Any = None) -> Any:
+        def open(self, model: Path, options: Any, sink: Any, *, measure: Any = None, packed: Any = None) -> Any:
             self.got = measure(fake_plan(), CpuMachine())
             return super().open(model, options, sink)
 

@@ -199,7 +199,7 @@ class FakeHost:
             self.discarded.append,
         )
 
-    def open(self, model: Path, options: Options, sink: Any, *, measure: Any = None) -> FakeEngine:
+    def open(self, model: Path, options: Options, sink: Any, *, measure: Any = None, packed: Any = None) -> FakeEngine:
         if self.fail is not None:
             raise self.fail
         self.opened.append((model, options))
