@@ -4,16 +4,15 @@ Invariant: the result names every size that decides memory and time. For a size 
 in another model's, and a plan would be printed for that model.
 """
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
-from headrace.files.model_directory import refuse_no_configuration
+from headrace.files.model_directory import read_configuration, refuse_no_configuration
 from headrace.model import Checkpoint, text_config, text_part
-from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.errors import ConfigError, ModelError, in_one_line
 
 _HUB_SECONDS = 2.0
 # Names as in transformers; each architecture's `attribute_map` says what its files call them.
@@ -31,13 +30,13 @@ def read_parts(model: str | Path) -> tuple[Any, Any | None]:
             missing.
     """
     path = _config_file(model)
-    values = _read_json(path)
+    values = read_configuration(path)
     if not isinstance(values.get("model_type"), str):
         raise ModelError(f"{path}: model_type is {values.get('model_type')!r}; it names the architecture, such as llama")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for what a file may hold
-        raise ModelError(f"{path}: transformers does not accept it: {error}") from error
+        raise ModelError(f"{path}: transformers does not accept it: {in_one_line(error)}") from error
     _check_sizes(values, config, path)
     return text_part(config)
 
@@ -130,18 +129,6 @@ def _answers(name: str) -> bool:
     asking.start()
     asking.join(_HUB_SECONDS)
     return bool(answered and answered[0])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: not JSON ({error}); fetch the file again") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path}: expected a JSON object, found a {type(values).__name__}; fetch the file again")
-    return values
 
 
 def _check_sizes(values: dict[str, Any], config: Any, path: Path) -> None:

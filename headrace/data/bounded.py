@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.data.values import Tokenizer
+from headrace.terms.errors import refusing
 
 # Most texts have three to five characters per token: then a first beginning and one that is half as long again are enough.
 _CHARACTERS_PER_TOKEN = 6
@@ -83,7 +84,8 @@ def _beginning(text: str, tokenizer: Tokenizer, most_tokens: int, options: dict[
 
 def _all_of(texts: list[str], tokenizer: Tokenizer, options: dict[str, Any]) -> list[Tokens]:
     # verbose=False: the warning about texts beyond the model's maximum is noise here, because samples are cut later.
-    made = tokenizer(texts, return_attention_mask=False, verbose=False, **options)
+    with refusing("the tokenizer of the model refuses a text"):  # whatever its files make it raise
+        made = tokenizer(texts, return_attention_mask=False, verbose=False, **options)
     offsets = made["offset_mapping"] if options.get("return_offsets_mapping") else [[] for _ in texts]
     return [Tokens(list(ids), 0, *_stretches(found)) for ids, found in zip(made["input_ids"], offsets, strict=True)]
 

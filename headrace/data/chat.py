@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from headrace.data.bounded import Tokens, tokenize, tokens_between
 from headrace.data.chat_template import Stretch, Template, TemplateRefusal
-from headrace.data.messages import Messages, read_messages, read_tools, refuse_media
+from headrace.data.messages import Messages, read_messages, read_tools, refuse_media, whole_text
 from headrace.data.turns import Rendered, Unmarkable
 from headrace.data.values import Encoded, Row, Tokenizer, Unmarked
-from headrace.terms.errors import DataError
+from headrace.terms.errors import DataError, shortened
 
 _NAME_START = "headrace-content-"
 _NAME = _NAME_START + "{}-"
@@ -30,9 +30,9 @@ def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[s
     first = len(messages) - len(read[-1].messages)
     spoken = [index for index, message in enumerate(messages) if index >= first and message["role"] == "assistant"]
     if not spoken:
-        roles = ", ".join(str(message["role"]) for message in messages[first:])
         raise DataError(
-            f"{row.place}: no message has the role 'assistant' (found {roles}), nothing to train on; remove the sample"
+            f"{row.place}: no message has the role 'assistant' (found {_roles(messages[first:])}), "
+            "nothing to train on; remove the sample"
         )
     trained = [index for index in spoken if index - first not in read[-1].untrained]
     try:
@@ -80,14 +80,18 @@ def encode_contents(row: Row, said: Messages, template: Template, most_tokens: i
 
 
 def _refused(row: Row, messages: Messages, error: TemplateRefusal) -> Unmarked:
-    return Unmarked(row.place, f"{error}; its roles are {', '.join(str(message['role']) for message in messages)}")
+    return Unmarked(row.place, f"{error}; its roles are {_roles(messages)}")
+
+
+def _roles(messages: Messages) -> str:
+    return shortened(", ".join(str(message["role"]) for message in messages))
 
 
 def _encode(
     row: Row, text: str, stretches: Iterator[Stretch], tokenizer: Tokenizer, most_tokens: int, remarks: list[str]
 ) -> Encoded | Unmarked:
     options = {"add_special_tokens": False} | ({"return_offsets_mapping": True} if tokenizer.is_fast else {})
-    (tokens,) = tokenize([text], tokenizer, most_tokens, **options)
+    (tokens,) = tokenize([whole_text(f"{row.place}: the conversation", text)], tokenizer, most_tokens, **options)
     trained = [False] * len(tokens.ids)
     done = 0
     try:

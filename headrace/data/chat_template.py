@@ -15,7 +15,7 @@ from typing import Any
 
 from headrace.data.messages import Message, Messages
 from headrace.data.values import Tokenizer
-from headrace.terms.errors import DataError, ModelError
+from headrace.terms.errors import DataError, ModelError, shortened
 
 Stretch = tuple[int, int]
 """Characters of a text: from the first one up to, and without, the second."""
@@ -240,7 +240,7 @@ def _refusals() -> Iterator[None]:
         yield
     # Templates raise what Jinja, or their own `raise_exception`, raises.
     except Exception as error:
-        raise TemplateRefusal(f"the chat template refuses this conversation ({error})") from error
+        raise TemplateRefusal(f"the chat template refuses this conversation ({shortened(str(error))})") from error
 
 
 def _texts(template: Any) -> list[str]:

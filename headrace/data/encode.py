@@ -14,9 +14,9 @@ from typing import Any
 from headrace.data.bounded import Tokens, tokenize
 from headrace.data.chat import encode_chat, encode_contents
 from headrace.data.chat_template import Template
-from headrace.data.messages import Messages, read_messages, refuse_media
+from headrace.data.messages import Messages, read_messages, refuse_media, whole_text
 from headrace.data.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
-from headrace.terms.errors import DataError, ModelError
+from headrace.terms.errors import DataError, ModelError, shortened
 
 _ROWS_AT_ONCE = 512
 _CHARACTERS_AT_ONCE = 1 << 20
@@ -180,7 +180,10 @@ def _encode_tokens(row: Row) -> Encoded:
     ids = _integers(row, "input_ids")
     wrong = next((token for token in ids if not 0 <= token <= _LARGEST_ID), None)
     if wrong is not None:
-        raise DataError(f"{row.place}: input_ids holds {wrong}; token ids lie between 0 and {_LARGEST_ID}. Correct the sample")
+        raise DataError(
+            f"{row.place}: input_ids holds {shortened(str(wrong), 60)}; "
+            f"token ids lie between 0 and {_LARGEST_ID}. Correct the sample"
+        )
     _check_is_one_sample(row)
     attended = _attended(row, len(ids))
     trained = _trained(row, ids)
@@ -216,7 +219,8 @@ def _trained(row: Row, ids: list[int]) -> list[bool]:
     for index, (token, label) in enumerate(zip(ids, labels, strict=True)):
         if label not in (IGNORED, token):
             raise DataError(
-                f"{row.place}: labels[{index}] is {label}, input_ids[{index}] is {token}; a label must be {IGNORED} or the "
+                f"{row.place}: labels[{index}] is {shortened(str(label), 60)}, input_ids[{index}] is {token}; "
+                f"a label must be {IGNORED} or the "
                 "input id at the same place (the model shifts labels itself). Do not shift labels beforehand"
             )
     return [label != IGNORED for label in labels]
@@ -236,13 +240,7 @@ def _string(row: Row, column: str) -> str:
             f"{row.place}: {column} must be a string, found {type(found).__name__} {str(found)[:60]!r}. "
             "Correct or remove the sample"
         )
-    try:
-        found.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{row.place}: {column} holds half a character at {error.start} ({error.reason}); correct the sample"
-        ) from error
-    return found
+    return whole_text(f"{row.place}: {column}", found)
 
 
 def _without_last(ids: list[int], token: int) -> list[int]:

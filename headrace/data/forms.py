@@ -45,14 +45,15 @@ def _share_gpt(row: Row) -> Row:
 def _message(row: Row, index: int, turn: Mapping[str, Any]) -> Mapping[str, Any]:
     if turn.get("from") is None and turn.get("role") is not None:
         return turn  # as messages have it
-    role = _ROLES.get(turn.get("from", ""))
+    speaker = turn.get("from")
+    role = _ROLES.get(speaker) if isinstance(speaker, str) else None
     if role is None or turn.get("value") is None:
         raise DataError(
             f"{row.place}: conversations[{index}] must have a value, and say in from who speaks ({', '.join(_ROLES)}), found "
             f"{str(turn)[:80]!r}. Correct the sample"
         )
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
-    if turn["from"] == "function_call":  # LLaMA-Factory: the call, or several, as JSON
+    if speaker == "function_call":  # LLaMA-Factory: the call, or several, as JSON
         return {
             **others,
             "role": role,

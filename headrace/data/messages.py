@@ -4,11 +4,12 @@ Invariant: no picture, sound or video goes on as if it were text, and no flag re
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.terms.errors import DataError
+from headrace.terms.errors import DataError, shortened
 
 Message = Mapping[str, Any]
 Messages = list[Message]
@@ -18,6 +19,7 @@ FLAGS = ("weight", "loss", "train", "training")
 # Which characters of a turn are trained (axolotl).
 _FLAGS_WITHIN = ("train_detail", "training_detail")
 _TEXT_TYPES = ("text", "input_text", "output_text")
+_HALF = re.compile("[\ud800-\udfff]")
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 
@@ -95,6 +97,20 @@ def read_json(where: str, value: Any) -> Any:
         ) from error
 
 
+def whole_text(where: str, text: str) -> str:
+    """Return `text`, which a tokenizer will read.
+
+    Raises:
+        DataError: it has half a character, as JSON can escape one; `where` names the text.
+    """
+    if found := _HALF.search(text):
+        raise DataError(
+            f"{where} has half a character ({found[0]!a} behind {text[: found.start()][-20:]!r}), which no UTF-8 can write; "
+            "correct the text"
+        )
+    return text
+
+
 def plain(where: str, message: Message) -> Message:
     """Return `message` with its list of parts, if it has one, as objects `{"type": "text", "text": ...}`.
 
@@ -115,7 +131,7 @@ def _part(where: str, part: Any) -> Any:
         return part if kind == "text" else {"type": "text", "text": part["text"]}
     if kind == "thinking":
         return part
-    named = f"a part of type {kind!r}" if kind else f"a part {str(part)[:60]!r}"
+    named = f"a part of type {shortened(str(kind), 60)!r}" if kind else f"a part {str(part)[:60]!r}"
     raise DataError(f"{where} has {named}; only text is read. Take it out, or leave the sample out")
 
 
@@ -138,7 +154,9 @@ def _flag(where: str, fields: Message) -> bool | None:
     found = {name: fields[name] for name in FLAGS if name in fields}
     for name, value in found.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
-            raise DataError(f"{where} has {name} {value!r}; expected 0, 1, false or true. Correct the sample")
+            raise DataError(
+                f"{where} has {name} {shortened(repr(value), 60)}; expected 0, 1, false or true. Correct the sample"
+            )
     if len({bool(value) for value in found.values()}) > 1:
         raise DataError(f"{where} has {' and '.join(f'{n} {v!r}' for n, v in found.items())}, which differ. Correct the sample")
     return bool(next(iter(found.values()))) if found else None

@@ -3,7 +3,6 @@
 Invariant: everything that can be wrong with the user's data or tokenizer is found here, before the engine allocates anything.
 """
 
-import json
 import math
 from dataclasses import replace
 from datetime import date
@@ -14,8 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace.data import Batch, BatchStream, DataSpec, TokenSet, asks_for_date, earlier_tokens, load_tokens
-from headrace.files.model_directory import refuse_no_model
-from headrace.terms.errors import ConfigError, DataError, ModelError
+from headrace.files.model_directory import read_configuration, refuse_no_model
+from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.run_options import RunOptions
 
@@ -30,17 +29,8 @@ def read_model_config(model: Path) -> dict[str, Any]:
     Raises:
         ModelError: the directory or the file is missing, or the file is not a JSON object.
     """
-    path = model / "config.json"
     refuse_no_model(model)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); {model} is no Hugging Face model directory") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON ({error}); fetch the file again") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: expected a JSON object, found a {type(found).__name__}; fetch the file again")
-    return found
+    return read_configuration(model / "config.json")
 
 
 class _NoTokenizer(ModelError, AttributeError):
@@ -89,10 +79,21 @@ def open_tokenizer(model: Path) -> Any:
     """
     if not _has_tokenizer(model):
         raise ModelError(_missing(model))
-    try:
-        return AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its parsers raise
-        raise ModelError(f"{model}: the tokenizer cannot be read ({type(error).__name__}: {error})") from error
+    with refusing(f"{model}: the tokenizer cannot be read"):  # transformers raises whatever its parsers raise
+        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+        tokenizer(["a"], verbose=True)
+        marks = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    for name, mark in marks.items():
+        if mark is not None and not isinstance(mark, int):
+            raise ModelError(f"{model}: {name} is {shortened(repr(mark), 60)}; correct it in tokenizer_config.json")
+    template = tokenizer.chat_template
+    named = list(template.values()) if isinstance(template, dict) else [] if template is None else [template]
+    if not all(isinstance(each, str) for each in named):
+        raise ModelError(
+            f"{model}: chat_template is {shortened(repr(template), 60)}; expected a text, or texts by name: "
+            "correct tokenizer_config.json"
+        )
+    return tokenizer
 
 
 def with_lengths(config: _Config) -> _Config:
@@ -102,7 +103,8 @@ def with_lengths(config: _Config) -> _Config:
         ConfigError: `sequence_length` is more than the model has positions.
     """
     model_config = read_model_config(config.model)
-    positions = model_config.get("max_position_embeddings") or model_config.get("n_positions")
+    named = (model_config.get(name) for name in ("max_position_embeddings", "n_positions"))
+    positions = next((number for number in named if type(number) is int and number > 0), None)
     tokens, length = config.tokens_per_step, config.sequence_length
     if length is None:
         length = min(DEFAULT_SEQUENCE_LENGTH, positions or DEFAULT_SEQUENCE_LENGTH, tokens or DEFAULT_SEQUENCE_LENGTH)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.data.prompts import Prompts
-from headrace.terms.errors import HeadraceError
+from headrace.terms.errors import HeadraceError, shortened
 from headrace.terms.generate_options import GenerateOptions
 
 # Settings that a line may give for its own generation, by the option's name.
@@ -105,7 +105,7 @@ def _batch_body(values: Mapping[str, Any]) -> Mapping[str, Any]:
     known = {*_WITHOUT_EFFECT, *_RENAMED, *_SETTINGS, "tools"}
     for key, value in body.items():
         if key not in known and not _is_off(key, value):
-            raise _Wrong(f"{key} is {value!r}, which is not supported; leave it out")
+            raise _Wrong(f"{key} is {shortened(repr(value))}, which is not supported; leave it out")
     return body
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from headrace.data.bounded import tokenize
 from headrace.data.chat_template import Template
-from headrace.data.messages import read_messages, read_tools
+from headrace.data.messages import read_messages, read_tools, whole_text
 from headrace.terms.errors import DataError, ModelError
 
 Messages = Sequence[Mapping[str, Any]]
@@ -63,13 +64,8 @@ class Prompts:
         return self._ids(text, add_special_tokens=False)
 
     def _ids(self, text: str, **options: Any) -> list[int]:
-        place = next((place for place, each in enumerate(text) if "\ud800" <= each <= "\udfff"), None)
-        if place is not None:
-            raise DataError(
-                f"the prompt has half a character ({text[place]!a} behind {text[:place][-20:]!r}), which no UTF-8 can write; "
-                "correct the text"
-            )
-        return _some(list(self.tokenizer([text], **options)["input_ids"][0]))
+        (tokens,) = tokenize([whole_text("the prompt", text)], self.tokenizer, len(text), **options)
+        return _some(tokens.ids)
 
     @cached_property
     def _template(self) -> Template:

@@ -23,7 +23,7 @@ from headrace.data.json_array import elements
 from headrace.data.long_lines import cut_strings
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved
 from headrace.data.values import Kind, Row
-from headrace.terms.errors import DataError
+from headrace.terms.errors import DataError, shortened
 
 ACCEPTED = (
     "text | messages | prompt + completion | input_ids (+ labels) | conversations (ShareGPT) | instruction + output (Alpaca)"
@@ -125,7 +125,7 @@ def _checked(first: Row, rows: Iterator[Row], columns: Sequence[str]) -> Iterato
 
 
 def _names(values: Mapping[str, Any]) -> str:
-    return ", ".join(repr(name) for name, value in values.items() if value is not None) or "(none)"
+    return shortened(", ".join(repr(name) for name, value in values.items() if value is not None)) or "(none)"
 
 
 def _sources_of(name: str, cache_dir: Path, string_bytes: int) -> list[Source]:

@@ -21,7 +21,7 @@ from headrace.data.encode import encode_rows
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
 from headrace.data.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
-from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, has_no_space
+from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, ModelError, has_no_space, in_one_line
 from headrace.terms.sizes import format_bytes
 
 # At most this share of conversations may be left out; more are a fault of the chat template, or of all data.
@@ -134,6 +134,8 @@ def _hash_of_files(tokenizer: Tokenizer, folder: Path) -> str:
         tokenizer.save_pretrained(str(folder))
     except Exception as error:
         number = _system_number(error)
+        if number is None and not isinstance(error, HeadraceError | OSError):
+            raise ModelError(f"the tokenizer of the model cannot be written: {in_one_line(error)}") from error
         if number is None or (number not in _NO_SPACE and isinstance(error, OSError) and error.filename):
             raise
         raise OSError(number, os.strerror(number), str(folder)) from error

@@ -7,11 +7,16 @@ import errno
 import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from headrace.terms.errors import ModelError
 
 _LFS = b"version https://git-lfs"
+# What is built one by one before anybody could tell whether the weights are there. No model has nearly so many.
+_COUNTED = re.compile(r"\w*(layers?|blocks|experts|depth|codebooks)")
+_MOST_COUNTED = 2048
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -36,6 +41,35 @@ def refuse_no_configuration(model: str) -> None:
         refuse_no_model(path)
     elif not path.is_file() and (not _HUB_ID.match(model) or path.suffix == ".json"):
         raise ModelError(f"model: {model} is no directory and no file; give a model directory, a config.json, or OWNER/NAME")
+
+
+def read_configuration(path: Path) -> dict[str, Any]:
+    """Return the values of a config.json.
+
+    Raises:
+        ModelError: it cannot be read, is no JSON object, or asks for more layers or experts than any model has.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); give a Hugging Face model directory") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not JSON ({error}); fetch the file again") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: expected a JSON object, found a {type(values).__name__}; fetch the file again")
+    for key, count in _counts(values):
+        if _COUNTED.fullmatch(key) and count > _MOST_COUNTED:
+            raise ModelError(f"{path}: {key} is {count!s:.20}; at most {_MOST_COUNTED} can be: fetch the file again")
+    return values
+
+
+def _counts(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers within a value, each with the last key on the way to it."""
+    if isinstance(value, dict | list):
+        for name, inner in value.items() if isinstance(value, dict) else ((key, each) for each in value):
+            yield from _counts(inner, name)
+    elif isinstance(value, int | float):
+        yield key, value
 
 
 def why_no_model(directory: Path) -> str:

@@ -12,12 +12,12 @@ from typing import Any
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from headrace.files.model_directory import refuse_no_model, why_unreachable
+from headrace.files.model_directory import read_configuration, refuse_no_model, why_unreachable
 from headrace.model.coded import decoded_tensors
 from headrace.model.find_blocks import quantisation_of
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_header
 from headrace.model.text_part import text_part
-from headrace.terms.errors import ModelError, in_one_line
+from headrace.terms.errors import ModelError, in_one_line, shortened
 
 # What safetensors calls the dtypes of weights, by their names in configurations; and dtypes of tensors that are no weights.
 _STORED_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -109,6 +109,7 @@ def read_config(directory: Path) -> Any:
     Raises:
         ModelError: transformers does not accept it; the message says why.
     """
+    read_configuration(directory / "config.json")
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for what a file may hold
@@ -123,8 +124,8 @@ def _refusal(directory: Path, error: Exception) -> str:
         model_type = None
     if isinstance(model_type, str) and model_type not in CONFIG_MAPPING:
         return (
-            f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; the model may need a newer "
-            "transformers, or code of its own, which is never run"
+            f"model_type {shortened(repr(model_type), 60)} is unknown to transformers {transformers.__version__}; the "
+            "model may need a newer transformers, or code of its own, which is never run"
         )
     return f"transformers does not accept it: {in_one_line(error)}"
 

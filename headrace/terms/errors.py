@@ -104,8 +104,13 @@ def unwritten(place: object, error: OSError, then: str, *, verb: str = "written"
 
 def in_one_line(error: BaseException, most: int = 300) -> str:
     """Return the kind and the words of an error that is not ours, on one line of about `most` characters."""
-    words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words[:most]}{'...' if len(words) > most else ''}" if words else type(error).__name__
+    words = shortened(" ".join(str(error).split()), most)
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def shortened(words: str, most: int = 300) -> str:
+    """Return the beginning of words that a file or another program chose."""
+    return words if len(words) <= most else f"{words[:most]}..."
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def test_padding_of_ready_tokens_is_left_out(side):
     [
         (Kind.TEXT, {"text": 5}, "text must be a string, found int '5'"),
         (Kind.TEXT, {"text": ["a"]}, "text must be a string, found list"),
-        (Kind.TEXT, {"text": "a\ud800"}, "half a character at 1"),
+        (Kind.TEXT, {"text": "a\ud800"}, "half a character"),
         (Kind.COMPLETION, {"prompt": "a", "completion": chat("b")}, "completion must be a string, found list"),
         (Kind.COMPLETION, {"prompt": chat("a"), "completion": []}, "completion must be a non-empty list"),
         (Kind.CHAT, {"messages": "hello"}, "messages must be a non-empty list of messages, found str"),
