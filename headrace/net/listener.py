@@ -30,6 +30,8 @@ BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
 GONE, AWAY = "gone: ", "away: "
 # The key that is there when all is done.
 OVER = "over"
+# The reason for which the node ended a generation, by its number: a connection that does not break tells nobody.
+ENDED = "ended/"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -117,6 +119,8 @@ class Listener:
         with self._lock:
             generation, self._generation, self._members = self._generation, None, ()
         if generation is not None:
+            with contextlib.suppress(RuntimeError):  # the store is being closed: who asks it is told so
+                self._put(f"{ENDED}{generation.number}", reason)
             generation.end(reason)
             generation.close()
 

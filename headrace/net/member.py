@@ -14,7 +14,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from headrace.net.address import Address
 from headrace.net.generation import Generation
 from headrace.net.link import VISITOR, Link, measure_link, visitors_lane
-from headrace.net.listener import AWAY, BEATS, GONE, LOOK_SECONDS, OVER
+from headrace.net.listener import AWAY, BEATS, ENDED, GONE, LOOK_SECONDS, OVER
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -145,13 +145,14 @@ class Member:
             time.sleep(LOOK_SECONDS)
 
     def _beat(self) -> None:
-        """Show that this worker lives, and check whether the node does."""
+        """Show that this worker lives; check whether the node does, and whether the generation goes on."""
         beat, seen, seen_seconds = 0, b"", time.monotonic()
         while not self._closing.wait(self._silence_seconds / BEATS):
             beat += 1
             try:
                 self._beats.set(f"beat/{self._ticket}", str(beat))
                 found = self._beats.get("beat/node")
+                self._heed_end()
             except (DistError, RuntimeError):
                 self._tell_lost(f"node {self._address}: is gone")
                 return
@@ -160,6 +161,12 @@ class Member:
             elif time.monotonic() - seen_seconds > self._silence_seconds:
                 self._tell_lost(f"node {self._address}: shows no sign of life for {self._silence_seconds:g} s")
                 return
+
+    def _heed_end(self) -> None:
+        """End the generation if the node has. Broken connections say so at once, if they break."""
+        generation = self._generation
+        if generation is not None and self._beats.check([key := f"{ENDED}{generation.number}"]):
+            generation.end(json.loads(self._beats.get(key)))
 
     def _tell_lost(self, words: str) -> None:
         self._lost = words

@@ -104,8 +104,9 @@ def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, .
 
 
 def launch_flops(plan: Plan, ceilings: Ceilings, calls: float) -> float:
-    """Return the operations of a block's forward that take as long as the launches of so many more calls of it, forward and
-    backward: together these count four times the forward, and their launches are two.
+    """Return the operations of a block's forward that take as long as the launches of so many more calls of it.
+
+    Forward and backward together count four times the forward, and their launches are two.
     """
     return calls * ceilings.launch_seconds * ceilings.matrix_flops_per_second(plan.compute_dtype) / 2
 

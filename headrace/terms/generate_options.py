@@ -117,7 +117,7 @@ class GenerateOptions(Declared):
     template_date: str | None = option_as(
         RunOptions,
         "template_date",
-        row="the day, YYYY-MM-DD, that a chat template gets which asks for the date",
+        row="the day, YYYY-MM-DD, for chat templates that ask for the date",
         words="a run's own, or now",
         group=Group.PROMPTS,
     )

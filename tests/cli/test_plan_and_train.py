@@ -58,7 +58,7 @@ def test_what_is_odd_and_no_error_is_said_before_the_first_step(world: World, ca
     assert not left.value.code, said.err
     before, steps, _ = said.out.partition("step 1/2")
     assert steps
-    assert "config.json says float8_e4m3fn, the weights are BF16: " in before
+    assert "config.json says float8_e4m3fn, the weights are BF16. " in before
     assert "warmup_steps: 5 steps of warm-up in a run of 2. The learning rate ends at 0.2 of what was asked" in before
 
 

@@ -176,7 +176,7 @@ def test_skeleton_has_real_buffers_and_meta_parameters(case: Any) -> None:
     [
         pytest.param("zamba2", r"shared_transformer.* are one parameter. Its blocks share some", marks=pytest.mark.deep),
         ("zamba", r"shared_transf.* are one parameter. Its blocks share some"),
-        ("gemma3n_text", r"for \(1, 13\) tokens its blocks get hidden states of \(4, 1, 13, 64\)"),
+        ("gemma3n_text", r"For \(1, 13\) tokens its blocks get hidden states of \(4, 1, 13, 64\)"),
         ("gemma4_text", r"gradient of .* differs .*; its blocks get per_layer_input, \(1, 13, 8\), besides hidden states"),
         ("inkling2_text", r"its blocks get block_states, .*, besides hidden states, whose gradient is not computed"),
     ],

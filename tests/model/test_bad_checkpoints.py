@@ -81,7 +81,7 @@ def test_quantised_weights_in_the_configuration_alone(tmp_path: Path, dtype: str
     directory, _ = save(tmp_path, dtype=dtype)
     edit_config(directory, quantization_config={"quant_method": "fp8"})
     with pytest.raises(
-        ModelError, match=rf"quantised weights \(fp8\), but the files hold {stored}; .*remove quantization_config"
+        ModelError, match=rf"quantised weights \(fp8\), but the files hold {stored}\. .*remove quantization_config"
     ):
         Checkpoint.open(directory)
 
@@ -93,7 +93,7 @@ def test_a_dtype_in_the_configuration_that_no_weight_has_is_told(tmp_path: Path,
     edit_config(directory, dtype=named)
     _, chain, _, _ = import_all(directory, "bfloat16")
     [note] = chain.notes
-    assert note.startswith(f"config.json says {named}, the weights are {stored}: ")
+    assert note.startswith(f"config.json says {named}, the weights are {stored}. ")
 
 
 def test_missing_shard_and_missing_tensor(tmp_path: Path) -> None:

@@ -216,6 +216,18 @@ def test_an_end_wakes_all_also_when_one_peer_has_gone_before() -> None:
             member.close()
 
 
+def test_an_end_is_told_also_where_no_connection_breaks(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    with listening(silence_seconds=2.0) as listener:
+        node, [member], [generation] = joined(listener, 1)
+        for lane in (node.down, node.up):
+            monkeypatch.setattr(lane, "end", lambda: None)
+            monkeypatch.setattr(lane, "close", lambda: None)
+        listener.part("the power is gone")
+        with pytest.raises(PeerLost, match="the power is gone"):
+            generation.down.receive(np.empty(1, np.uint8), 0)
+        member.close()
+
+
 def test_nothing_of_an_older_generation_reaches_the_next() -> None:
     with listening() as listener:
         old, members, old_workers = joined(listener, 1)

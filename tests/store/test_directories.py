@@ -131,7 +131,7 @@ def test_what_will_lie_beside_the_state_has_space_besides(tmp_path: Path, monkey
 def test_unit_sizes_are_checked_first(tmp_path: Path) -> None:
     (weights, *rest) = UNITS[0].families
     odd = Unit("prologue", (dataclasses.replace(weights, borders=(0, 1000, weights.layout.num_elements)), *rest))
-    refused(tmp_path, ConfigError, "ends at element 1000, expected a multiple of 2048", units=(odd, UNITS[1]))
+    refused(tmp_path, ConfigError, "ends at element 1000; expected a multiple of 2048", units=(odd, UNITS[1]))
 
 
 @pytest.mark.parametrize("failing", ["ssd0", "ssd1", "commit.0", "commit.1", "state.json"])

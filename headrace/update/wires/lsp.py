@@ -133,7 +133,7 @@ class LspWire:
             if plane.name not in _POWERS or plane.dtype != "float32" or plane.of != "element":
                 raise ConfigError(
                     f"gradient: lsp moves a rule's states to other projectors, but cannot move {plane.name!r} "
-                    f"({plane.dtype}). Use adamw with float32 moments, sgd, lion or lomo"
+                    f"({plane.dtype}); use adamw with float32 moments, sgd, lion or lomo"
                 )
 
     @contextmanager
