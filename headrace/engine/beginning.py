@@ -39,13 +39,11 @@ Measure = Callable[[Plan, Machine], Ceilings | None]
 class Whole:
     """What is known of a whole run besides its options.
 
-    `final` is where the model will be written at the end, beside the state: without space for both, no run begins. `measure` is
-    asked for the machine's figures if the options have none; it gets the plan that is made without them, and another one is
-    made with what it returns. `packed` are the rows with which the run begins.
+    `final` is where the model will be written at the end, beside the state: without space for both, no run begins. `packed` are
+    the rows with which the run begins.
     """
 
     final: Path | None = None
-    measure: Measure | None = None
     packed: PackedRows | None = None
 
 
@@ -101,6 +99,7 @@ def begin(
     sink: Sink,
     ways: WaysToPlan,
     *,
+    measure: Measure | None = None,
     whole: Whole | None = None,
     seams: Seams | None = None,
 ) -> Run:
@@ -112,7 +111,7 @@ def begin(
         PlanInfeasible: the budget is too small; the message says what would help.
     """
     whole = whole or Whole()
-    ssd, measure = options.budget.ssd, whole.measure
+    ssd = options.budget.ssd
     machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
     if machine is not None:
         options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))

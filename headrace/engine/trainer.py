@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from headrace.ask.planner import WaysToPlan
-from headrace.engine.beginning import Run, Whole, begin, first_record, resume
+from headrace.engine.beginning import Measure, Run, Whole, begin, first_record, resume
 from headrace.engine.seams import Seams
 from headrace.flow.execute import interpreter_of
 from headrace.flow.settle import proposed_in
@@ -66,6 +66,7 @@ class Engine(Closing):
         *,
         plan: Plan | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
+        measure: Measure | None = None,
         whole: Whole | None = None,
         seams: Seams | None = None,
     ) -> Self:
@@ -75,7 +76,8 @@ class Engine(Closing):
         The run directory `output` holds the run's records; the default is a temporary folder, removed by `close`. The `ssd`
         directories hold the state; the default is the run directory. Only their drives count in the plan.
         `plan` replaces the plan that `options` name. `adjust_plan` may change the plan before anything is built, for
-        experiments with other placements. `whole` is what is known of a whole run.
+        experiments with other placements. `measure` is asked for the machine's figures if the options have none. It gets the
+        plan that is made without them, and another one is made with what it returns. `whole` is what is known of a whole run.
         `seams` are the other exchangeable parts: how gradients travel, how frozen weights lie on the drives, and where far
         units live.
 
@@ -89,7 +91,7 @@ class Engine(Closing):
         if plan is None and options.plan is not None:
             plan = load_plan(Path(options.plan))
         ways = WaysToPlan(given=plan, search=cls._search, adjust=adjust_plan)
-        return cls(begin(Path(model).resolve(), options, sink or _unheard, ways, whole=whole, seams=seams))
+        return cls(begin(Path(model).resolve(), options, sink or _unheard, ways, measure=measure, whole=whole, seams=seams))
 
     @classmethod
     def resume(

@@ -15,8 +15,7 @@ from headrace.terms.errors import ModelError
 
 _LFS = b"version https://git-lfs"
 # What is built one by one before anybody could tell whether the weights are there. No model has nearly so many.
-_COUNTED = re.compile(r"\w*(layers?|blocks|experts|depth|codebooks)")
-_MOST_COUNTED = 2048
+_MAX_COUNTS = ((re.compile(r"\w*(layers?|blocks|depth|codebooks)"), 2048), (re.compile(r"\w*experts"), 1 << 16))
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -58,8 +57,9 @@ def read_configuration(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelError(f"{path}: expected a JSON object, found a {type(values).__name__}; fetch the file again")
     for key, count in _counts(values):
-        if _COUNTED.fullmatch(key) and count > _MOST_COUNTED:
-            raise ModelError(f"{path}: {key} is {count!s:.20}; at most {_MOST_COUNTED} can be: fetch the file again")
+        for names, most in _MAX_COUNTS:
+            if names.fullmatch(key) and count > most:
+                raise ModelError(f"{path}: {key} is {count!s:.20}; at most {most} can be: fetch the file again")
     return values
 
 

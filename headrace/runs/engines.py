@@ -58,7 +58,7 @@ def begin(
 ) -> Engine:
     """Return `Engine.open` for a run whose model will lie in its directory, so that space for that is checked, too."""
     final = RunDirectory(Path(str(options.output))).final
-    return kind.open(model, options, sink, whole=Whole(final=final, measure=measure, packed=packed), seams=seams)
+    return kind.open(model, options, sink, measure=measure, whole=Whole(final=final, packed=packed), seams=seams)
 
 
 def resume(

@@ -71,7 +71,7 @@ def test_the_same_words_are_said_later(
 CHOICES = {
     "--optimizer foo": "not one of adamw",
     "--gradient lsp --adapter lora": "give one of them",
-    "--gradient lsp --optimizer adafactor": "Use adamw",
+    "--gradient lsp --optimizer adafactor": "use adamw",
 }
 
 

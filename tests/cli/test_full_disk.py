@@ -102,7 +102,7 @@ def test_in_mid_run_the_state_is_safe(
     monkeypatch.undo()
     assert str(world.run) in said
     assert NO_SPACE in said
-    assert "The last committed step is safe: free some space, then resume with: headrace resume" in said
+    assert "the last committed step is safe: free some space, then resume with: headrace resume" in said
     assert not (world.run / "final").exists()
     assert exit_code("resume", world.run) == 0
     assert weights(world.run / "final") == unbroken

@@ -253,7 +253,7 @@ def test_a_job_whose_prompts_were_read_otherwise_is_refused(model: Path, tmp_pat
     older = {key: value for key, value in whole.items() if key != "prompts"}
     for changed in (older, {**whole, "prompts": "others"}, {**whole, "micro_batches": [[1]]}, {}, []):
         path.write_text(json.dumps(changed))
-        with pytest.raises(RunDirectoryError, match="(begin|start) again"):
+        with pytest.raises(RunDirectoryError, match=r"(begin|start) again"):
             answer(model, options_for(tmp_path))
     path.write_text(json.dumps(whole))
     assert answer(model, options_for(tmp_path)) == 0

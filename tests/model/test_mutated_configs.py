@@ -128,13 +128,13 @@ def _opened(way: str, model: Path, values: Any) -> None:
         assert len(refusal) < 2500, refusal
 
 
-@pytest.mark.parametrize("count", [2049, 2**28, 2**70, 10**400, 1e308])
+@pytest.mark.parametrize("count", [65537, 2**28, 2**70, 10**400, 1e308])
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "num_experts", "text_config"])
 def test_counts_that_no_model_has_are_refused_before_anything_is_built(key: str, count: float, tmp_path: Path) -> None:
     text = json.dumps({"model_type": "llama", key: {"num_layers": count} if key == "text_config" else count})
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     for read in (Checkpoint.open, read_parts, read_model_config):
-        with pytest.raises(ModelError, match=r"(layers?|experts) is [\de.+]*; at most 2048"):
+        with pytest.raises(ModelError, match=r"(layers?|experts) is [\de.+]*; at most"):
             read(tmp_path)
 
 
