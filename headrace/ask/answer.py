@@ -17,7 +17,7 @@ from headrace.ask.model_config import check_positions, open_coded, position_limi
 from headrace.ask.place import Place, multiplies
 from headrace.ask.plan_report import Alternative, PlanReport
 from headrace.ask.question import Question
-from headrace.ask.variants import Variant, adapters, nearest_variants, other_rules, smaller_states, subspaces
+from headrace.ask.variants import Variant, nearest_variants, other_rules, other_wires, smaller_states
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.model import Chain, Checkpoint, Profiles, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
@@ -41,8 +41,7 @@ from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import optimizer_of, rule_of
 from headrace.update.forms import Coding, forms_under, notes_on
 from headrace.update.stored_codes import StoredCodes, stored_codes
-from headrace.update.wire import SubspaceWire, Wire
-from headrace.update.wires import AdapterWire, wire_on
+from headrace.update.wire import Wire
 
 # Bytes of a weight where the configuration names no dtype.
 _WEIGHT_BYTES = 2
@@ -135,9 +134,8 @@ def plan_model(
         found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
         variants = tuple(planner.alternative(*variant) for variant in found)
         return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
-    wire = wire_on(question.wire, chain)
-    of_adapters = wire.known.notes if isinstance(wire, AdapterWire) else ()
-    more = (*([] if whole is None else [note_on(whole)]), *of_adapters, *notes_on(planner.forms(question)))
+    of_wire = question.wire.of(chain).notes
+    more = (*([] if whole is None else [note_on(whole)]), *of_wire, *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
     report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or DEFAULT_STEPS)
     alternatives = (
@@ -222,11 +220,8 @@ class _ModelPlans:
 
     def chosen(self, question: Question) -> Question:
         """Return the question with one of the wires that its own leaves open."""
-        wire = question.wire
-        choices = wire.choices(self._chain.layouts[1 : self._chain.num_blocks + 1]) if isinstance(wire, SubspaceWire) else ()
+        choices = question.wire.choices(self._chain.layouts[1 : self._chain.num_blocks + 1])
         questions = [replace(question, wire=choice) for choice in choices]
-        if not questions:
-            return question
         return next((each for each in questions[:-1] if holds_states(self._problem(each))), questions[-1])
 
     def plan(self, question: Question, given: Plan | None = None) -> Plan:
@@ -262,14 +257,13 @@ class _ModelPlans:
         """Return the forms of the model's units."""
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
         layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
-        wire = wire_on(question.wire, self._chain)
+        wire = question.wire.of(self._chain)
         coding = Coding(stored=self._stored, on_host=not question.allowance.device_overhead_bytes)
         return forms_under(layouts, self._chain.num_blocks, wire, rule, question.optimizer, coding)
 
     def _costs(self, wire: Wire, sequences: int, length: int) -> ModelCosts:
         """Return what micro-batches cost; if `wire` is one of adapters, blocks compute with them."""
-        own = wire_on(wire, self._chain)
-        adapters = own.adapters if isinstance(own, AdapterWire) else None
+        adapters = wire.of(self._chain).adapters
         profiles = self._profiles.setdefault(wire.name if adapters else "", self._new_profiles())
         with self._chain.adapted(adapters):
             return profiles.of(sequences, length)
@@ -277,8 +271,8 @@ class _ModelPlans:
     def _problem(self, question: Question) -> Problem:
         rule, forms = rule_of(question.optimizer, self._chain.compute_dtype).figures, self.forms(question)
         own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family for form in forms) else None
-        if own and isinstance(question.wire, SubspaceWire):
-            question.wire.refuse(own.planes.states)
+        if own:
+            question.wire.refuse(question.optimizer)
         costs_of = partial(self._costs, question.wire, length=question.workload.sequence_length)
         return question.problem(forms, costs_of, rule, own)
 
@@ -317,7 +311,7 @@ class _ModelPlans:
         if found is None or found.bottleneck not in (Lane.SSD_READ, Lane.SSD_WRITE):
             return ()
         variants = [*self._weights_in_host_memory(question, plan), *self._smaller_states(question, plan)]
-        for words, options, other in (*subspaces(question), *adapters(question), *other_rules(question)):
+        for words, options, other in (*other_wires(question), *other_rules(question)):
             with suppress(PlanInfeasible, ConfigError):  # some ways cannot train this model
                 variants.append((words, options, self.quick_plan(other)))
         made = (self.alternative(*variant, most_operations=_MOST_OPERATIONS) for variant in variants)

@@ -6,21 +6,19 @@ Invariant: every variant returned has been planned, and fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
 from headrace.ask.question import Question
 from headrace.plan.plan import Plan
-from headrace.terms.adapter import Lora
 from headrace.terms.drives import MOST_BYTES
 from headrace.terms.errors import ConfigError, PlanInfeasible
-from headrace.terms.optimizer import ALL, Optimizer
+from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import rule_of
 from headrace.update.rules.table import RULES
-from headrace.update.wire import SubspaceWire
-from headrace.update.wires import AdapterWire, DenseWire, Lsp, LspWire
+from headrace.update.wires import ADAPTER_WIRES, WIRES
+from headrace.update.wires.dense import Dense
 
 PlanOf = Callable[["Question"], Plan]
 Candidate = tuple[str, dict[str, Any], "Question"]
@@ -43,9 +41,7 @@ def nearest_variants(
     found = list(_more_bytes(question, refusal, plan))
     if refusal.tier != "device":  # states are never on the device
         found += _first_that_fits(smaller_states(question), plan, out_of_time)
-        found += _first_that_fits(subspaces(question), plan, out_of_time)
-        found += _first_that_fits(adapters(question), plan, out_of_time)
-        for other in other_rules(question):
+        for other in (*other_wires(question), *other_rules(question)):
             found += _first_that_fits([other], plan, out_of_time)
     smallest = list(_one_short_sequence(question))[-1:]
     if not list(_first_that_fits(smallest, plan, out_of_time)):
@@ -106,19 +102,17 @@ def _one_short_sequence(question: Question) -> Iterator[Candidate]:
 
 
 def smaller_states(question: Question) -> Iterator[Candidate]:
-    """Yield the question with smaller states of the same rule, if the rule has such a form. Subspaces have none, because their
-    states move from one to the next.
-    """
-    if isinstance(question.wire, SubspaceWire):
-        return
+    """Yield the question with smaller states of the same rule, if the rule has such a form and the wire takes it."""
     if smaller := question.optimizer.smaller():
         words, optimizer = smaller
-        yield words, {"optimizer": optimizer.text}, replace(question, optimizer=optimizer)
+        other = replace(question, optimizer=optimizer)
+        if _goes_together(other):
+            yield words, {"optimizer": optimizer.text}, other
 
 
 def other_rules(question: Question) -> Iterator[Candidate]:
     """Yield the question under rules that keep less, if all is trained in place; words say what is given up."""
-    if question.wire.name != DenseWire.name:
+    if question.wire.name != Dense.name:
         return
     now, own = question.optimizer, _bytes_per_element(question.optimizer, question.compute_dtype)
     common = {each.name: getattr(now, each.name) for each in fields(Optimizer)}
@@ -136,22 +130,22 @@ def _bytes_per_element(optimizer: Optimizer, compute_dtype: str) -> int:
     return round(sum(plane.bytes_per_element / plane.elements_per_value for plane in whole))
 
 
-def subspaces(question: Question) -> Iterator[Candidate]:
-    """Yield the question with subspaces of blocks' matrices trained, if these are trained whole."""
-    wire = LspWire(Lsp())
-    with suppress(ConfigError):  # the states of some rules cannot be moved from one subspace to the next
-        wire.refuse(rule_of(question.optimizer, "float32").planes.states)
-        if question.wire.name == DenseWire.name:
-            words = "subspaces of the blocks' matrices, of half their side (LSP-Offload: not full fine-tuning)"
-            yield words, {"gradient": Lsp.name}, replace(question, wire=wire)
+def other_wires(question: Question) -> Iterator[Candidate]:
+    """Yield the question with something else trained than all weights, in the ways that go together with its rule."""
+    for way, wire in (WIRES | ADAPTER_WIRES).items() if question.wire.name == Dense.name else ():
+        settings = way()
+        other = replace(question, wire=wire(settings), gradient_dtype=question.gradient_dtype or settings.gradient_dtype)
+        if settings.offer and _goes_together(other):
+            yield settings.offer, {way.named_by: way.name}, other
 
 
-def adapters(question: Question) -> Iterator[Candidate]:
-    """Yield the question with adapters trained beside frozen weights, if all weights are trained."""
-    if question.wire.name == DenseWire.name and question.optimizer.train == ALL:
-        wire, dtype = AdapterWire(Lora()), question.gradient_dtype or "float32"
-        words = f"adapters of rank {wire.settings.rank} beside frozen weights (LoRA: not full fine-tuning)"
-        yield words, {"adapter": Lora.name}, replace(question, wire=wire, gradient_dtype=dtype)
+def _goes_together(question: Question) -> bool:
+    """Return whether a question's wire takes its rule."""
+    try:
+        question.wire.refuse(question.optimizer)
+    except ConfigError:
+        return False
+    return True
 
 
 def _no_clipping(question: Question) -> Iterator[Candidate]:

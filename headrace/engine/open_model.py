@@ -7,10 +7,11 @@ Nothing of training is imported before a run directory is opened.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.flow.completing import AdapterReader
+from headrace.flow.completing import read_trained
 from headrace.flow.make import Maker
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, WeightMap, check_whole, self_check
@@ -19,7 +20,6 @@ from headrace.model.importing import check_copies
 from headrace.store import StateStore
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.events import Sink
-from headrace.terms.families import TRAINED
 from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.options import Options
@@ -146,7 +146,6 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         ConfigError: the run computes in another dtype than is asked for.
     """
     from headrace.engine.seams import seams_of
-    from headrace.update.wires import AdapterWire
 
     store = StateStore.open(run_directory, sink=sink)
     try:
@@ -163,15 +162,9 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         wire = seams.wire
 
         def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:
-            units = enumerate(store.manifest.units)
-            trained = {index: family.layout for index, unit in units if (family := unit.family(TRAINED)) is not None}
-            assert isinstance(wire, AdapterWire), "asked of runs of adapters alone"
-            adapters = wire.of(chain).known
-            read = AdapterReader(store, trained, adapters)
-            return StoredAdapters(adapters, {unit: read(unit) for unit in adapters.layouts})
+            return wire.of(chain).stored(partial(read_trained, store))
 
-        adapters = newest if isinstance(wire, AdapterWire) else None
-        return OpenRun(store, Path(str(identity["model"])), options, seams, adapters)
+        return OpenRun(store, Path(str(identity["model"])), options, seams, newest if wire.is_beside else None)
     except BaseException:
         store.close()
         raise

@@ -6,6 +6,7 @@ It has neither a plan nor a state: it makes the store for them, fills it, and wr
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
-from headrace.flow.completing import AdapterReader
+from headrace.flow.completing import read_trained
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.make import Maker
 from headrace.flow.settle import PROPOSED, changed, settle
@@ -24,8 +25,6 @@ from headrace.flow.step_state import Verdict
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
-from headrace.model import Exporter, export_bytes
-from headrace.model.adapter_files import adapter_file_bytes, write_adapters
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.store import StateStore, StoreRequest
@@ -40,8 +39,7 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 from headrace.update import Updater, optimizer_of, rule_of
 from headrace.update.stored_codes import stored_codes
-from headrace.update.wire import SubspaceWire, Wire
-from headrace.update.wires import AdapterWire, wire_on
+from headrace.update.wire import Content, Wire
 
 # Kinds of parameters, in words.
 _KINDS = {"": "an ordinary weight", SCALE: "a norm", FROZEN: "a frozen one"}
@@ -93,20 +91,20 @@ class Subject:
         )
         opened = open_model(directory, self.machine, purpose)
         self.checkpoint, self.chain, self.weights = opened.checkpoint, opened.chain, opened.weights
-        self.seams = seams = replace(seams, wire=wire_on(seams.wire, self.chain))
+        self.seams = seams = replace(seams, wire=seams.wire.of(self.chain))
         self._closers = ExitStack()
         self.lent = LentBase({})
-        if isinstance(seams.wire, AdapterWire):
-            self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
-            if seams.codec is None and lends([tensor.path for tensor in self.checkpoint.tensors.values()]):
-                self.lent = LentBase.of(self.chain, self.weights, on_cpu=not self.machine.separate_device)
-                self.lent.lay_out(self.chain)
+        self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
+        files = [tensor.path for tensor in self.checkpoint.tensors.values()]
+        if seams.wire.is_beside and seams.codec is None and lends(files):
+            self.lent = LentBase.of(self.chain, self.weights, on_cpu=not self.machine.separate_device)
+            self.lent.lay_out(self.chain)
         self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
         self.use_wire(seams.wire)
         own = any(form.has_own_family for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
-        if own_rule is not None and isinstance(seams.wire, SubspaceWire):
-            seams.wire.refuse(own_rule.planes.states)
+        if own_rule is not None:
+            seams.wire.refuse(self.optimizer)
         self.own_rule = own_rule.figures if own_rule else None
         self.cores = torch.get_num_threads()
         # They get the plan's threads as soon as there is a plan.
@@ -124,9 +122,7 @@ class Subject:
 
     def choose_wire(self, suits: Callable[[tuple[Form, ...]], bool]) -> None:
         """Use the first wire, among those that this one leaves open, whose forms suit; if none does, the last."""
-        wire = self.seams.wire
-        blocks = self.chain.layouts[1 : self.chain.num_blocks + 1]
-        choices = wire.choices(blocks) if isinstance(wire, SubspaceWire) else ()
+        choices = self.seams.wire.choices(self.chain.layouts[1 : self.chain.num_blocks + 1])
         for choice in choices if len(choices) > 1 else ():
             self.use_wire(choice)
             if suits(self.forms):
@@ -135,7 +131,7 @@ class Subject:
     @property
     def export_notes(self) -> tuple[str, ...]:
         """What a reader of the exported files should know."""
-        return self.chain.adapters.notes if self.chain.adapters is not None else ()
+        return self.seams.wire.notes
 
     def warm_up(self) -> None:
         """Compile and load what updates will use."""
@@ -200,26 +196,25 @@ class Subject:
     @property
     def finished_bytes(self) -> int:
         """Bytes that `export` writes."""
-        wire = self.seams.wire
-        return adapter_file_bytes(wire.known) if isinstance(wire, AdapterWire) else export_bytes(self.checkpoint)
+        return self.seams.wire.export_bytes(self.checkpoint)
 
     def export(self, store: StateStore, directory: Path, notes: Mapping[str, str]) -> None:
-        """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` as files; if adapters are
-        trained, write only their files.
+        """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` as files; or what the run's
+        wire has instead.
         """
-        wire = self.seams.wire
-        if isinstance(wire, AdapterWire):
-            forms = [(unit, form.trained) for unit, form in enumerate(self.forms)]
-            read = AdapterReader(store, {unit: trained for unit, trained in forms if trained is not None}, wire.known)
-            write_adapters(directory, wire.known, self.chain, self.weights, read, notes)
-            return
-        reader = UnitReader(store, self.maker, self.seams.site)
-        Exporter(self.checkpoint, self.chain, directory, reader, notes=notes).write()
+        content = Content(
+            checkpoint=self.checkpoint,
+            chain=self.chain,
+            weights=self.weights,
+            reader=partial(UnitReader, store, self.maker, self.seams.site),
+            read_trained=partial(read_trained, store),
+            notes=notes,
+        )
+        self.seams.wire.export(content, directory)
 
     def settles(self, verdict: Verdict) -> bool:
         """Return whether a step leaves something that `settle` must put into use: a new basis, or weights to be merged."""
-        wire = self.seams.wire
-        changes = isinstance(wire, SubspaceWire) and (wire.merges_each_step or any(map(changed, verdict.proposals.values())))
+        changes = self.seams.wire.merges_each_step or any(map(changed, verdict.proposals.values()))
         return changes and verdict.skipped is None
 
     def settle(self, store: StateStore) -> None:
@@ -228,7 +223,7 @@ class Subject:
         No step may be under way, and no buffers may exist.
         """
         wire, record = self.seams.wire, store.record
-        if isinstance(wire, SubspaceWire) and (record.get(PROPOSED) or (record.get("num_steps") and wire.merges_each_step)):
+        if record.get(PROPOSED) or (record.get("num_steps") and wire.merges_each_step):
             settle(store, self.maker, wire, record)
 
     def use_lent(self, store: StateStore, sink: Sink) -> StateStore:

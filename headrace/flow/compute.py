@@ -4,28 +4,20 @@ All micro-batches pass through one block before the next (block-major; GreedySna
 bound once per pass. No autograd graph outlives an operation, so a slot may be refilled as soon as its operations are done.
 """
 
-from contextlib import ExitStack, nullcontext
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 
+from headrace.flow.bound import bound, catching
 from headrace.flow.step_state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
-from headrace.terms.forms import Form
-from headrace.terms.layout import ParameterSpec
-from headrace.terms.program import Op, Pool
-from headrace.terms.summing import SEQUENTIAL, branches_before, merges_after, place_of
-from headrace.update.wire import BesideWire, Gradients, Moment, Proposal, Wire
-from headrace.update.wires import DenseWire
-
-# Units that are trained in place have gradients of their own elements, whatever the run's wire is.
-_DENSE: Wire = DenseWire()
+from headrace.terms.program import Op
 
 
 def prologue(state: StepState, op: Op) -> None:
     """Micro-batch -> input of the first block, and what else each block is called with."""
     _seed(state, 0, op.micro)
-    with torch.no_grad(), _Bound(state, op, 0, gradients=False):
+    with torch.no_grad(), bound(state, op, 0):
         result = state.parts.chain.prologue(state.batch.micro_batches[op.micro])
     state.calls[op.micro] = result.calls
     state.inputs[1, op.micro] = result.hidden
@@ -37,7 +29,7 @@ def forward(state: StepState, op: Op) -> None:
     hidden = state.inputs.pop((op.unit, op.micro))
     _seed(state, op.unit, op.micro)
     record = Record(frozenset(plan.kept[block])) if state.learns and (plan.kept[block] or plan.skipped[block]) else None
-    with torch.no_grad(), _Bound(state, op, op.unit, gradients=False), record or nullcontext():
+    with torch.no_grad(), bound(state, op, op.unit), record or nullcontext():
         result = state.parts.chain.block(block, hidden, state.calls[op.micro][block])
     state.inputs[op.unit + 1, op.micro] = result.hidden
     if not state.learns:
@@ -62,7 +54,8 @@ def epilogue(state: StepState, op: Op) -> None:
     gradient = torch.zeros_like(hidden)
     positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
     _seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
-    with torch.enable_grad(), _Bound(state, op, 0, gradients=plan.tied), _Bound(state, op, plan.num_blocks + 1, gradients=True):
+    of_embedding = (catching if plan.tied else bound)(state, op, 0)
+    with torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
         for start in range(0, hidden.shape[1], positions):
             span = slice(start, start + positions)
             if not any(state.batch.trained_columns[op.micro][span]):
@@ -84,7 +77,7 @@ def score(state: StepState, op: Op) -> None:
     plan, chain = state.plan, state.parts.chain
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
     positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
-    with torch.no_grad(), _Bound(state, op, 0, gradients=False), _Bound(state, op, plan.num_blocks + 1, gradients=False):
+    with torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
         if not state.batch.trained_tokens:
             state.logits[op.micro] = chain.last_logits(batch.input_ids[:, -1:], hidden[:, -1:])
         for start in range(0, hidden.shape[1] if state.batch.trained_tokens else 0, positions):
@@ -103,7 +96,7 @@ def backward(state: StepState, op: Op) -> None:
     """
     package = state.recalled.pop((op.unit, op.micro))
     gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
-    with torch.enable_grad(), _Bound(state, op, op.unit, gradients=True):
+    with torch.enable_grad(), catching(state, op, op.unit):
         if (call := state.calls[op.micro][op.unit - 1]).samples:
             _seed(state, op.unit, op.micro)
             found = state.parts.chain.block_gradient(op.unit - 1, package.hidden, call, gradients)
@@ -138,148 +131,12 @@ def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tenso
 def prologue_backward(state: StepState, op: Op) -> None:
     """Gradient of the first block's input -> gradients of the embedding."""
     _seed(state, 0, op.micro)
-    with torch.enable_grad(), _Bound(state, op, 0, gradients=True):
+    with torch.enable_grad(), catching(state, op, 0):
         result = state.parts.chain.prologue(state.batch.micro_batches[op.micro])
         gradient = state.hidden_gradients.pop(op.micro)
         if result.hidden.requires_grad:
             result.hidden.backward(gradient)  # type: ignore[no-untyped-call]
     del state.calls[op.micro]
-
-
-class _Bound:
-    """While in the context, a unit's parameters are views of the slot that compute reads. With `gradients`, the wire adds their
-    gradients to the accumulator, if anything of the unit is trained.
-
-    Where gradients are made in place, the accumulator is the drained gradient's own buffer.
-    """
-
-    def __init__(self, state: StepState, op: Op, unit: int, *, gradients: bool) -> None:
-        self._state, self._op, self._unit = state, op, unit
-        self._exists = unit < len(state.plan.units)
-        self._gradients = gradients and self._exists and state.plan.units[unit].is_trained
-        self._catching = ExitStack()
-        self._leaf: set[str] | None = None  # for a tree's sum: the parameters that have a gradient in this leaf
-
-    def __enter__(self) -> None:
-        parts, unit = self._state.parts, self._unit
-        if not self._exists:
-            return
-        flat, form = self._weights(), parts.forms[unit]
-        if form.is_beside:
-            parts.chain.bind(unit, flat, None)
-            self._bind_beside(form, flat.device)
-            return
-        if not self._gradients or form.trained is None:
-            parts.chain.bind(unit, flat, None)
-            return
-        basis, moment = self._basis(flat.device), self._moment()
-        delivered = self._delivered()
-        gradients = Gradients(form.trained, self._accumulator(), delivered, basis, moment)
-        wire = parts.wire if form.has_own_family else _DENSE
-        caught = self._catching.enter_context(wire.catch(unit, form.layout, flat, gradients))
-        parts.chain.bind(unit, flat, caught.sink, lambda spec: spec.name not in form.left and caught.wanted(spec))
-
-    def __exit__(self, *failure: Any) -> None:
-        if self._exists:
-            self._state.parts.chain.release(self._unit)
-            self._catching.__exit__(*failure)
-            if self._leaf is not None and not any(failure):
-                self._add_leaf(self._leaf)
-
-    def _bind_beside(self, form: Form, device: torch.device) -> None:
-        """Let the unit compute with what is trained beside its weights; the weights themselves have no gradient."""
-        wire, unit = self._state.parts.wire, self._unit
-        assert isinstance(wire, BesideWire), "what is trained beside weights has a wire for it"
-        assert form.trained is not None, "and a layout"
-        sink = None
-        if self._gradients:
-            delivered = self._delivered()
-            gradients = Gradients(form.trained, self._accumulator(), delivered)
-
-            def sink(spec: ParameterSpec, gradient: torch.Tensor) -> None:
-                gradients.add(spec.name, gradient)
-
-        trained = torch.from_numpy(self._state.parts.buffers.trained[unit]).view(torch.float32)
-        wire.bind(unit, form.trained, trained.to(device), sink)
-        self._catching.callback(wire.release, unit)
-
-    def _weights(self) -> torch.Tensor:
-        buffers, plan = self._state.parts.buffers, self._state.plan
-        if self._unit in plan.resident_units:
-            return buffers.resident_weights[self._unit]
-        return buffers.computed(self._unit, self._op.slot(Pool.HOST_WEIGHTS), self._op.slot(Pool.DEVICE_WEIGHTS))
-
-    def _basis(self, device: torch.device) -> torch.Tensor | None:
-        """Return the basis of the unit's trained family, on the device that computes."""
-        state, unit = self._state, self._unit
-        if not state.plan.basis_bytes(unit):
-            return None
-        whole = torch.from_numpy(state.parts.buffers.trained[unit][state.plan.trained_bytes(unit) :])
-        return whole.view(torch.float32).to(device)
-
-    def _moment(self) -> Moment | None:
-        state, unit = self._state, self._unit
-        if not state.plan.basis_bytes(unit):
-            return None
-
-        def propose(proposal: Proposal) -> None:
-            state.verdict.proposals[unit] = proposal
-
-        return Moment(
-            step=state.verdict.step,
-            unit=unit,
-            micro=self._op.micro,
-            num_micro=len(state.batch.micro_batches),
-            seed=state.parts.seed,
-            kept=state.caught[unit],
-            propose=propose,
-        )
-
-    def _delivered(self) -> set[str]:
-        """Return the set that notes which gradients exist. A leaf of a tree begins with none, or with those of the other use of
-        a tied matrix.
-        """
-        state = self._state
-        if state.plan.gradient_sum == SEQUENTIAL or not state.plan.accumulate:
-            return state.delivered[self._unit]
-        self._leaf = state.waiting_leaves.pop(self._op.micro, set()) if self._waits else set()
-        return self._leaf
-
-    @property
-    def _waits(self) -> bool:
-        """Whether the leaves of the unit wait for the second use of a tied matrix, each in a place of its own."""
-        return self._state.plan.tied and self._unit == 0
-
-    def _add_leaf(self, leaf: set[str]) -> None:
-        """Add a micro-batch's gradient to those of its branch of the tree, once the branch is whole."""
-        state, unit, micro = self._state, self._unit, self._op.micro
-        if unit != self._op.unit:
-            state.waiting_leaves[micro] = leaf
-            return
-        state.delivered[unit] |= leaf
-        top = place_of(micro)
-        places = (*branches_before(micro), micro) if self._waits else range(top + 1)
-        sums = [self._partial(place) for place in places]
-        for spec in state.trained_layout(unit).parameters:
-            if spec.name not in leaf:
-                sums[top][spec.offset : spec.offset + spec.num_elements] = 0
-        for _ in range(merges_after(micro, len(state.batch.micro_batches))):
-            sums[top - 1] += sums[top]
-            top -= 1
-
-    def _partial(self, partial: int) -> torch.Tensor:
-        found = self._state.parts.buffers.accumulator(self._unit, self._op.slot(Pool.ACCUMULATOR), partial)
-        assert found is not None, "what has several micro-batches has accumulators"
-        return found
-
-    def _accumulator(self) -> torch.Tensor:
-        buffers = self._state.parts.buffers
-        if self._leaf is None:
-            partial = 0
-        else:
-            partial = self._op.micro if self._waits else place_of(self._op.micro)
-        accumulator = buffers.accumulator(self._unit, self._op.slot(Pool.ACCUMULATOR), partial)
-        return buffers.gradient_tensor(self._unit, self._op.slot(Pool.GRADIENT)) if accumulator is None else accumulator
 
 
 def _aside_gradients(state: StepState) -> None:

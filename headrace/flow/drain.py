@@ -85,7 +85,7 @@ def _decide(state: StepState) -> None:
 def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
     """Set padding, and parameters that no gradient reached, to zero: the buffer may hold an older gradient."""
     stop = 0
-    delivered = state.delivered[unit]
+    delivered = state.sums.delivered[unit]
     for parameter in state.trained_layout(unit).parameters:
         gradient[stop : parameter.offset] = 0
         stop = parameter.offset + parameter.num_elements

@@ -18,7 +18,7 @@ from headrace.flow.step_state import Verdict
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.store import StateStore
 from headrace.terms.families import BASIS, NEXT_BASIS, REST, STATES, TRAINED, WEIGHTS, Family
-from headrace.update.wire import Proposal, SubspaceWire
+from headrace.update.wire import Proposal, Wire
 
 # The key in a commit's record with the units whose basis is to be replaced.
 PROPOSED = "proposed"
@@ -36,7 +36,7 @@ def proposed_in(verdict: Verdict) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def settle(store: StateStore, maker: Maker, wire: SubspaceWire, record: Mapping[str, Any]) -> None:
+def settle(store: StateStore, maker: Maker, wire: Wire, record: Mapping[str, Any]) -> None:
     """Merge and move as the newest commit asks, and commit `record` without that key. No step may be under way."""
     proposed = frozenset(record.get(PROPOSED, ()))
     merged = [unit for unit, form in enumerate(maker.forms) if form.basis is not None and wire.merges_each_step]
@@ -45,7 +45,7 @@ def settle(store: StateStore, maker: Maker, wire: SubspaceWire, record: Mapping[
     store.commit({**record, PROPOSED: []})
 
 
-def _settle_unit(store: StateStore, maker: Maker, wire: SubspaceWire, unit: int, *, moves: bool) -> None:
+def _settle_unit(store: StateStore, maker: Maker, wire: Wire, unit: int, *, moves: bool) -> None:
     form, described = maker.forms[unit], store.manifest.units[unit]
     assert form.trained is not None, "a subspace is trained"
     layouts = form.layout, form.trained
@@ -73,7 +73,7 @@ _REST_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float32}
 
 
 def _move_states(
-    store: StateStore, wire: SubspaceWire, unit: int, layouts: tuple[Any, Any], bases: tuple[torch.Tensor, torch.Tensor]
+    store: StateStore, wire: Wire, unit: int, layouts: tuple[Any, Any], bases: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """Move a unit's states from one basis to another. Chunks have their planes back to back, so each plane is put together
     first.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from headrace.flow.buffers import Buffers
+from headrace.flow.gradient_sums import GradientSums, sums_of
 from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch
 from headrace.machine.protocol import Machine
@@ -163,15 +164,16 @@ class StepState:
     asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
-    delivered: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    # Micro-batch -> the parameters of the prologue whose gradients the head has given to its leaf.
-    waiting_leaves: dict[int, set[str]] = field(default_factory=dict)
+    sums: GradientSums = field(init=False)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of rows that were scored without labels
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)
     # By unit and chunk, from the update to its writes.
     checksums: dict[tuple[int, int], Checksums] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sums = sums_of(self.plan, self.parts.buffers, len(self.batch.micro_batches))
 
     @property
     def plan(self) -> Plan:

@@ -19,6 +19,8 @@ class Lora(GradientWay):
     """Low-rank adapters (Hu et al. 2022): `W x + alpha/rank B A x` with a frozen W."""
 
     name: ClassVar[str] = "lora"
+    named_by: ClassVar[str] = "adapter"
+    gradient_dtype: ClassVar[str | None] = "float32"  # gradients of adapters are small
     has_magnitudes: ClassVar[bool] = False
 
     rank: int = option(16, Whole(1, 1 << 16), row="rows of A, and columns of B")
@@ -45,6 +47,11 @@ class Lora(GradientWay):
         for key in ("target_modules", "exclude_modules"):
             if (given := getattr(self, key)) is not None and not _words(given):
                 raise ConfigError(f"{key}: {given!r} names no module; join names with + (q_proj+v_proj), or leave it out")
+
+    @property
+    def offer(self) -> str:
+        """What a plan says of adapters."""
+        return f"adapters of rank {self.rank} beside frozen weights (LoRA: not full fine-tuning)"
 
     @property
     def scale(self) -> float:
@@ -82,6 +89,11 @@ class Dora(Lora):
         super().__post_init__()
         if self.dropout:
             raise ConfigError("dropout: dora has none; leave it out, or train lora")
+
+    @property
+    def offer(self) -> str:
+        """It is not offered beside LoRA."""
+        return ""
 
 
 ADAPTERS: Mapping[str, type[Lora]] = {kind.name: kind for kind in (Lora, Dora)}

@@ -13,10 +13,8 @@ def refuse_contradictions(options: Declared) -> None:
         ConfigError: two do; names both.
     """
     given = vars(options)
-    if given["adapter"] is not None and given["train"] != ALL:
-        raise ConfigError(
-            f"train: {given['train']} and adapter: adapters are trained, and everything else is frozen; give one of them"
-        )
+    if given["adapter"] is not None:
+        refuse_adapters_and_parts(given["train"])
     if given["compile_blocks"] and given["adapter"]:
         raise ConfigError("compile_blocks and adapter: adapters run beside the blocks' own code; give one of them")
     if given["compile_blocks"] and given["liger"]:
@@ -25,3 +23,9 @@ def refuse_contradictions(options: Declared) -> None:
         raise ConfigError(
             f"gradient_sum: tree adds whole gradients, but gradient is {given['gradient']}; leave one of them out"
         )
+
+
+def refuse_adapters_and_parts(train: str) -> None:
+    """Refuse to train adapters and parts of a model's own parameters."""
+    if train != ALL:
+        raise ConfigError(f"train: {train} and adapter: adapters are trained, and everything else is frozen; give one of them")

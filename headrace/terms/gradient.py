@@ -3,13 +3,25 @@
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from headrace.terms.named import Named
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientWay(Named):
-    """A way for gradients to travel. Its settings are the fields of a subclass, declared as options are."""
+    """A way for gradients to travel. Its settings are the fields of a subclass, declared as options are.
+
+    `named_by` is the option that names it. `gradient_dtype` is that of drained gradients where nobody says; None: as compute.
+    """
+
+    named_by: ClassVar[str] = "gradient"
+    gradient_dtype: ClassVar[str | None] = None
+
+    @property
+    def offer(self) -> str:
+        """What is said to those who could have it instead of whole gradients; empty where it is not offered."""
+        return ""
 
     def begun(self, way: "GradientWay") -> "GradientWay":
         """Return the way with which a run was begun that was asked for this one. `way` is what the run recorded, which may say

@@ -111,8 +111,9 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
                 f"gradient_dtype: {self.gradient_dtype!r} is neither float32 nor the compute dtype {self.compute_dtype}"
             )
         if self.adapter is not None:
-            object.__setattr__(self, "adapter", adapter_of(self.adapter).text)
-            object.__setattr__(self, "gradient_dtype", self.gradient_dtype or "float32")  # gradients of adapters are small
+            adapter = adapter_of(self.adapter)
+            object.__setattr__(self, "adapter", adapter.text)
+            object.__setattr__(self, "gradient_dtype", self.gradient_dtype or adapter.gradient_dtype)
         refuse_contradictions(self)
         for key in ("optimizer", "gradient"):
             object.__setattr__(self, key, named_text(*parse_named(key, getattr(self, key))))

@@ -6,15 +6,14 @@ It is the smallest wire with a trained family of its own, like a subspace of gra
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out
-from headrace.update.wire import Caught, Gradients
+from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out, part
+from headrace.update.wire import Caught, Gradients, Wire
 from headrace.update.wires.factors import Factors
 
 
-class RowWire:
+class RowWire(Wire):
     """Trains a number for each row of the matrices of blocks, and the vectors of blocks as they are.
 
     `ends`: prologue and epilogue are trained in place, else frozen. `frozen`: blocks (from 1) of which nothing is trained.
@@ -54,28 +53,14 @@ class RowWire:
         with Factors(layout, weights, take, {spec.name for spec in layout.parameters}):
             yield Caught(sink, lambda spec: len(spec.shape) == 1)
 
-    def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
-        """Return zero for each row, and vectors as they are."""
-        first = torch.zeros(trained.num_elements)
-        for spec, own in zip(layout.parameters, trained.parameters, strict=True):
-            if len(spec.shape) == 1:
-                first[own.offset : own.offset + own.num_elements] = _part(weights, spec).float()
-        return first
-
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
         """Add its number to each row, in float32; copy vectors in."""
+        super().complete(unit, layout, slot, trained, weights)
         for spec, own in zip(layout.parameters, trained.parameters, strict=True):
-            numbers, place = _part(weights, own), _part(slot, spec)
-            if len(spec.shape) == 1:
-                place.copy_(numbers)
-            else:
-                matrix = place.view(spec.shape[0], -1)
-                matrix.copy_(matrix.float() + numbers[:, None])
+            if len(spec.shape) > 1:
+                matrix = part(slot, spec).view(spec.shape[0], -1)
+                matrix.copy_(matrix.float() + part(weights, own)[:, None])
 
     def making_bytes(self, layout: UnitLayout) -> int:
         """Return the bytes of the largest matrix in float32, twice."""
         return 8 * max(spec.num_elements for spec in layout.parameters)
-
-
-def _part(flat: Tensor, spec: ParameterSpec) -> Tensor:
-    return flat[spec.offset : spec.offset + spec.num_elements]

@@ -4,10 +4,8 @@ Invariant: choices that are not refused here work together; `tests/equivalence/t
 """
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.layout import rest_of_master
 from headrace.terms.options import Options
 from headrace.update.rules.table import optimizer_of, rule_of
-from headrace.update.wire import SubspaceWire
 from headrace.update.wires import wire_of
 
 # Options that a node does not take, and why.
@@ -25,12 +23,7 @@ def refuse_combination(options: Options, *, at_node: bool = False) -> None:
         ConfigError: two choices exclude one another, or one does not exist; the message names what to choose instead.
     """
     wire, optimizer = wire_of(options), optimizer_of(options)
-    if isinstance(wire, SubspaceWire):
-        wire.refuse(rule_of(optimizer, "float32").planes.states)
-        if rest_of_master(rule_of(optimizer, "bfloat16").planes.states) is None:
-            raise ConfigError(
-                "gradient: lsp merges the trained subspace into a master, and this rule keeps none: use lomo, or leave lsp out"
-            )
+    wire.refuse(optimizer)
     rule_of(optimizer, options.compute_dtype)
     for name, why in _NOT_AT_A_NODE.items() if at_node else ():
         declared = next(each for each in Options.declarations() if each.key == name)

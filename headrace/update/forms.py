@@ -12,8 +12,7 @@ from headrace.terms.optimizer import ALL, Optimizer
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.stored_codes import StoredCodes
-from headrace.update.wire import BesideWire, SubspaceWire, Wire
-from headrace.update.wires.frozen import FrozenWire
+from headrace.update.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def forms_under(
         own, basis = trained is not None and trained is not layout, None
         if own and trained is not None:
             trained = realigned(trained, rule.parameter_alignment)
-            basis = wire.basis(unit, layout, trained) if isinstance(wire, SubspaceWire) else None
+            basis = wire.basis(unit, layout, trained)
         if unit in stored and trained is layout:
             raise ConfigError(
                 f"{layout.name}: its weights are coded ({', '.join(sorted(codecs))}), and cannot be trained in place; "
@@ -74,17 +73,10 @@ def forms_under(
                 is_far=is_far(unit),
                 basis=basis,
                 left=left,
-                is_beside=own and isinstance(wire, BesideWire),
+                is_beside=own and wire.is_beside,
             )
         )
-    if isinstance(wire, SubspaceWire) and not any(form.basis for form in forms):
-        raise ConfigError(
-            f"gradient: {wire.name}: no matrix of a block has a side longer than a subspace's, so nothing would be "
-            "compressed. Give a smaller dimension, or leave lsp out"
-        )
-    if not any(form.trained for form in forms) and not isinstance(wire, FrozenWire):
-        what = f" with train: {optimizer.train}" if optimizer and optimizer.train != ALL else ""
-        raise ConfigError(f"wire: {wire.name}{what} trains nothing of this model; give one that does")
+    wire.refuse_forms(forms, optimizer.train if optimizer else ALL)
     return tuple(forms)
 
 

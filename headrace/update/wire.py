@@ -1,5 +1,8 @@
 """What a wire is: how a gradient travels from backward to the rule that uses it, and so which part of a unit is trained.
 
+A wire is one class in one file of `update/wires`. `Wire` has the defaults, and a subclass has what differs. It also says what
+follows from it: what it refuses, what a plan may choose, what is left to do after a step, and what is exported.
+
 The plain wire (`wires.dense`) takes a unit's whole gradient, which has the unit's own elements. Other wires may have other
 elements: those of a subspace into which gradients are projected, of an adapter's matrices, or of some parameters alone. These
 are then the *trained family*. Gradients, states and updates have its elements; the slot that compute reads is made of it and of
@@ -8,14 +11,27 @@ the frozen weights.
 Invariant: what a wire does follows from its arguments alone, so that doing it again gives the same bits.
 """
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
-from headrace.terms.layout import ParameterSpec, Plane, UnitLayout
+from headrace.terms.errors import ConfigError
+from headrace.terms.forms import Form
+from headrace.terms.gradient import GradientWay
+from headrace.terms.layout import ParameterSpec, UnitLayout, part
+from headrace.terms.optimizer import ALL, Optimizer
+from headrace.terms.options import Options
+
+if TYPE_CHECKING:  # choices that exclude one another are refused before transformers is loaded
+    from headrace.model import Chain, Checkpoint, WeightMap
+    from headrace.model.adapter_reading import StoredAdapters
+    from headrace.model.adapters import Adapters
+    from headrace.model.export import ReadUnit
 
 # Elements of a gradient that are added at once: enough for all threads, with a few megabytes of copies.
 _ADD_ELEMENTS = 1 << 20
@@ -77,6 +93,10 @@ class Gradients:
         self._places = {spec.name: spec for spec in trained.parameters}
         self._flat, self._delivered = flat, delivered
 
+    def takes(self, spec: ParameterSpec) -> bool:
+        """Return whether the trained family has a parameter of this name."""
+        return spec.name in self._places
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Add `gradient`, of any shape, to that of the trained parameter `name`."""
         spec = self._places[name]
@@ -90,82 +110,170 @@ class Gradients:
             into[start : start + _ADD_ELEMENTS].add_(flat[start : start + _ADD_ELEMENTS])
 
 
-class Wire(Protocol):
-    """How gradients of the units of a model travel."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a run's result is written from: the model as it is stored, as units, and where each parameter is stored.
+
+    `reader` makes what gives the newest weights of each unit, which takes memory. `read_trained` gives those of a unit's
+    trained family, by parameter (float32). `notes` are the texts of files beside them.
+    """
+
+    checkpoint: "Checkpoint"
+    chain: "Chain"
+    weights: "WeightMap"
+    reader: "Callable[[], ReadUnit]"
+    read_trained: Callable[[int], Mapping[str, Tensor]]
+    notes: Mapping[str, str]
+
+
+class Wire:
+    """How gradients of the units of a model travel. By default all of a unit is trained, in place.
+
+    With a `trained` of its own a subclass trains some of a unit's parameters, as they are, beside the others, which are frozen.
+    Whatever else the trained family has (a subspace, matrices beside the weights) is for other methods to say.
+
+    Attributes:
+        ways: what users name the wire by, with its settings; () for a wire that only a program gives.
+        is_beside: compute reads the trained family beside the frozen weights, and no slot is completed with it. Then
+            `complete` is only for export, and gradients come to the `sink` of `beside`.
+        settings: what the user chose.
+        adapters: the modules that blocks compute with besides their own; None for a wire without any.
+    """
+
+    ways: ClassVar[tuple[type[GradientWay], ...]] = ()
+    is_beside: ClassVar[bool] = False
+    settings: GradientWay
+    adapters: "Adapters | None" = None
+
+    def __init__(self, settings: GradientWay) -> None:
+        self.settings = settings
+
+    @classmethod
+    def asked(cls, settings: GradientWay, options: Options) -> Self:
+        """Return the wire with these settings for a run under `options`."""
+        return cls(settings)
+
+    def of(self, chain: "Chain") -> "Wire":
+        """Return the wire for the units of `chain`.
+
+        Raises:
+            ConfigError: it cannot train this model.
+        """
+        return self
 
     @property
     def name(self) -> str:
         """The wire's name in a run's record. A run keeps the wire that it began with."""
+        return self.settings.text
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about what is trained of a chain, and exported."""
+        return ()
+
+    # What is trained, and how its gradient comes.
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
         """Return the layout of the trained part of a unit. It is `layout` itself if all is trained in place, None for nothing,
         and another layout for a trained family, which blocks may have.
         """
+        return layout
 
-    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> AbstractContextManager[Caught]:
-        """Return the context for one micro-batch's backward of a unit with a trained family of its own, in which its forward
-        is computed again. (Gradients of units trained in place are taken as they are.)
+    @contextmanager
+    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
+        """Make the context for one micro-batch's backward of a unit, in which its forward is computed again. (Gradients of
+        units trained in place are always taken as they are.)
 
         `weights` is the slot that the unit's parameters are views of: a parameter is identified by where it lies. A wire that
         takes a gradient by its factors replaces the model's product by its own in this context, and wants no gradient of it.
         """
+        yield Caught(lambda spec, gradient: gradients.add(spec.name, gradient), gradients.takes)
+
+    def as_they_are(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
+        """Yield the parameters that a trained family has as they are, of the same name and shape: their places in both."""
+        own = {(spec.name, spec.shape): spec for spec in trained.parameters}
+        yield from ((spec, own[key]) for spec in layout.parameters if (key := (spec.name, spec.shape)) in own)
 
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
-        """Return the trained family's first weights, float32 of `trained.num_elements`, for a unit's imported `weights`."""
+        """Return the trained family's first weights, float32 of `trained.num_elements`, for a unit's imported `weights`: zero
+        for what is not trained as it is.
+        """
+        first = torch.zeros(trained.num_elements)
+        for spec, own in self.as_they_are(unit, layout, trained):
+            part(first, own).copy_(part(weights, spec))
+        return first
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
         """Change `slot`, which has the frozen weights in the compute dtype, in place to the weights that compute reads.
 
-        `weights` are the trained family's, float32. Upload, evaluation and export all go this way.
+        `weights` are the trained family's, float32, followed by the basis. Upload, evaluation and export all go this way.
         """
+        for spec, own in self.as_they_are(unit, layout, trained):
+            part(slot, spec).copy_(part(weights, own))
 
     def making_bytes(self, layout: UnitLayout) -> int:
         """Return the most bytes that `complete` allocates at once for a unit of this layout."""
+        return 0
 
-
-@runtime_checkable
-class BesideWire(Wire, Protocol):
-    """A wire whose trained family compute reads beside the frozen weights; no slot is completed with it: adapters.
-
-    `complete` is then only for export, and gradients need no `catch`.
-    """
-
-    def bind(
+    def beside(
         self, unit: int, trained: UnitLayout, weights: Tensor, sink: Callable[[ParameterSpec, Tensor], None] | None
-    ) -> None:
-        """Let `unit` compute with its trained family, whose `weights` (float32) are laid out by `trained`. `sink` gets the
-        gradients; None if there are none.
+    ) -> AbstractContextManager[None]:
+        """Return the context in which `unit` computes with its trained family, whose `weights` (float32) are laid out by
+        `trained`. `sink` gets the gradients; None if there are none.
         """
+        raise AssertionError("nothing is computed beside the weights")
 
-    def release(self, unit: int) -> None:
-        """Drop all references to these weights."""
+    # What it refuses, and leaves to the plan.
 
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Raise ConfigError if the wire does not go together with a rule or with what that trains."""
 
-@runtime_checkable
-class SubspaceWire(Wire, Protocol):
-    """A wire that trains a subspace which changes now and then: a *basis* lies beside the trained family.
+    def refuse_forms(self, forms: Sequence[Form], train: str) -> None:
+        """Raise ConfigError if a model whose units have these forms cannot be trained; `train` is the option."""
+        if not any(form.trained for form in forms):
+            what = f" with train: {train}" if train != ALL else ""
+            raise ConfigError(f"wire: {self.name}{what} trains nothing of this model; give one that does")
 
-    `weights` in `complete` are then the trained family's, followed by the basis. When the basis changes, frozen weights are
-    merged with the trained family by `complete`, on their fp32 master. Everything of the old basis is moved (`flow.settle`).
-    """
-
-    def choices(self, layouts: Sequence[UnitLayout]) -> "Sequence[SubspaceWire]":
+    def choices(self, layouts: Sequence[UnitLayout]) -> "Sequence[Wire]":
         """Return the wires among which a plan may choose for blocks of these layouts, best first; only itself, where nothing is
         open. The first is taken whose states fit into host memory; if none fits, the last.
         """
+        return (self,)
+
+    # What is exported.
+
+    def export_bytes(self, checkpoint: "Checkpoint") -> int:
+        """Return the bytes that `export` writes."""
+        from headrace.model import export_bytes
+
+        return export_bytes(checkpoint)
+
+    def export(self, content: Content, directory: Path) -> None:
+        """Write the newest weights as an ordinary Hugging Face directory, or as whatever stands for them."""
+        from headrace.model import Exporter
+
+        Exporter(content.checkpoint, content.chain, directory, content.reader(), notes=content.notes).write()
+
+    def stored(self, read_trained: Callable[[int], Mapping[str, Tensor]]) -> "StoredAdapters":
+        """Return what lies beside the weights, to compute with."""
+        raise AssertionError("nothing lies beside the weights")
+
+    # A subspace that changes now and then has a *basis*, which lies beside the trained family. When it changes, frozen weights
+    # are merged with the trained family by `complete`, on their fp32 master. Everything of the old basis is moved
+    # (`flow.settle`).
+
+    def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout | None:
+        """Return the layout of the float32 numbers of the basis; None if there is none. They are zero until one is proposed."""
+        return None
 
     @property
     def merges_each_step(self) -> bool:
         """Whether weights are merged after every step, not only where the basis changes."""
-
-    def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout:
-        """Return the layout of the float32 numbers of the basis; they are all zero until one is proposed."""
-
-    def refuse(self, states: Sequence[Plane]) -> None:
-        """Raise ConfigError if a rule keeps states that cannot be moved to another basis."""
+        return False
 
     def restart(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> None:
         """Change the trained family's `weights` in place to those with which merged weights are complete."""
+        raise AssertionError("no basis changes")
 
     def move(
         self,
@@ -177,3 +285,4 @@ class SubspaceWire(Wire, Protocol):
         states: Mapping[str, Tensor],
     ) -> None:
         """Move `states` (planes by name, float32, of the trained family's elements) in place from `basis` to `other`."""
+        raise AssertionError("no basis changes")

@@ -3,41 +3,55 @@
 The model's code is imported once a chain is there: choices that exclude one another are refused before transformers is loaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
+import torch
 from torch import Tensor
 
-from headrace.terms.adapter import Lora
+from headrace.terms.adapter import ADAPTERS, Lora
+from headrace.terms.contradictions import refuse_adapters_and_parts
+from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import UnitLayout, part
-from headrace.update.wires.dense import DenseWire
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.options import Options
+from headrace.update.wire import Content, Wire
 
 if TYPE_CHECKING:
-    from headrace.model import Chain
+    from headrace.model import Chain, Checkpoint
+    from headrace.model.adapter_reading import StoredAdapters
     from headrace.model.adapters import Adapters
     from headrace.model.binding import GradientSink
 
 
 @dataclass(frozen=True)
-class AdapterWire(DenseWire):
+class AdapterWire(Wire):
     """Trains the adapters that `settings` ask for. Before `of` a chain is known, it has no more than a name."""
+
+    ways = tuple(ADAPTERS.values())
+    is_beside = True
 
     settings: Lora
     seed: int = 0
     adapters: "Adapters | None" = None
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The kind and its settings. A run keeps those that it began with."""
-        return self.settings.text
+    @classmethod
+    def asked(cls, settings: GradientWay, options: Options) -> Self:
+        """Return the wire whose adapters begin as the run's seed says."""
+        assert isinstance(settings, Lora), "these are its ways"
+        return cls(settings, options.seed)
 
     def of(self, chain: "Chain") -> "AdapterWire":
-        """Return the wire of the adapters of a chain's blocks.
+        """Return the wire of the adapters of a chain's blocks; itself, if it knows them.
 
         Raises:
             ConfigError: no block has a module that was asked for, or a rank is above the sides of its matrix.
         """
+        if self.adapters is not None:
+            return self
         from headrace.model.adapters import Adapters
 
         adapters = Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed, chain.stored_type)
@@ -49,17 +63,27 @@ class AdapterWire(DenseWire):
         assert self.adapters is not None, "the adapters of a chain are known"
         return self.adapters
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know about the adapters."""
+        return self.known.notes
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Refuse to train some of a model's own parameters only: none of them is trained."""
+        refuse_adapters_and_parts(optimizer.train)
+
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
         """Return where the adapters of a unit lie; nothing else is trained."""
         return self.known.layouts.get(unit)
 
-    def bind(self, unit: int, trained: UnitLayout, weights: Tensor, sink: "GradientSink | None") -> None:
-        """Let the block compute with its adapters; see `Adapters.bind`."""
+    @contextmanager
+    def beside(self, unit: int, trained: UnitLayout, weights: Tensor, sink: "GradientSink | None") -> Iterator[None]:
+        """Let the block compute with its adapters in this context; see `Adapters.bind`."""
         self.known.bind(unit, trained, weights, sink)
-
-    def release(self, unit: int) -> None:
-        """Drop all references to the adapters' memory."""
-        self.known.release(unit)
+        try:
+            yield
+        finally:
+            self.known.release(unit)
 
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
         """Return adapters that change nothing yet."""
@@ -78,6 +102,35 @@ class AdapterWire(DenseWire):
         from headrace.model.adapters import merging_bytes
 
         return max(4 * self.known.layouts[unit].num_elements, merging_bytes(self.known.products[unit]))
+
+    def export_bytes(self, checkpoint: "Checkpoint") -> int:
+        """Return the bytes of PEFT's files."""
+        from headrace.model.adapter_files import adapter_file_bytes
+
+        return adapter_file_bytes(self.known)
+
+    def export(self, content: Content, directory: Path) -> None:
+        """Write the adapters alone, as PEFT's files."""
+        from headrace.model.adapter_files import write_adapters
+
+        def read(unit: int) -> Tensor:
+            return self._flat(unit, content.read_trained)
+
+        write_adapters(directory, self.known, content.chain, content.weights, read, content.notes)
+
+    def stored(self, read_trained: Callable[[int], Mapping[str, Tensor]]) -> "StoredAdapters":
+        """Return the adapters and their newest tensors."""
+        from headrace.model.adapter_reading import StoredAdapters
+
+        return StoredAdapters(self.known, {unit: self._flat(unit, read_trained) for unit in self.known.layouts})
+
+    def _flat(self, unit: int, read_trained: Callable[[int], Mapping[str, Tensor]]) -> Tensor:
+        """Return a unit's tensors in the adapters' own layout: a rule may align parameters otherwise."""
+        layout, found = self.known.layouts[unit], read_trained(unit)
+        flat = torch.zeros(layout.num_elements)
+        for spec in layout.parameters:
+            part(flat, spec).copy_(found[spec.name])
+        return flat
 
 
 def _views(layout: UnitLayout, flat: Tensor) -> Mapping[str, Tensor]:

@@ -20,11 +20,14 @@ from torch import Tensor
 
 from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
+from headrace.terms.forms import Form
 from headrace.terms.gradient import GradientWay
-from headrace.terms.layout import ParameterSpec, Plane, UnitLayout, lay_out, part
+from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out, part, rest_of_master
+from headrace.terms.optimizer import Optimizer
 from headrace.terms.option_kinds import Number, OneOf, Whole
 from headrace.update.projectors import PROJECTORS, Kind, relative_error
-from headrace.update.wire import Caught, Gradients, Moment, Proposal
+from headrace.update.rules.table import rule_of
+from headrace.update.wire import Caught, Gradients, Moment, Proposal, Wire
 from headrace.update.wires.factors import Factors
 from headrace.update.wires.subspace import Subspace, half_and_quarter, subspaces
 
@@ -63,6 +66,11 @@ class Lsp(GradientWay):
         row="`block`: groups of rows, in closed form; `learned`: the paper's, by descent; `random`: never fitted, a control",
     )
 
+    @property
+    def offer(self) -> str:
+        """What a plan says of subspaces."""
+        return "subspaces of the blocks' matrices, of half their side (LSP-Offload: not full fine-tuning)"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dimension is not None and self.nonzeros > self.dimension:
@@ -76,13 +84,16 @@ class Lsp(GradientWay):
         return way if isinstance(way, Lsp) and self.dimension is None and replace(way, dimension=None) == self else self
 
 
-class LspWire:
+class LspWire(Wire):
     """Compresses gradients of blocks to subspaces. `kind` chooses projectors in place of the setting's. `by_factors` may be
     False to compress whole gradients only: it gives other sums, for comparison with plain training.
     """
 
+    ways = (Lsp,)
+    settings: Lsp
+
     def __init__(self, settings: Lsp, *, kind: Kind | None = None, by_factors: bool = True) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self._kind = kind or PROJECTORS[settings.projector]
         self._by_factors = by_factors
         self._subspaces: dict[int, tuple[Subspace, ...]] = {}
@@ -127,14 +138,27 @@ class LspWire:
         ]
         return lay_out(layout.name, numbers)
 
-    def refuse(self, states: Sequence[Plane]) -> None:
-        """Refuse states in fewer than 32 bits, and states of which it is not known how they are moved."""
-        for plane in states:
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Refuse states that are not known to be moved in 32 bits, and a rule that keeps no master."""
+        for plane in rule_of(optimizer, "float32").planes.states:
             if plane.name not in _POWERS or plane.dtype != "float32" or plane.of != "element":
                 raise ConfigError(
                     f"gradient: lsp moves a rule's states to other projectors, but cannot move {plane.name!r} "
                     f"({plane.dtype}); use adamw with float32 moments, sgd, lion or lomo"
                 )
+        if rest_of_master(rule_of(optimizer, "bfloat16").planes.states) is None:
+            raise ConfigError(
+                "gradient: lsp merges the trained subspace into a master, and this rule keeps none: use lomo, or leave lsp out"
+            )
+
+    def refuse_forms(self, forms: Sequence[Form], train: str) -> None:
+        """Refuse a model of which nothing would be compressed."""
+        if not any(form.basis for form in forms):
+            raise ConfigError(
+                f"gradient: {self.name}: no matrix of a block has a side longer than a subspace's, so nothing would be "
+                "compressed. Give a smaller dimension, or leave lsp out"
+            )
+        super().refuse_forms(forms, train)
 
     @contextmanager
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
@@ -152,29 +176,25 @@ class LspWire:
         with factors:
             yield Caught(catching.sink, lambda spec: True)
 
+    def as_they_are(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
+        """Yield all parameters but those that have a subspace."""
+        subspace = {each.name for each in self._of(unit, layout)}
+        yield from (pair for pair in super().as_they_are(unit, layout, trained) if pair[0].name not in subspace)
+
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
         """Return S = 0, c = 1, and all other parameters as they are."""
-        first = torch.zeros(trained.num_elements)
-        self._begin(unit, layout, trained, first)
-        subspace = {each.name for each in self._of(unit, layout)}
-        own = {spec.name: spec for spec in trained.parameters}
-        for spec in layout.parameters:
-            if spec.name not in subspace and spec.name in own:
-                part(first, own[spec.name]).copy_(part(weights, spec))
+        first = super().first_weights(unit, layout, trained, weights)
+        self.restart(unit, layout, trained, first)
         return first
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
         """Make `c W + P S Q^T` of each matrix W, in float32; copy all other parameters in."""
+        super().complete(unit, layout, slot, trained, weights)
         own, basis = {spec.name: spec for spec in trained.parameters}, weights[trained.num_elements :]
-        found = {each.name: each for each in self._of(unit, layout)}
-        for spec in layout.parameters:
-            place, each = part(slot, spec), found.get(spec.name)
-            if each is None:
-                if spec.name in own:
-                    place.copy_(part(weights, own[spec.name]))
-                continue
-            matrices = place.view(each.matrices)
-            learned = each.pair(self._kind, basis).decompress(part(weights, own[spec.name]).view(each.core))
+        places = {spec.name: spec for spec in layout.parameters}
+        for each in self._of(unit, layout):
+            matrices = part(slot, places[each.name]).view(each.matrices)
+            learned = each.pair(self._kind, basis).decompress(part(weights, own[each.name]).view(each.core))
             matrices.copy_(matrices.float().mul_(part(weights, own[each.factor_name])).add_(learned))
 
     def making_bytes(self, layout: UnitLayout) -> int:
@@ -187,7 +207,7 @@ class LspWire:
         own = {spec.name: spec for spec in trained.parameters}
         for each in self._of(unit, layout):
             part(weights, own[each.name]).zero_()
-        self._begin(unit, layout, trained, weights)
+            part(weights, own[each.factor_name]).fill_(1.0)
 
     def move(
         self,
@@ -207,11 +227,6 @@ class LspWire:
             for name, plane in states.items():
                 moment = part(plane, own[each.name])
                 moment.copy_(old.move(new, moment.view(each.core), square=_POWERS[name] == 2).reshape(-1))
-
-    def _begin(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> None:
-        own = {spec.name: spec for spec in trained.parameters}
-        for each in self._of(unit, layout):
-            part(weights, own[each.factor_name]).fill_(1.0)
 
     def _of(self, unit: int, layout: UnitLayout) -> tuple[Subspace, ...]:
         if unit not in self._subspaces:

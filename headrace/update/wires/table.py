@@ -1,23 +1,33 @@
-"""The ways for gradients, one row for each, and which wire a run's options mean."""
+"""The wires by what users name them, found in the files of this folder, and which of them a run's options mean."""
 
-from collections.abc import Callable, Mapping
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
 
-from headrace.terms.adapter import adapter_of
+from headrace.terms.adapter import Lora, adapter_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
 from headrace.terms.named import read_named
 from headrace.terms.options import Options
 from headrace.update.wire import Wire
-from headrace.update.wires.adapter import AdapterWire
-from headrace.update.wires.dense import Dense, DenseWire
-from headrace.update.wires.lsp import Lsp, LspWire
+from headrace.update.wires.dense import Dense
 
-if TYPE_CHECKING:
-    from headrace.model import Chain
 
-WIRES: Mapping[type[GradientWay], Callable[[Any], Wire]] = {Dense: lambda settings: DenseWire(), Lsp: LspWire}
+def _found(option: str) -> Iterator[tuple[type[GradientWay], type[Wire]]]:
+    """Yield what `option` may name, and the wires, by the names of their files."""
+    for file in pkgutil.iter_modules(sys.modules[__package__].__path__):
+        for wire in vars(import_module(f"{__package__}.{file.name}")).values() if file.name != "table" else ():
+            if inspect.isclass(wire) and issubclass(wire, Wire):
+                yield from ((way, wire) for way in wire.ways if way.named_by == option)
+
+
+WIRES: dict[type[GradientWay], type[Wire]] = dict(_found(Dense.named_by))
+"""What `gradient` names."""
+ADAPTER_WIRES: dict[type[GradientWay], type[Wire]] = dict(_found(Lora.named_by))
+"""What `adapter` names."""
 
 
 def gradient_of(options: Options) -> GradientWay:
@@ -50,16 +60,8 @@ def wire_of(options: Options, begun: str | None = None) -> Wire:
             raise ConfigError(
                 f"adapter and gradient: {way.name} trains subspaces, {options.adapter} adapters; give one of them"
             )
-        return AdapterWire(adapter_of(options.adapter), options.seed)
+        adapter = adapter_of(options.adapter)
+        return ADAPTER_WIRES[type(adapter)].asked(adapter, options)
     with suppress(ConfigError):  # the wire belongs to a program of its own; the check of the run says so
         way = way.begun(way_of(begun)) if begun else way
-    return WIRES[type(way)](way)
-
-
-def wire_on(wire: Wire, chain: "Chain") -> Wire:
-    """Return `wire` for the units of `chain`: a wire of adapters has to know their modules.
-
-    Raises:
-        ConfigError: as `AdapterWire.of`.
-    """
-    return wire.of(chain) if isinstance(wire, AdapterWire) and wire.adapters is None else wire
+    return WIRES[type(way)].asked(way, options)
