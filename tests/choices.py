@@ -26,7 +26,7 @@ def choices() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the choices of each axis, in words, with the options that express them."""
     rules = {text: {"optimizer": text} for text in _rules()}
     return {
-        "gradient": {kind.name: {"gradient": kind.name} for kind in WIRES},
+        "gradient": {kind.name: {"gradient": kind.name} for kind in WIRES if kind.named_by == "gradient"},
         "adapter": {"none": {}, **{name: {"adapter": name} for name in ADAPTERS}},
         "place": {"one machine": {}, AT_NODE: {AT_NODE: True}},
         "train": {ALL: {}, MATRICES: {"train": MATRICES}},

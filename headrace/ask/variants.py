@@ -6,6 +6,7 @@ Invariant: every variant returned has been planned, and fits.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import rule_of
 from headrace.update.rules.table import RULES
-from headrace.update.wires import ADAPTER_WIRES, WIRES
+from headrace.update.wires import WIRES
 from headrace.update.wires.dense import Dense
 
 PlanOf = Callable[["Question"], Plan]
@@ -106,7 +107,8 @@ def smaller_states(question: Question) -> Iterator[Candidate]:
     if smaller := question.optimizer.smaller():
         words, optimizer = smaller
         other = replace(question, optimizer=optimizer)
-        if _goes_together(other):
+        with suppress(ConfigError):  # some wires do not take smaller states
+            other.wire.refuse(optimizer)
             yield words, {"optimizer": optimizer.text}, other
 
 
@@ -132,20 +134,14 @@ def _bytes_per_element(optimizer: Optimizer, compute_dtype: str) -> int:
 
 def other_wires(question: Question) -> Iterator[Candidate]:
     """Yield the question with something else trained than all weights, in the ways that go together with its rule."""
-    for way, wire in (WIRES | ADAPTER_WIRES).items() if question.wire.name == Dense.name else ():
+    if question.wire.name != Dense.name:
+        return
+    for way, wire in ((way, wire) for way, wire in WIRES.items() if way.offer):
         settings = way()
         other = replace(question, wire=wire(settings), gradient_dtype=question.gradient_dtype or settings.gradient_dtype)
-        if settings.offer and _goes_together(other):
-            yield settings.offer, {way.named_by: way.name}, other
-
-
-def _goes_together(question: Question) -> bool:
-    """Return whether a question's wire takes its rule."""
-    try:
-        question.wire.refuse(question.optimizer)
-    except ConfigError:
-        return False
-    return True
+        with suppress(ConfigError):  # some wires do not take some rules
+            other.wire.refuse(other.optimizer)
+            yield way.offer.format_map(vars(settings)), {way.named_by: way.name}, other
 
 
 def _no_clipping(question: Question) -> Iterator[Candidate]:

@@ -202,15 +202,8 @@ class Subject:
         """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` as files; or what the run's
         wire has instead.
         """
-        content = Content(
-            checkpoint=self.checkpoint,
-            chain=self.chain,
-            weights=self.weights,
-            reader=partial(UnitReader, store, self.maker, self.seams.site),
-            read_trained=partial(read_trained, store),
-            notes=notes,
-        )
-        self.seams.wire.export(content, directory)
+        readers = partial(UnitReader, store, self.maker, self.seams.site), partial(read_trained, store)
+        self.seams.wire.export(Content(self.checkpoint, self.chain, self.weights, *readers, notes), directory)
 
     def settles(self, verdict: Verdict) -> bool:
         """Return whether a step leaves something that `settle` must put into use: a new basis, or weights to be merged."""

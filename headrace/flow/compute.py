@@ -4,14 +4,19 @@ All micro-batches pass through one block before the next (block-major; GreedySna
 bound once per pass. No autograd graph outlives an operation, so a slot may be refilled as soon as its operations are done.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from headrace.flow.bound import bound, catching
 from headrace.flow.step_state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
-from headrace.terms.program import Op
+from headrace.terms.program import Op, Pool
+from headrace.update.wire import Caught, Gradients, Moment, Proposal, Wire
+from headrace.update.wires import DenseWire
+
+# Units that are trained in place have gradients of their own elements, whatever the run's wire is.
+_DENSE: Wire = DenseWire()
 
 
 def prologue(state: StepState, op: Op) -> None:
@@ -137,6 +142,76 @@ def prologue_backward(state: StepState, op: Op) -> None:
         if result.hidden.requires_grad:
             result.hidden.backward(gradient)  # type: ignore[no-untyped-call]
     del state.calls[op.micro]
+
+
+@contextmanager
+def bound(state: StepState, op: Op, unit: int, caught: Caught | None = None) -> Iterator[None]:
+    """Have a unit's parameters be views of the slot that compute reads. Their gradients go where they are `caught`."""
+    if unit >= len(state.plan.units):
+        yield
+        return
+    chain, form, flat = state.parts.chain, state.parts.forms[unit], _weights(state, op, unit)
+    sink = caught.sink if caught else None
+    beside: AbstractContextManager[None] = nullcontext()
+    if form.is_beside or caught is None:  # what is trained beside weights is no parameter of the unit
+        chain.bind(unit, flat, None)
+    else:
+        chain.bind(unit, flat, sink, lambda spec: spec.name not in form.left and caught.wanted(spec))
+    if form.is_beside:
+        assert form.trained is not None, "what is trained beside weights has a layout"
+        trained = torch.from_numpy(state.parts.buffers.trained[unit]).view(torch.float32)
+        beside = state.parts.wire.beside(unit, form.trained, trained.to(flat.device), sink)
+    with beside:
+        try:
+            yield
+        finally:
+            chain.release(unit)
+
+
+@contextmanager
+def catching(state: StepState, op: Op, unit: int) -> Iterator[None]:
+    """As `bound`; and if anything of the unit is trained, the wire takes its gradients and adds them to the step's."""
+    parts = state.parts
+    if unit >= len(state.plan.units) or not state.plan.units[unit].is_trained:
+        with bound(state, op, unit):
+            yield
+        return
+    form, trained, flat = parts.forms[unit], state.trained_layout(unit), _weights(state, op, unit)
+    wire, moment = parts.wire if form.has_own_family else _DENSE, _moment(state, op, unit, flat.device)
+    with (
+        state.sums.leaf(op, unit, trained) as (total, delivered),
+        wire.catch(unit, form.layout, flat, Gradients(trained, total, delivered, moment)) as caught,
+        bound(state, op, unit, caught),
+    ):
+        yield
+
+
+def _weights(state: StepState, op: Op, unit: int) -> torch.Tensor:
+    buffers = state.parts.buffers
+    if unit in state.plan.resident_units:
+        return buffers.resident_weights[unit]
+    return buffers.computed(unit, op.slot(Pool.HOST_WEIGHTS), op.slot(Pool.DEVICE_WEIGHTS))
+
+
+def _moment(state: StepState, op: Op, unit: int, device: torch.device) -> Moment | None:
+    """Return when a unit with a basis is caught, None for another one; the basis is on the device that computes."""
+    if not state.plan.basis_bytes(unit):
+        return None
+    basis = torch.from_numpy(state.parts.buffers.trained[unit][state.plan.trained_bytes(unit) :])
+
+    def propose(proposal: Proposal) -> None:
+        state.verdict.proposals[unit] = proposal
+
+    return Moment(
+        step=state.verdict.step,
+        unit=unit,
+        micro=op.micro,
+        num_micro=len(state.batch.micro_batches),
+        seed=state.parts.seed,
+        basis=basis.view(torch.float32).to(device),
+        kept=state.caught[unit],
+        propose=propose,
+    )
 
 
 def _aside_gradients(state: StepState) -> None:

@@ -5,8 +5,7 @@ Invariant: a sum of either kind has the same bits however the step is cut into p
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -17,26 +16,11 @@ from headrace.terms.program import Op, Pool
 from headrace.terms.summing import SEQUENTIAL, branches_before, merges_after, place_of
 
 
-class GradientSums(Protocol):
-    """Sums a step's gradients. `delivered` names, by unit, the parameters that got some since the step began."""
-
-    delivered: dict[int, set[str]]
-
-    def leaf(self, op: Op, unit: int, trained: UnitLayout) -> AbstractContextManager[tuple[Tensor, set[str]]]:
-        """Return the context in which `op` makes a micro-batch's gradients of a unit. It gives the flat tensor to which they
-        are added, and the names of the parameters that have some there. A context that fails adds nothing more.
-        """
-
-
-def sums_of(plan: Plan, buffers: Buffers, num_micro: int) -> GradientSums:
-    """Return the sums of a step of `num_micro` micro-batches."""
-    if plan.gradient_sum == SEQUENTIAL or not plan.accumulate:
-        return SequentialSums(buffers)
-    return TreeSums(plan, buffers, num_micro)
-
-
 class SequentialSums:
-    """Adds each micro-batch to those before it. Gradients that are made in place are added in the drained gradient's buffer."""
+    """Adds each micro-batch to those before it. Gradients that are made in place are added in the drained gradient's buffer.
+
+    `delivered` names, by unit, the parameters that got gradients since the step began.
+    """
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
@@ -44,20 +28,29 @@ class SequentialSums:
 
     @contextmanager
     def leaf(self, op: Op, unit: int, trained: UnitLayout) -> Iterator[tuple[Tensor, set[str]]]:
-        """Add to the unit's only sum."""
+        """Make the context in which `op` makes a micro-batch's gradients of a unit. It gives the flat tensor to which they are
+        added, and the names of the parameters that have some there. A context that fails adds nothing more.
+        """
         total = self._buffers.accumulator(unit, op.slot(Pool.ACCUMULATOR))
         yield self._buffers.gradient_tensor(unit, op.slot(Pool.GRADIENT)) if total is None else total, self.delivered[unit]
 
 
-class TreeSums:
+def sums_of(plan: Plan, buffers: Buffers, num_micro: int) -> SequentialSums:
+    """Return the sums of a step of `num_micro` micro-batches."""
+    if plan.gradient_sum == SEQUENTIAL or not plan.accumulate:
+        return SequentialSums(buffers)
+    return TreeSums(plan, buffers, num_micro)
+
+
+class TreeSums(SequentialSums):
     """Adds a micro-batch to its branch once that is whole.
 
     The leaves of a tied matrix wait for its second use, each in a place of its own.
     """
 
     def __init__(self, plan: Plan, buffers: Buffers, num_micro: int) -> None:
-        self._tied, self._buffers, self._num_micro = plan.tied, buffers, num_micro
-        self.delivered: dict[int, set[str]] = defaultdict(set)
+        super().__init__(buffers)
+        self._tied, self._num_micro = plan.tied, num_micro
         # Micro-batch -> the parameters of the prologue whose gradients the head has given to its leaf.
         self._waiting: dict[int, set[str]] = {}
 

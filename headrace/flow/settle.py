@@ -84,7 +84,7 @@ def _move_states(
     planes = {plane.name: torch.empty(layouts[1].num_elements) for plane in family.planes}
     for name, part, (start, stop) in _plane_parts(family, content):
         planes[name][start:stop] = part
-    wire.move(unit, *layouts, *bases, planes)
+    wire.move(unit, *layouts, bases, planes)
     for name, part, (start, stop) in _plane_parts(family, content):
         part.copy_(planes[name][start:stop])
     write_family(store, unit, STATES, content)

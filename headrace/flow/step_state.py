@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headrace.flow.buffers import Buffers
-from headrace.flow.gradient_sums import GradientSums, sums_of
+from headrace.flow.gradient_sums import SequentialSums, sums_of
 from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch
 from headrace.machine.protocol import Machine
@@ -164,7 +164,7 @@ class StepState:
     asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
-    sums: GradientSums = field(init=False)
+    sums: SequentialSums = field(init=False)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of rows that were scored without labels
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None

@@ -21,6 +21,7 @@ class Lora(GradientWay):
     name: ClassVar[str] = "lora"
     named_by: ClassVar[str] = "adapter"
     gradient_dtype: ClassVar[str | None] = "float32"  # gradients of adapters are small
+    offer: ClassVar[str] = "adapters of rank {rank} beside frozen weights (LoRA: not full fine-tuning)"
     has_magnitudes: ClassVar[bool] = False
 
     rank: int = option(16, Whole(1, 1 << 16), row="rows of A, and columns of B")
@@ -47,11 +48,6 @@ class Lora(GradientWay):
         for key in ("target_modules", "exclude_modules"):
             if (given := getattr(self, key)) is not None and not _words(given):
                 raise ConfigError(f"{key}: {given!r} names no module; join names with + (q_proj+v_proj), or leave it out")
-
-    @property
-    def offer(self) -> str:
-        """What a plan says of adapters."""
-        return f"adapters of rank {self.rank} beside frozen weights (LoRA: not full fine-tuning)"
 
     @property
     def scale(self) -> float:
@@ -83,17 +79,13 @@ class Dora(Lora):
     """LoRA whose rows have a trained length of their own (Liu et al. 2024): `m (W + s B A) / ||W + s B A||`."""
 
     name: ClassVar[str] = "dora"
+    offer: ClassVar[str] = ""
     has_magnitudes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dropout:
             raise ConfigError("dropout: dora has none; leave it out, or train lora")
-
-    @property
-    def offer(self) -> str:
-        """It is not offered beside LoRA."""
-        return ""
 
 
 ADAPTERS: Mapping[str, type[Lora]] = {kind.name: kind for kind in (Lora, Dora)}

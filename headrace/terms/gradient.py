@@ -13,15 +13,12 @@ class GradientWay(Named):
     """A way for gradients to travel. Its settings are the fields of a subclass, declared as options are.
 
     `named_by` is the option that names it. `gradient_dtype` is that of drained gradients where nobody says; None: as compute.
+    `offer` is what a plan says to those who could have it instead of whole gradients; "": nothing.
     """
 
     named_by: ClassVar[str] = "gradient"
     gradient_dtype: ClassVar[str | None] = None
-
-    @property
-    def offer(self) -> str:
-        """What is said to those who could have it instead of whole gradients; empty where it is not offered."""
-        return ""
+    offer: ClassVar[str] = ""
 
     def begun(self, way: "GradientWay") -> "GradientWay":
         """Return the way with which a run was begun that was asked for this one. `way` is what the run recorded, which may say

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from headrace.terms.forms import Form
 from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import ParameterSpec, UnitLayout, part
 from headrace.terms.optimizer import ALL, Optimizer
-from headrace.terms.options import Options
 
 if TYPE_CHECKING:  # choices that exclude one another are refused before transformers is loaded
     from headrace.model import Chain, Checkpoint, WeightMap
@@ -36,13 +35,18 @@ if TYPE_CHECKING:  # choices that exclude one another are refused before transfo
 # Elements of a gradient that are added at once: enough for all threads, with a few megabytes of copies.
 _ADD_ELEMENTS = 1 << 20
 
+Sink: TypeAlias = Callable[[ParameterSpec, Tensor], None]
+Bases: TypeAlias = tuple[Tensor, Tensor]
+ReadTrained: TypeAlias = Callable[[int], Mapping[str, Tensor]]
+"""Reads the newest weights of a unit's trained family: each parameter's, flat, float32."""
+
 
 class Caught(NamedTuple):
     """How the gradients of a unit are taken while its backward runs. `sink` gets the gradients of the parameters that are
     `wanted`, each once it is complete for the running backward; for the others autograd computes none.
     """
 
-    sink: Callable[[ParameterSpec, Tensor], None]
+    sink: Sink
     wanted: Callable[[ParameterSpec], bool]
 
 
@@ -60,7 +64,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When a gradient is caught: step (from 0), unit, micro-batch. `seed` is the run's.
+    """When a gradient of a subspace is caught: step (from 0), unit, micro-batch. `seed` is the run's, `basis` the subspace's.
 
     `kept` belongs to the wire, from one micro-batch of a step and unit to the next; `propose` takes the basis that it found.
     """
@@ -70,6 +74,7 @@ class Moment:
     micro: int
     num_micro: int
     seed: int
+    basis: Tensor
     kept: MutableMapping[str, Tensor]
     propose: Callable[[Proposal], None]
 
@@ -78,18 +83,11 @@ class Gradients:
     """Where the gradients of a unit's trained family are summed, in one flat tensor; `trained` says where each lies.
 
     `delivered` names the parameters that got gradients since the step began; for others the tensor holds an older step's.
-    `basis` and `moment` are for a wire that trains a subspace, and None for others.
+    `moment` is for a wire that trains a subspace, and None for others.
     """
 
-    def __init__(
-        self,
-        trained: UnitLayout,
-        flat: Tensor,
-        delivered: set[str],
-        basis: Tensor | None = None,
-        moment: Moment | None = None,
-    ) -> None:
-        self.trained, self.basis, self.moment = trained, basis, moment
+    def __init__(self, trained: UnitLayout, flat: Tensor, delivered: set[str], moment: Moment | None = None) -> None:
+        self.trained, self.moment = trained, moment
         self._places = {spec.name: spec for spec in trained.parameters}
         self._flat, self._delivered = flat, delivered
 
@@ -110,7 +108,7 @@ class Gradients:
             into[start : start + _ADD_ELEMENTS].add_(flat[start : start + _ADD_ELEMENTS])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Content:
     """What a run's result is written from: the model as it is stored, as units, and where each parameter is stored.
 
@@ -122,7 +120,7 @@ class Content:
     chain: "Chain"
     weights: "WeightMap"
     reader: "Callable[[], ReadUnit]"
-    read_trained: Callable[[int], Mapping[str, Tensor]]
+    read_trained: ReadTrained
     notes: Mapping[str, str]
 
 
@@ -136,7 +134,8 @@ class Wire:
         ways: what users name the wire by, with its settings; () for a wire that only a program gives.
         is_beside: compute reads the trained family beside the frozen weights, and no slot is completed with it. Then
             `complete` is only for export, and gradients come to the `sink` of `beside`.
-        settings: what the user chose.
+        settings, seed: what the user chose; the run's seed.
+        merges_each_step: weights are merged after every step, not only where a basis changes.
         adapters: the modules that blocks compute with besides their own; None for a wire without any.
     """
 
@@ -144,14 +143,10 @@ class Wire:
     is_beside: ClassVar[bool] = False
     settings: GradientWay
     adapters: "Adapters | None" = None
+    merges_each_step = False
 
-    def __init__(self, settings: GradientWay) -> None:
-        self.settings = settings
-
-    @classmethod
-    def asked(cls, settings: GradientWay, options: Options) -> Self:
-        """Return the wire with these settings for a run under `options`."""
-        return cls(settings)
+    def __init__(self, settings: GradientWay | None = None, seed: int = 0) -> None:
+        self.settings, self.seed = settings or next(iter(self.ways), GradientWay)(), seed
 
     def of(self, chain: "Chain") -> "Wire":
         """Return the wire for the units of `chain`.
@@ -169,7 +164,7 @@ class Wire:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about what is trained of a chain, and exported."""
-        return ()
+        return self.adapters.notes if self.adapters is not None else ()
 
     # What is trained, and how its gradient comes.
 
@@ -215,9 +210,7 @@ class Wire:
         """Return the most bytes that `complete` allocates at once for a unit of this layout."""
         return 0
 
-    def beside(
-        self, unit: int, trained: UnitLayout, weights: Tensor, sink: Callable[[ParameterSpec, Tensor], None] | None
-    ) -> AbstractContextManager[None]:
+    def beside(self, unit: int, trained: UnitLayout, weights: Tensor, sink: Sink | None) -> AbstractContextManager[None]:
         """Return the context in which `unit` computes with its trained family, whose `weights` (float32) are laid out by
         `trained`. `sink` gets the gradients; None if there are none.
         """
@@ -254,7 +247,7 @@ class Wire:
 
         Exporter(content.checkpoint, content.chain, directory, content.reader(), notes=content.notes).write()
 
-    def stored(self, read_trained: Callable[[int], Mapping[str, Tensor]]) -> "StoredAdapters":
+    def stored(self, read_trained: ReadTrained) -> "StoredAdapters":
         """Return what lies beside the weights, to compute with."""
         raise AssertionError("nothing lies beside the weights")
 
@@ -266,23 +259,10 @@ class Wire:
         """Return the layout of the float32 numbers of the basis; None if there is none. They are zero until one is proposed."""
         return None
 
-    @property
-    def merges_each_step(self) -> bool:
-        """Whether weights are merged after every step, not only where the basis changes."""
-        return False
-
     def restart(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> None:
         """Change the trained family's `weights` in place to those with which merged weights are complete."""
         raise AssertionError("no basis changes")
 
-    def move(
-        self,
-        unit: int,
-        layout: UnitLayout,
-        trained: UnitLayout,
-        basis: Tensor,
-        other: Tensor,
-        states: Mapping[str, Tensor],
-    ) -> None:
-        """Move `states` (planes by name, float32, of the trained family's elements) in place from `basis` to `other`."""
+    def move(self, unit: int, layout: UnitLayout, trained: UnitLayout, bases: Bases, states: Mapping[str, Tensor]) -> None:
+        """Move `states` (planes by name, float32, of the trained family's elements) in place from one basis to the other."""
         raise AssertionError("no basis changes")

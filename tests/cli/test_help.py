@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.cli.sections import COMMANDS
-from headrace.terms.adapter import ADAPTERS
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.declared import Declaration, Group
 from headrace.terms.eval_options import EvalOptions
@@ -41,7 +40,7 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tu
 
 
 def declarations() -> Iterator[Declaration]:
-    for kind in (*RULES, *WIRES, *ADAPTERS.values()):
+    for kind in (*RULES, *WIRES):
         yield from kind.settings()
     for declared in CLASSES:
         yield from declared.declarations()

@@ -51,8 +51,7 @@ def example(name: str) -> Any:
 
 def test_the_wire_and_the_code(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama", "bfloat16")
-    wire = example("VectorWire")
-    seams = Seams(wire(wire.ways[0]()), example("UpperByte")())
+    seams = Seams(example("VectorWire")(), example("UpperByte")())
     losses, weights = train(path, tmp_path / "run", seams=seams, learning_rate=1e-2)
     assert losses[-1] != losses[0]
     for name, before in load_file(path / "model.safetensors").items():
@@ -65,7 +64,8 @@ def test_the_wire_and_the_code(model_dir: Callable[..., Path], tmp_path: Path) -
 
 
 def test_a_wire_is_one_file(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    assert apply("A wire", tmp_path) == {"headrace/update/wires/vectors.py"}
+    (touched,) = apply("A wire", tmp_path)
+    assert touched.startswith("headrace/update/wires/")
     path = model_dir("llama", "bfloat16")
     trained = json.loads(run(tmp_path, "-c", RUN, path, tmp_path))
     assert [bool(each) for each in trained] == [each in (2, 4) for each in range(len(trained))]

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from headrace.cli.option_parameters import with_options
 from headrace.plan.machine_profiles import load_profile
-from headrace.terms.adapter import ADAPTERS
 from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ParameterGroup
@@ -61,7 +60,7 @@ def test_an_option_is_one_declaration() -> None:
 
 def test_the_tables_of_the_options_page_are_the_declarations() -> None:
     rows = [line for line in OPTIONS.splitlines() if line.startswith("| `")]
-    settings = [f"| `{kind.name}` {each.docs_row}" for kind in (*RULES, *WIRES, *ADAPTERS.values()) for each in kind.settings()]
+    settings = [f"| `{kind.name}` {each.docs_row}" for kind in (*RULES, *WIRES) for each in kind.settings()]
     assert rows == [each.docs_row for each in RunOptions.declarations()] + settings
 
 

@@ -31,8 +31,8 @@ class OneUnit:
         proposals: list[Proposal] = []
         flat, delivered, kept = torch.zeros(self.trained.num_elements), set[str](), dict[str, Tensor]()
         for micro, gradient in enumerate(gradients):
-            moment = Moment(number, 1, micro, len(gradients), 0, kept, proposals.append)
-            sums = Gradients(self.trained, flat, delivered, self.basis, moment)
+            moment = Moment(number, 1, micro, len(gradients), 0, self.basis, kept, proposals.append)
+            sums = Gradients(self.trained, flat, delivered, moment)
             with self.wire.catch(1, LAYOUT, torch.zeros(LAYOUT.num_elements), sums) as caught:
                 for spec in LAYOUT.parameters:
                     caught.sink(spec, gradient if spec.name == "w" else torch.ones(8))

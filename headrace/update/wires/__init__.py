@@ -5,7 +5,5 @@ from headrace.update.wires.dense import DenseWire as DenseWire
 from headrace.update.wires.frozen import FrozenWire as FrozenWire
 from headrace.update.wires.lsp import Lsp as Lsp
 from headrace.update.wires.lsp import LspWire as LspWire
-from headrace.update.wires.table import ADAPTER_WIRES as ADAPTER_WIRES
 from headrace.update.wires.table import WIRES as WIRES
-from headrace.update.wires.table import gradient_of as gradient_of
 from headrace.update.wires.table import wire_of as wire_of

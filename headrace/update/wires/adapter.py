@@ -3,28 +3,26 @@
 The model's code is imported once a chain is there: choices that exclude one another are refused before transformers is loaded.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from headrace.terms.adapter import ADAPTERS, Lora
 from headrace.terms.contradictions import refuse_adapters_and_parts
-from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.optimizer import Optimizer
-from headrace.terms.options import Options
-from headrace.update.wire import Content, Wire
+from headrace.update.wire import Content, ReadTrained, Sink, Wire
 
 if TYPE_CHECKING:
     from headrace.model import Chain, Checkpoint
     from headrace.model.adapter_reading import StoredAdapters
     from headrace.model.adapters import Adapters
-    from headrace.model.binding import GradientSink
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,6 @@ class AdapterWire(Wire):
     settings: Lora
     seed: int = 0
     adapters: "Adapters | None" = None
-
-    @classmethod
-    def asked(cls, settings: GradientWay, options: Options) -> Self:
-        """Return the wire whose adapters begin as the run's seed says."""
-        assert isinstance(settings, Lora), "these are its ways"
-        return cls(settings, options.seed)
 
     def of(self, chain: "Chain") -> "AdapterWire":
         """Return the wire of the adapters of a chain's blocks; itself, if it knows them.
@@ -63,11 +55,6 @@ class AdapterWire(Wire):
         assert self.adapters is not None, "the adapters of a chain are known"
         return self.adapters
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know about the adapters."""
-        return self.known.notes
-
     def refuse(self, optimizer: Optimizer) -> None:
         """Refuse to train some of a model's own parameters only: none of them is trained."""
         refuse_adapters_and_parts(optimizer.train)
@@ -77,7 +64,7 @@ class AdapterWire(Wire):
         return self.known.layouts.get(unit)
 
     @contextmanager
-    def beside(self, unit: int, trained: UnitLayout, weights: Tensor, sink: "GradientSink | None") -> Iterator[None]:
+    def beside(self, unit: int, trained: UnitLayout, weights: Tensor, sink: Sink | None) -> Iterator[None]:
         """Let the block compute with its adapters in this context; see `Adapters.bind`."""
         self.known.bind(unit, trained, weights, sink)
         try:
@@ -113,18 +100,16 @@ class AdapterWire(Wire):
         """Write the adapters alone, as PEFT's files."""
         from headrace.model.adapter_files import write_adapters
 
-        def read(unit: int) -> Tensor:
-            return self._flat(unit, content.read_trained)
-
+        read = partial(self._flat, content.read_trained)
         write_adapters(directory, self.known, content.chain, content.weights, read, content.notes)
 
-    def stored(self, read_trained: Callable[[int], Mapping[str, Tensor]]) -> "StoredAdapters":
+    def stored(self, read_trained: ReadTrained) -> "StoredAdapters":
         """Return the adapters and their newest tensors."""
         from headrace.model.adapter_reading import StoredAdapters
 
-        return StoredAdapters(self.known, {unit: self._flat(unit, read_trained) for unit in self.known.layouts})
+        return StoredAdapters(self.known, {unit: self._flat(read_trained, unit) for unit in self.known.layouts})
 
-    def _flat(self, unit: int, read_trained: Callable[[int], Mapping[str, Tensor]]) -> Tensor:
+    def _flat(self, read_trained: ReadTrained, unit: int) -> Tensor:
         """Return a unit's tensors in the adapters' own layout: a rule may align parameters otherwise."""
         layout, found = self.known.layouts[unit], read_trained(unit)
         flat = torch.zeros(layout.num_elements)

@@ -16,6 +16,3 @@ class DenseWire(Wire):
     """Everything is trained, in place."""
 
     ways = (Dense,)
-
-    def __init__(self, settings: Dense | None = None) -> None:
-        super().__init__(settings or Dense())

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from headrace.terms.forms import Form
-from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import UnitLayout
 from headrace.update.wire import Wire
 
@@ -12,9 +11,6 @@ class FrozenWire(Wire):
     """Nothing is trained: an engine can evaluate, and take no step."""
 
     name = "frozen"
-
-    def __init__(self) -> None:
-        super().__init__(GradientWay())
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
         """Return None."""

@@ -27,7 +27,7 @@ from headrace.terms.optimizer import Optimizer
 from headrace.terms.option_kinds import Number, OneOf, Whole
 from headrace.update.projectors import PROJECTORS, Kind, relative_error
 from headrace.update.rules.table import rule_of
-from headrace.update.wire import Caught, Gradients, Moment, Proposal, Wire
+from headrace.update.wire import Bases, Caught, Gradients, Moment, Proposal, Wire
 from headrace.update.wires.factors import Factors
 from headrace.update.wires.subspace import Subspace, half_and_quarter, subspaces
 
@@ -43,6 +43,7 @@ class Lsp(GradientWay):
     """The settings of LSP-Offload."""
 
     name: ClassVar[str] = "lsp"
+    offer: ClassVar[str] = "subspaces of the blocks' matrices, of half their side (LSP-Offload: not full fine-tuning)"
 
     dimension: int | None = option(
         None,
@@ -66,11 +67,6 @@ class Lsp(GradientWay):
         row="`block`: groups of rows, in closed form; `learned`: the paper's, by descent; `random`: never fitted, a control",
     )
 
-    @property
-    def offer(self) -> str:
-        """What a plan says of subspaces."""
-        return "subspaces of the blocks' matrices, of half their side (LSP-Offload: not full fine-tuning)"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dimension is not None and self.nonzeros > self.dimension:
@@ -92,8 +88,9 @@ class LspWire(Wire):
     ways = (Lsp,)
     settings: Lsp
 
-    def __init__(self, settings: Lsp, *, kind: Kind | None = None, by_factors: bool = True) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Lsp, seed: int = 0, *, kind: Kind | None = None, by_factors: bool = True) -> None:
+        super().__init__(settings, seed)
+        self.merges_each_step = settings.rewrite == "step"
         self._kind = kind or PROJECTORS[settings.projector]
         self._by_factors = by_factors
         self._subspaces: dict[int, tuple[Subspace, ...]] = {}
@@ -109,11 +106,6 @@ class LspWire(Wire):
             return (self,)
         found = (replace(self.settings, dimension=each) for each in half_and_quarter(layouts))
         return tuple(LspWire(each, kind=self._kind, by_factors=self._by_factors) for each in found) or (self,)
-
-    @property
-    def merges_each_step(self) -> bool:
-        """Whether weights are rewritten after each step."""
-        return self.settings.rewrite == "step"
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
         """Return S and `c` of each matrix, and all other parameters as they are."""
@@ -163,10 +155,9 @@ class LspWire(Wire):
     @contextmanager
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
         """Compress gradients: by their factors where a product has them; at a check, the whole sum at the end."""
-        moment, basis = gradients.moment, gradients.basis
+        moment = gradients.moment
         assert moment is not None, "a trained family with a basis is caught at a moment"
-        assert basis is not None, "and with its basis"
-        catching = _Catching(self._of(unit, layout), self._kind, gradients, moment, basis)
+        catching = _Catching(self._of(unit, layout), self._kind, gradients, moment)
         if self._is_check(moment) or not catching.is_fitted:
             check = _Check(catching, self.settings)
             yield Caught(check.sink, lambda spec: True)
@@ -209,21 +200,13 @@ class LspWire(Wire):
             part(weights, own[each.name]).zero_()
             part(weights, own[each.factor_name]).fill_(1.0)
 
-    def move(
-        self,
-        unit: int,
-        layout: UnitLayout,
-        trained: UnitLayout,
-        basis: Tensor,
-        other: Tensor,
-        states: Mapping[str, Tensor],
-    ) -> None:
+    def move(self, unit: int, layout: UnitLayout, trained: UnitLayout, bases: Bases, states: Mapping[str, Tensor]) -> None:
         """Move moments of each matrix whose projectors changed: `M <- A M B`, `V <- (A∘A) V (B∘B)`."""
         own = {spec.name: spec for spec in trained.parameters}
         for each in self._of(unit, layout):
-            if each.is_alike(self._kind, basis, other):
+            if each.is_alike(self._kind, *bases):
                 continue
-            old, new = each.pair(self._kind, basis), each.pair(self._kind, other)
+            old, new = (each.pair(self._kind, basis) for basis in bases)
             for name, plane in states.items():
                 moment = part(plane, own[each.name])
                 moment.copy_(old.move(new, moment.view(each.core), square=_POWERS[name] == 2).reshape(-1))
@@ -241,11 +224,11 @@ class LspWire(Wire):
 class _Catching:
     """Gradients of one unit in one micro-batch. `is_fitted`: it has projectors; `names`: matrices that may come by factors."""
 
-    def __init__(self, found: Sequence[Subspace], kind: Kind, gradients: Gradients, moment: Moment, basis: Tensor) -> None:
+    def __init__(self, found: Sequence[Subspace], kind: Kind, gradients: Gradients, moment: Moment) -> None:
         self.subspaces, self.kind, self.gradients = {each.name: each for each in found}, kind, gradients
-        self.moment, self.basis = moment, basis
+        self.moment, self.basis = moment, moment.basis
         self.names = frozenset(each.name for each in found if each.stack == 1)
-        self.is_fitted = bool(basis.any())
+        self.is_fitted = bool(moment.basis.any())
 
     def sink(self, spec: ParameterSpec, gradient: Tensor) -> None:
         """Take a whole gradient."""
