@@ -30,8 +30,8 @@ from headrace.measure.machine import measure_machine
 from headrace.model import Profiles
 from headrace.plan.allowance import Allowance
 from headrace.plan.forecast import forecast
-from headrace.plan.placement import Choice, Problem, Workload, filled, fits, plan_of, replay_order
 from headrace.plan.plan import Plan
+from headrace.plan.space import Choice, Problem, Workload, filled, fits, plan_of, replay_order
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import in_place_forms
 

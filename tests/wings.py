@@ -5,7 +5,7 @@ OPENER = "headrace.engine.open_model"
 TRAINING = (
     *("engine", "runs", "update"),
     *(f"ask.{name}" for name in ("planner", "question", "answer", "variants", "cluster", "explain", "outcome")),
-    *(f"plan.{name}" for name in ("plan", "search", "placement", "policy", "footprint", "forecast", "given", "serving")),
+    *(f"plan.{name}" for name in ("plan", "search", "space", "policy", "footprint", "forecast", "given", "serving")),
     *(f"plan.schedules.{name}" for name in ("train", "updates", "forward", "serve")),
     *(f"flow.{name}" for name in ("step", "steps", "step_state", "load", "settle", "compute", "drain")),
 )

@@ -25,9 +25,9 @@ from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import Forecast, StepSeconds, forecast
 from headrace.plan.given import adopted, load_plan
 from headrace.plan.machine_profiles import load_profile
-from headrace.plan.placement import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
 from headrace.plan.search import holds_states, make_plan, nominal_ceilings, nominal_machine_of
+from headrace.plan.space import THRIFTS, Problem, filled, fits, placements_of, plan_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible

@@ -21,10 +21,10 @@ from headrace.plan.cluster import Cluster, ClusterForecast, forecast_cluster
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
 from headrace.plan.machine_profiles import load_bare_profile
-from headrace.plan.placement import Problem, fits
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
 from headrace.plan.serving import serving_plan
+from headrace.plan.space import Problem, fits
 from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible

@@ -19,10 +19,10 @@ from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.plan.allowance import Allowance
 from headrace.plan.footprint import with_runtime
 from headrace.plan.given import adopted
-from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
 from headrace.plan.search import holds_states, make_plan
 from headrace.plan.serving import grouping_of
+from headrace.plan.space import Problem
 from headrace.store import Manifest
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError

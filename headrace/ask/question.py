@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.plan.allowance import Allowance
-from headrace.plan.placement import Problem, Workload
+from headrace.plan.space import Problem, Workload
 from headrace.terms.costs import ModelCosts
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping

@@ -22,8 +22,8 @@ from headrace.flow.traffic import Traffic
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.given import load_plan
-from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
+from headrace.plan.space import Problem
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.closing import Closing
 from headrace.terms.events import Evaluation, Event, Sink, StepResult

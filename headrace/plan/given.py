@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.plan.footprint import runtime_row, with_footprint
-from headrace.plan.placement import Problem, operators_of, with_groups
 from headrace.plan.plan import Plan
 from headrace.plan.results import PLAN_NAME
+from headrace.plan.space import Problem, operators_of, with_groups
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_bytes

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds, core_update_bytes_per_second, redo_seconds
-from headrace.plan.placement import Choice, Problem, filled, fits, plan_of
 from headrace.plan.plan import Plan, spread
+from headrace.plan.space import Choice, Problem, filled, fits, plan_of
 from headrace.plan.speculation import Speculation
 from headrace.terms.summing import TREE
 

@@ -17,7 +17,6 @@ from typing import TypeVar
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds
 from headrace.plan.nominal import nominal_machine
-from headrace.plan.placement import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
     ALIKE,
@@ -29,6 +28,7 @@ from headrace.plan.policy import (
     with_threads,
     with_two_accumulators,
 )
+from headrace.plan.space import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane

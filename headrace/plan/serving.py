@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import with_serving_footprint
-from headrace.plan.placement import THRIFTS, Problem, fits, state_buffers, with_resident_states
 from headrace.plan.plan import Plan
 from headrace.plan.search import infeasible
+from headrace.plan.space import THRIFTS, Problem, fits, state_buffers, with_resident_states
 from headrace.plan.words import explain_update
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import SSD

@@ -17,9 +17,9 @@ from headrace.ask.plan_report import PlanReport
 from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine
-from headrace.plan.placement import Problem
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
+from headrace.plan.space import Problem
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.drives import MOST_BYTES
 from headrace.terms.errors import ConfigError, InputError, ModelError, StorageError

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import headrace.ask.planner
-from headrace.plan.placement import THRIFTS, filled, fits, placements_of, plan_of
 from headrace.plan.search import make_plan
+from headrace.plan.space import THRIFTS, filled, fits, placements_of, plan_of
 from headrace.terms.sizes import GIB
 
 logging.set_verbosity_error()

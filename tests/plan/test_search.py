@@ -14,9 +14,9 @@ from headrace.plan import policy, search
 from headrace.plan.allowance import Allowance
 from headrace.plan.footprint import with_footprint, with_runtime
 from headrace.plan.forecast import StepSeconds, forecast
-from headrace.plan.placement import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings
+from headrace.plan.space import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.drives import Drive
