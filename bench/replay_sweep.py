@@ -31,7 +31,7 @@ from headrace.model import Profiles
 from headrace.plan.allowance import Allowance
 from headrace.plan.forecast import forecast
 from headrace.plan.plan import Plan
-from headrace.plan.space import Choice, Problem, Workload, filled, fits, plan_of, replay_order
+from headrace.plan.space import Choice, Problem, Workload, filled, plan_of, replay_order
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import in_place_forms
 
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
         row["total"] = len(replay_order(problem.costs_of(plan.micro_batch_sequences)))
         if amount is not None:
             plan = filled(problem, plan_of(problem, dataclasses.replace(base_choice(plan), amount=amount)))
-            if not fits(plan):
+            if not plan.fits:
                 raise DoesNotFit
         row["amount"] = sum(len(ordinals) for ordinals in plan.kept)
         row["kept_mib"] = sum(plan.kept_bytes) * plan.num_micro_batches / 2**20

@@ -27,7 +27,7 @@ from headrace.plan.given import adopted, load_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.plan.search import holds_states, make_plan, nominal_ceilings, nominal_machine_of
-from headrace.plan.space import THRIFTS, Problem, filled, fits, placements_of, plan_of
+from headrace.plan.space import THRIFTS, Problem, filled, placements_of, plan_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
@@ -247,7 +247,7 @@ class _ModelPlans:
         problem = self._problem(question)
         policy = problem.policies[0]
         choices = (choice for thrift in THRIFTS for choice in placements_of(problem, policy, thrift))
-        fitting = (plan for plan in (plan_of(problem, choice) for choice in choices) if fits(plan))
+        fitting = (plan for plan in (plan_of(problem, choice) for choice in choices) if plan.fits)
         chosen = [filled(problem, plan) for plan in islice(fitting, _MOST_PLACEMENTS)]
         if not chosen:
             return self.plan(question)  # this says why nothing fits
@@ -291,7 +291,7 @@ class _ModelPlans:
             least = min(plan.num_blocks, max(2, plan.prefetch + 1))
             waiting = replace(waiting, checkpoint_every=_SELDOM, resident_states=(), host_slots=least)
             waiting = with_footprint(waiting, costs, problem.allowance)
-            if not fits(waiting):
+            if not waiting.fits:
                 continue
             full = filled(problem, waiting)
             times = found.step_seconds / self._seconds_of(full, _MOST_OPERATIONS)
@@ -333,7 +333,7 @@ class _ModelPlans:
             problem = self._problem(other)
             changed = replace(plan, rule=problem.rule, own_rule=problem.own_rule, units=problem.units, resident_states=())
             changed = with_footprint(changed, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
-            if fits(changed):
+            if changed.fits:
                 yield change, options, filled(problem, changed)
 
     def alternative(

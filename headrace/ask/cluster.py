@@ -24,7 +24,7 @@ from headrace.plan.machine_profiles import load_bare_profile
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
 from headrace.plan.serving import serving_plan
-from headrace.plan.space import Problem, fits
+from headrace.plan.space import Problem
 from headrace.terms.budget import default_bytes
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
@@ -217,7 +217,7 @@ class _Plans:
         problem = self._worker_problem(tokens)
         plan = replace(worker, tokens_per_step=tokens, num_micro_batches=2 * worker.num_micro_batches, accumulate=True)
         plan = with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
-        if fits(plan):
+        if plan.fits:
             return plan
         try:
             return make_plan(problem, self._cluster.worker)

@@ -116,8 +116,7 @@ class RunPlanner:
         plan = adopted(self._given, problem) if self._given else (self._ways.search or make_plan)(problem, self._ceilings)
         gc.collect()
         return_pieces()  # gives back the memory of the search, which is in no plan
-        notes = (*plan.results.notes, *self._chain.notes, *notes_on(self._forms))
-        plan = plan.with_results(notes=tuple(dict.fromkeys(notes)))
+        plan = plan.with_notes((*self._chain.notes, *notes_on(self._forms)))
         return self._ways.adjust(plan) if self._ways.adjust else plan
 
     def _problem(

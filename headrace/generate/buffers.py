@@ -32,9 +32,8 @@ class GenerationBuffers:
         self.device_experts = [tensor.view(self.dtype) for tensor in self._take_compute("device_experts")]
         self.expert_sources = self._take_compute("expert_sources")
         self.trained: dict[int, Bytes] = {}
-        for unit in range(len(plan.units)):
-            if size := plan.completing_bytes(unit):
-                self.trained[unit] = self._host.take(round_up(size, PAGE_BYTES), "trained")[:size]
+        for unit in plan.units_with_family:
+            self.trained[unit] = self._host.take(plan.completing_bytes(unit), "trained")
         host = {
             name: [self._host.take(size, name) for size in self._sizes(name)]
             for name, group in self._groups.items()

@@ -70,8 +70,3 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         if allowance.ssd_bytes is not None:
             allowed["ssd"] = allowance.ssd_bytes
     return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowed, notes=plan.results.notes))
-
-
-def fits_budgets(plan: GenerationPlan) -> bool:
-    """Return whether the peak of every tier is within what is allowed."""
-    return all(plan.peak(tier) <= allowed for tier, allowed in plan.results.allowed_bytes.items())

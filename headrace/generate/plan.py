@@ -3,17 +3,14 @@
 Invariant: memory is the sum of the buffers below and of what compute makes, and stays within the budgets.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.generate.cache_plan import HOST, SSD, CachePlan, cache_buffers
 from headrace.generate.expert_plan import ExpertPlan, expert_buffers
-from headrace.plan.results import Results
+from headrace.plan.placement import Placement
 from headrace.plan.slots import SOURCE_SLOTS
 from headrace.terms.costs import FEW_ROWS, GenerationCosts
-from headrace.terms.forms import DEVICE, UnitFigures
-from headrace.terms.layout import PlaneSet, planes_with
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import MIB, PAGE_BYTES, format_bytes, format_seconds, round_up
 
@@ -44,7 +41,7 @@ class PassForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationPlan:
+class GenerationPlan(Placement):
     """Every choice of a generation. Units as in `Plan`; prologue and epilogue stay where compute reads them.
 
     A *seat* is a micro-batch of `rows` rows; `seats` of them go through the blocks together. `host_slots` blocks are in host
@@ -57,57 +54,19 @@ class GenerationPlan:
     `unused_tensors` are stored tensors that the model has no place for; None if no files were opened for the plan.
     """
 
-    compute_dtype: str
-    separate_device: bool
-    units: tuple[UnitFigures, ...]
-    num_blocks: int
     rows: int
     seats: int
     prompts: int
     prompt_length: int
     new_tokens: int
     kept_copies: int = 0
-    host_slots: int
-    device_slots: int
-    prefetch: int
-    compute_threads: int
     costs: GenerationCosts
     experts: ExpertPlan | None = None
     packed_rows: int = 0
     caches: CachePlan = field(default_factory=CachePlan)
-    results: Results = field(default_factory=Results)
     forecast: PassForecast | None = None
     uncoded: PassForecast | None = None
     unused_tensors: tuple[str, ...] | None = None
-
-    @property
-    def planes(self) -> PlaneSet:
-        """The weights' plane."""
-        return planes_with(self.compute_dtype, ())
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The units around the blocks."""
-        return (0, self.num_blocks + 1) if len(self.units) == self.num_blocks + 2 else (0,)
-
-    @property
-    def resident_units(self) -> tuple[int, ...]:
-        """The units whose weights stay where compute reads them."""
-        return tuple(index for index, unit in enumerate(self.units) if unit.home == DEVICE)
-
-    @property
-    def far_units(self) -> tuple[int, ...]:
-        """(): nothing lives at another site."""
-        return ()
-
-    @property
-    def makes_slots(self) -> bool:
-        """Whether a block's slot is made of what is read, and not just read."""
-        return any(unit.is_made for unit in self.units[1 : self.num_blocks + 1])
-
-    def slot_bytes(self, unit: int) -> int:
-        """Return the bytes of a unit as compute reads it."""
-        return self.planes.weight.num_bytes(self.units[unit].num_elements)
 
     def multiplied_bytes(self, num_bytes: int, rows: int) -> int:
         """Return the bytes of memory whose reading takes as long as multiplying weights of `num_bytes` by `rows` rows."""
@@ -137,45 +96,19 @@ class GenerationPlan:
         """Bytes of the head's weights, which may be those of the embedding."""
         return self.planes.weight.num_bytes(round(self.costs.head_flops / 2 / self.costs.rows))
 
-    def stored_bytes(self, unit: int) -> int:
-        """Return the bytes of a unit that are read."""
-        return self.units[unit].stored_bytes or self.slot_bytes(unit)
-
-    def completing_bytes(self, unit: int) -> int:
-        """Return the bytes of what completes a unit's frozen weights: what was trained, and its basis."""
-        figures = self.units[unit]
-        return 4 * (figures.update_elements + figures.basis_elements) if figures.is_completed else 0
+    @property
+    def units_with_family(self) -> tuple[int, ...]:
+        """The units whose frozen weights are completed; families that compute reads beside them lie there."""
+        return tuple(unit for unit, figures in enumerate(self.units) if figures.is_completed)
 
     @property
     def adapter_bytes(self) -> int:
         """Bytes of trained families that compute reads beside weights: all of them stay where compute is."""
         return sum(4 * unit.update_elements for unit in self.units if unit.is_beside)
 
-    def source_bytes(self, unit: int) -> int:
-        """Return the bytes from which a slot on a separate device is made."""
-        figures = self.units[unit]
-        completing = self.completing_bytes(unit) if figures.is_completed else 0
-        return (figures.stored_bytes or 0) + completing if figures.is_made else 0
-
-    def sent_bytes(self, unit: int) -> int:
-        """Return the bytes that cross the link for a unit's weights: these, or what they are made of."""
-        return self.stored_bytes(unit) + (self.completing_bytes(unit) if self.units[unit].is_completed else 0)
-
     def page_bytes(self, unit: int) -> int:
-        """Return the bytes of a page in which a block's weights cross the link: there are as many as seats, unless small."""
+        """See `Placement.page_bytes`: there are as many pages as seats, unless small."""
         return max(LEAST_PAGE_BYTES, round_up(-(-self.sent_bytes(unit) // self.seats), PAGE_BYTES))
-
-    def largest(self, of: Any) -> int:
-        """Return the most that `of(unit)` is for any block."""
-        return max(int(of(unit)) for unit in range(1, self.num_blocks + 1))
-
-    def peak(self, tier: str) -> int:
-        """Planned peak bytes of a tier."""
-        return sum(self.results.peak_bytes.get(tier, {}).values())
-
-    def with_notes(self, notes: Sequence[str]) -> "GenerationPlan":
-        """Return the plan with these notes besides its own, each once."""
-        return replace(self, results=replace(self.results, notes=tuple(dict.fromkeys((*self.results.notes, *notes)))))
 
     def holds(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> bool:
         """Return whether its buffers suffice for another batch, whose rows have no more tokens."""
@@ -188,7 +121,7 @@ class GenerationPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
-        values = asdict(self) | {"results": self.results.to_json()}
+        values = Placement.to_json(self)
         return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
@@ -293,7 +226,7 @@ def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
         groups["sources"] = ("device", SOURCE_SLOTS, round_up(sources, PAGE_BYTES))
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
-    trained = sum(round_up(plan.completing_bytes(unit), PAGE_BYTES) for unit in range(len(plan.units)))
+    trained = sum(round_up(plan.completing_bytes(unit), PAGE_BYTES) for unit in plan.units_with_family)
     if trained:
         groups["trained"] = ("host", 1, trained)
     # Resident units come through host memory, once: through the blocks' slots, if these are large enough.

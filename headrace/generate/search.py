@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from headrace.generate.cache_plan import cache_choices
 from headrace.generate.expert_plan import ExpertFigures
 from headrace.generate.expert_search import ways_of_experts, with_cached_experts
-from headrace.generate.peaks import ATTENDING_OPERATIONS, fits_budgets, with_peaks
+from headrace.generate.peaks import ATTENDING_OPERATIONS, with_peaks
 from headrace.generate.plan import LEAST_PACKED_PASSES, GenerationPlan
 from headrace.generate.seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
 from headrace.plan.allowance import Allowance
@@ -86,7 +86,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         ConfigError: packed products are asked for, and there is no plan with them.
     """
     question = _decoding_on(question, question.machine)
-    fitting = [plan for plan in _placements(question) if fits_budgets(plan)]
+    fitting = [plan for plan in _placements(question) if plan.fits]
     if not fitting and question.packed:
         raise ConfigError(_NO_PACKED)
     if not fitting:
@@ -199,7 +199,7 @@ def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
 def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPlan]:
     """Yield `plan` with more slots, as many as the budgets hold: first for blocks as compute reads them, or first as stored."""
     plan = with_peaks(plan, allowance)
-    if not fits_budgets(plan):
+    if not plan.fits:
         yield plan
         return
     orders: list[tuple[str, ...]] = [("host_slots",)]

@@ -38,7 +38,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         return _serving_groups(plan)
     compute_tier = "device" if plan.separate_device else "host"
     weight, gradient = plan.planes.weight.bytes_per_element, plan.gradient_bytes_per_element
-    block, streamed, residents = plan.largest_block_elements, plan.streamed_blocks, plan.resident_units
+    block, streamed, residents = plan.largest_block_elements, plan.streamed_units, plan.resident_units
     resident_bytes = [plan.stored_bytes(unit) for unit in residents]
     stored = max((plan.stored_bytes(unit) for unit in streamed), default=0)
     groups = {

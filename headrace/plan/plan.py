@@ -3,12 +3,11 @@
 It is made before anything is allocated, it is printed to the user, and the engine runs inside its numbers.
 """
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from headrace.plan.results import Results
+from headrace.plan.placement import Placement
 from headrace.plan.stored import PLAN_FORMAT, stored_fields
 from headrace.terms.cuts import (
     chunk_borders,
@@ -20,7 +19,7 @@ from headrace.terms.cuts import (
     state_places,
 )
 from headrace.terms.errors import ConfigError
-from headrace.terms.forms import DEVICE, SSD, UnitFigures
+from headrace.terms.forms import SSD, UnitFigures
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.summing import SEQUENTIAL
@@ -32,8 +31,8 @@ AT_ONCE = ("immediate", "rerun")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Every choice of a run. Units are: 0 the prologue, 1..num_blocks the blocks, then (if there is one) the epilogue.
+class Plan(Placement):
+    """Every choice of a run. `Placement` says what units are.
 
     `update_policy` says when a unit may be updated:
       *immediate*    when its gradient has been drained, behind backward: without clipping;
@@ -59,11 +58,7 @@ class Plan:
     """
 
     rule: RuleFigures
-    compute_dtype: str
     gradient_dtype: str
-    separate_device: bool
-    units: tuple[UnitFigures, ...]
-    num_blocks: int
     tied: bool
 
     sequence_length: int
@@ -78,9 +73,6 @@ class Plan:
     late_units: tuple[int, ...]  # deferred: all
     checkpoint_every: int
 
-    host_slots: int
-    device_slots: int
-    prefetch: int
     chunk_elements: int
     state_slots: int
     gradient_slots: int
@@ -93,10 +85,8 @@ class Plan:
     kept_bytes: tuple[int, ...]  # per block: the bytes of those outputs, for one micro-batch
     skipped: tuple[tuple[int, ...], ...]  # per block: ordinals that recompute leaves out, because nothing needs them
     operators: tuple[tuple[str, ...], ...]  # per block: the operators that the ordinals count
-    compute_threads: int
     update_threads: int
     device_update_every: int = 0
-    results: Results = field(default_factory=Results)
     freed_memory: str = "returned"
     own_rule: RuleFigures | None = None  # for trained families of their own; None where no unit has one
     accumulators: int = 1  # buffers that sum a block's gradient: with two, the next is summed while one is drained
@@ -144,36 +134,9 @@ class Plan:
         return state_places(self.planes_of(unit).states, *self.chunk(unit, chunk), self.units[unit].cuts)
 
     @property
-    def makes_slots(self) -> bool:
-        """Whether a unit's compute slot is made of more than the weights as they lie on the drive."""
-        return any(unit.is_made for unit in self.units)
-
-    @property
-    def has_epilogue(self) -> bool:
-        """Whether parameters are used after the blocks only (false for some tied models)."""
-        return len(self.units) == self.num_blocks + 2
-
-    @property
-    def resident_units(self) -> tuple[int, ...]:
-        """The units whose weights stay where compute reads them: prologue, epilogue, and blocks whose home is the device."""
-        return tuple(index for index, unit in enumerate(self.units) if unit.home == DEVICE)
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """The units around the blocks, prologue and epilogue; a tied head uses both."""
-        return (0, self.num_blocks + 1) if self.has_epilogue else (0,)
-
-    @property
-    def streamed_blocks(self) -> tuple[int, ...]:
-        """The blocks (1..num_blocks) whose weights are fetched for each pass; at a node, all units."""
-        if self.serves:
-            return tuple(range(len(self.units)))
-        return tuple(unit for unit in range(1, self.num_blocks + 1) if self.units[unit].home != DEVICE)
-
-    @property
     def staying_weights(self) -> tuple[int, ...]:
         """The units whose trained weights stay in host memory from step to step: nothing reads them from the drives."""
-        all_fit = self.host_slots >= len(self.streamed_blocks)
+        all_fit = self.host_slots >= len(self.streamed_units)
         return tuple(
             index
             for index, unit in enumerate(self.units)
@@ -196,16 +159,6 @@ class Plan:
         return tuple(index for index, unit in enumerate(self.units) if unit.update_elements)
 
     @property
-    def far_units(self) -> tuple[int, ...]:
-        """The units that live at another site."""
-        return tuple(index for index, unit in enumerate(self.units) if unit.is_far)
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model."""
-        return sum(unit.num_parameters for unit in self.units)
-
-    @property
     def gradient_bytes_per_element(self) -> int:
         """Bytes of a drained gradient element."""
         return 4 if self.gradient_dtype == "float32" else 2
@@ -225,32 +178,9 @@ class Plan:
         """Elements of the largest row or matrix that the rule needs as a whole; 1 where it updates each element alone."""
         return max(largest_item_elements(unit.cuts) for unit in self.units)
 
-    def stored_bytes(self, unit: int) -> int:
-        """Bytes of a unit's weights on the drive, and so in host memory: these are fetched."""
-        figures = self.units[unit]
-        return figures.stored_bytes or self.planes.weight.num_bytes(figures.num_elements)
-
     def gradient_bytes(self, unit: int) -> int:
         """Bytes of a unit's drained gradient."""
         return self.units[unit].gradient_elements * self.gradient_bytes_per_element
-
-    def trained_bytes(self, unit: int) -> int:
-        """Bytes of the weights of a trained family of its own: 0 where there is none."""
-        figures = self.units[unit]
-        return self.planes_of(unit).weight.num_bytes(figures.update_elements) if figures.has_own_family else 0
-
-    def completing_bytes(self, unit: int) -> int:
-        """Bytes with which frozen weights are completed: those of a trained family of its own, and of its basis."""
-        return self.trained_bytes(unit) + self.basis_bytes(unit)
-
-    def basis_bytes(self, unit: int) -> int:
-        """Bytes of the basis of a trained family: 0 where there is none."""
-        return 4 * self.units[unit].basis_elements
-
-    def source_bytes(self, unit: int) -> int:
-        """Bytes from which a slot is made, besides plain weights that are read into it: coded weights, and trained ones."""
-        figures = self.units[unit]
-        return (figures.stored_bytes or 0) + (self.completing_bytes(unit) if figures.is_completed else 0)
 
     @property
     def hidden_bytes(self) -> int:
@@ -341,17 +271,9 @@ class Plan:
     def _borders(self, unit: UnitFigures) -> tuple[int, ...]:
         return chunk_borders(unit.update_elements, self.chunk_elements, unit.cuts)
 
-    def peak(self, tier: str) -> int:
-        """Planned peak bytes of a tier."""
-        return sum(self.results.peak_bytes.get(tier, {}).values())
-
-    def with_results(self, **changes: Any) -> "Plan":
-        """Return the plan with these of its results changed."""
-        return dataclasses.replace(self, results=dataclasses.replace(self.results, **changes))
-
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as plain JSON values."""
-        return {"format": PLAN_FORMAT, **dataclasses.asdict(self), "results": self.results.to_json()}
+        """See `Placement.to_json`; a plan that is kept says its format."""
+        return {"format": PLAN_FORMAT, **Placement.to_json(self)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":

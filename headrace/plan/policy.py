@@ -7,7 +7,7 @@ from dataclasses import replace
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds, core_update_bytes_per_second, redo_seconds
 from headrace.plan.plan import Plan, spread
-from headrace.plan.space import Choice, Problem, filled, fits, plan_of
+from headrace.plan.space import Choice, Problem, filled, plan_of
 from headrace.plan.speculation import Speculation
 from headrace.terms.summing import TREE
 
@@ -35,7 +35,7 @@ def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, 
                 plan = with_footprint(
                     replace(bare, late_units=late, held_gradients=held, state_slots=slots), costs, problem.allowance
                 )
-                if fits(plan) and (late or held == "host"):
+                if plan.fits and (late or held == "host"):
                     plans.append(plan)
             if plans:
                 plan = _fastest([filled(problem, plan) for plan in plans], seconds_of)
@@ -69,7 +69,7 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
     strides = [
         with_footprint(replace(plan, device_update_every=every), costs, problem.allowance) for every in _DEVICE_UPDATE_STRIDES
     ]
-    tried = [(seconds_of(candidate, most_operations), candidate) for candidate in strides if fits(candidate)]
+    tried = [(seconds_of(candidate, most_operations), candidate) for candidate in strides if candidate.fits]
     best_seconds, best = min(tried, key=lambda entry: entry[0], default=(as_is, plan))
     if best_seconds * ALIKE >= as_is:
         return plan
@@ -88,7 +88,7 @@ def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds)
     doubled = replace(plan, accumulators=2)
     leaner = replace(doubled, prefetch=min(1, plan.prefetch), device_slots=min(2, plan.device_slots))
     fitting = (with_footprint(each, costs, problem.allowance) for each in (doubled, leaner))
-    best = next((each for each in fitting if fits(each)), plan)
+    best = next((each for each in fitting if each.fits), plan)
     return best if seconds_of(best) * ALIKE < seconds_of(plan) else plan
 
 
@@ -129,7 +129,7 @@ def speculative_candidate(problem: Problem, placements: list[Choice], best: Choi
             continue  # generous buffers come first; lean ones are only for where those do not fit
         for kept in dict.fromkeys((replace(choice, kept_home=best.kept_home, amount=best.amount), choice)):
             bare = with_footprint(replace(plan_of(problem, kept), gradient_slots=2), costs, problem.allowance)
-            if bare.checkpoint_every == 1 and fits(bare):
+            if bare.checkpoint_every == 1 and bare.fits:
                 plan = with_footprint(replace(filled(problem, bare), resident_states=()), costs, problem.allowance)
                 variant = _speculating(plan, spread(plan.num_blocks // 4, plan.num_blocks))
                 found[choice.input_home, choice.held] = (_coarse_seconds(variant, seconds_of), len(found), plan)

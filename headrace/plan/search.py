@@ -28,7 +28,7 @@ from headrace.plan.policy import (
     with_threads,
     with_two_accumulators,
 )
-from headrace.plan.space import THRIFTS, Choice, Problem, excess_bytes, filled, fits, placements_of, plan_of
+from headrace.plan.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane
@@ -88,7 +88,7 @@ def holds_states(problem: Problem) -> bool:
     for thrift in THRIFTS:
         for choice in placements_of(problem, "deferred", thrift):
             plan = replace(plan_of(problem, choice), resident_states=own)
-            if fits(with_footprint(plan, problem.costs_of(choice.rows), problem.allowance)):
+            if with_footprint(plan, problem.costs_of(choice.rows), problem.allowance).fits:
                 return True
     return False
 
@@ -208,7 +208,7 @@ def _extremes(problem: Problem, placement: Choice) -> list[Choice]:
     least, most = 0, len(problem.replay_order(placement.rows))
     while least < most:
         middle = (least + most + 1) // 2
-        if fits(plan_of(problem, replace(placement, amount=middle, kept_home=placement.input_home))):
+        if plan_of(problem, replace(placement, amount=middle, kept_home=placement.input_home)).fits:
             least = middle
         else:
             most = middle - 1
@@ -218,16 +218,23 @@ def _extremes(problem: Problem, placement: Choice) -> list[Choice]:
 def _fitting(problem: Problem, policy: str) -> list[Choice]:
     """Return the placements without replay that fit under a policy; the thriftiest ones only where memory is short."""
     generous = list(placements_of(problem, policy, 0))
-    found = [choice for choice in generous if fits(plan_of(problem, choice))]
+    found = [choice for choice in generous if plan_of(problem, choice).fits]
     # Thrift may pay as long as something does not fit without it; so more memory never leads to a slower plan.
     for kind in THRIFTS[1:-1] if len(found) == len(generous) else THRIFTS[1:]:
-        found += [choice for choice in placements_of(problem, policy, kind) if fits(plan_of(problem, choice))]
+        found += [choice for choice in placements_of(problem, policy, kind) if plan_of(problem, choice).fits]
     if found:
         return list(dict.fromkeys(found))  # where units are small, kinds of buffers coincide
     # The thriftiest take the least memory, but not always the least space: states are written in more and smaller chunks.
     # Those that fit into memory come first: the message then names the space that they need, and with more memory less may do.
     choices = (choice for thrift in reversed(THRIFTS) for choice in placements_of(problem, policy, thrift))
-    raise infeasible(min((plan_of(problem, choice) for choice in choices), key=excess_bytes))
+    raise infeasible(min((plan_of(problem, choice) for choice in choices), key=_shortage))
+
+
+def _shortage(plan: Plan) -> tuple[int, int]:
+    """Return the bytes that are short: of memory, and of space. Space makes up for memory where something can wait there."""
+    excess = plan.excess_bytes
+    ssd = excess.pop("ssd", 0)
+    return sum(excess.values()), ssd
 
 
 def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], float]) -> tuple[float, Choice]:
@@ -238,7 +245,7 @@ def _best_amount(problem: Problem, start: Choice, seconds: Callable[[Choice], fl
     def try_amounts(amounts: list[int]) -> None:
         for amount in amounts:
             choice = replace(start, amount=amount)
-            if amount not in tried and fits(plan_of(problem, choice)):
+            if amount not in tried and plan_of(problem, choice).fits:
                 tried[amount] = seconds(choice)
                 if amount > min(tried) and tried[amount] > _WORSE * min(tried.values()):
                     break  # the time is convex in the amount: more only takes longer

@@ -11,7 +11,7 @@ from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.footprint import with_serving_footprint
 from headrace.plan.plan import Plan
 from headrace.plan.search import infeasible
-from headrace.plan.space import THRIFTS, Problem, fits, state_buffers, with_resident_states
+from headrace.plan.space import THRIFTS, Problem, state_buffers, with_resident_states
 from headrace.plan.words import explain_update
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import SSD
@@ -29,7 +29,7 @@ def serving_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
     """
     plan: Plan | None = None
     for plan in _candidates(problem):
-        if fits(plan):
+        if plan.fits:
             return _filled(problem, plan)
     assert plan is not None, "there is a leanest candidate"
     raise infeasible(plan)

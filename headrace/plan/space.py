@@ -302,7 +302,7 @@ def filled(problem: Problem, plan: Plan) -> Plan:
     """
     if plan.is_at_once and plan.gradient_slots == 1:
         two = with_footprint(replace(plan, gradient_slots=2), problem.costs_of(plan.micro_batch_sequences), problem.allowance)
-        plan = two if fits(two) else plan
+        plan = two if two.fits else plan
     if len(plan.far_units) == len(plan.units):
         return plan
     spare = plan.results.allowed_bytes["host"] - plan.peak("host")
@@ -327,22 +327,6 @@ def with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
             chosen.append(unit)
             spare_bytes -= needed
     return replace(plan, resident_states=tuple(chosen))
-
-
-def fits(plan: Plan) -> bool:
-    """Return whether the plan's peaks are within what each tier allows."""
-    return excess_bytes(plan) == (0, 0)
-
-
-def excess_bytes(plan: Plan) -> tuple[int, int]:
-    """Return the bytes by which the plan's peaks exceed what memory allows, on host and device together, and what the SSDs
-    allow.
-
-    These are two numbers because they are not alike: space makes up for memory where something can wait on an SSD instead.
-    """
-    excess = {tier: max(0, plan.peak(tier) - allowed) for tier, allowed in plan.results.allowed_bytes.items()}
-    ssd = excess.pop("ssd", 0)
-    return sum(excess.values()), ssd
 
 
 def state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:

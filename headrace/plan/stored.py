@@ -7,8 +7,9 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.forms import UnitFigures
 from headrace.terms.rule_figures import RuleFigures
 
-# In format 2 results are a value of their own. Plans of format 1 did not name their format.
-PLAN_FORMAT = 2
+# In format 3 what every plan has is under `placement`; format 2 has it among the other values, and is read, too.
+PLAN_FORMAT = 3
+_READ = (2, PLAN_FORMAT)
 
 
 def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
@@ -17,13 +18,14 @@ def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: they have another format.
     """
-    known = dict(values)
+    known = {**values.get("placement", {}), **values}
     found = known.pop("format", 1)
-    if found != PLAN_FORMAT:
+    if found not in _READ:
         raise ConfigError(
-            f"plan: format {found!r}, this version reads format {PLAN_FORMAT}; use the version of headrace that wrote it, "
-            "or begin a new run"
+            f"plan: format {found!r}, this version reads formats {' and '.join(map(str, _READ))}; use the version of headrace "
+            "that wrote it, or begin a new run"
         )
+    known.pop("placement", None)
     known["units"] = tuple(map(UnitFigures.from_json, known["units"]))
     known["rule"] = RuleFigures.from_json(known["rule"])
     known["own_rule"] = RuleFigures.from_json(known["own_rule"]) if known.get("own_rule") else None

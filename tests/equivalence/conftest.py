@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import headrace.ask.planner
 from headrace.plan.search import make_plan
-from headrace.plan.space import THRIFTS, filled, fits, placements_of, plan_of
+from headrace.plan.space import THRIFTS, filled, placements_of, plan_of
 from headrace.terms.sizes import GIB
 
 logging.set_verbosity_error()
@@ -46,7 +46,7 @@ def first_that_fits(problem: Any) -> Any:
     """Return the first placement that fits under the usual policy, None if none does."""
     choices = (choice for thrift in THRIFTS for choice in placements_of(problem, problem.policies[0], thrift))
     plans = (plan_of(problem, choice) for choice in choices)
-    return next((filled(problem, plan) for plan in plans if fits(plan)), None)
+    return next((filled(problem, plan) for plan in plans if plan.fits), None)
 
 
 @pytest.fixture(scope="package")

@@ -76,13 +76,22 @@ def test_what_no_cut_divides_has_room_in_the_chunk_buffers_on_host_and_device() 
     assert host_update_temporary_bytes(small_plan()) == 0
 
 
-@pytest.mark.parametrize("written", [1, None, 3])
+def test_a_plan_of_the_format_before_comes_back_as_the_same_plan() -> None:
+    stored = json.loads((Path(__file__).parent / "plan_of_format_2.json").read_text(encoding="utf-8"))
+    assert stored["format"] == 2
+    assert stored["host_slots"] == 3, "its values lie side by side"
+    changes = {"stash_tiers": ("ssd",) * 4, "kept": ((1,),) * 4, "kept_bytes": (64,) * 4, "operators": (("mm", "mm"),) * 4}
+    plan = small_plan(notes=("small",), peak_bytes={"host": {"all": 1}}, **changes)
+    assert Plan.from_json(stored) == plan.with_results(speculation=PRICES, allowed_bytes={"host": 7})
+
+
+@pytest.mark.parametrize("written", [1, None, 4])
 def test_a_plan_of_another_format_is_refused_by_name(written: int | None, tmp_path: Path) -> None:
     values = small_plan().to_json()
-    assert values.pop("format") == PLAN_FORMAT == 2
+    assert values.pop("format") == PLAN_FORMAT == 3
     values |= {} if written is None else {"format": written}
     # The first format had no number, and its results among its choices.
-    with pytest.raises(ConfigError, match=f"format {written or 1}, this version reads format 2; use the version"):
+    with pytest.raises(ConfigError, match=f"format {written or 1}, this version reads formats 2 and 3; use the version"):
         Plan.from_json(values)
     (tmp_path / "plan.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=f"plan.json.*format {written or 1}"):

@@ -16,7 +16,7 @@ from headrace.plan.footprint import with_footprint, with_runtime
 from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan, nominal_ceilings
-from headrace.plan.space import THRIFTS, Choice, Problem, Workload, filled, fits, placements_of, plan_of, replay_order
+from headrace.plan.space import THRIFTS, Choice, Problem, Workload, filled, placements_of, plan_of, replay_order
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.drives import Drive
@@ -106,7 +106,7 @@ def brute_force(made: Problem, ceilings: Ceilings) -> float:
     for thrift in THRIFTS:
         for choice, amount, home in itertools.product(usual_placements(made, thrift), amounts, made.homes):
             plan = plan_of(made, replace(choice, amount=amount, kept_home=home))
-            if fits(plan):
+            if plan.fits:
                 best = min(best, forecast(filled(made, plan), ceilings).step_seconds)
     return best
 
@@ -116,7 +116,7 @@ def test_the_choice_is_as_fast_as_the_best_of_all(flops: float, host_mib: int) -
     made = problem(host_mib * MIB, rows=2)
     ceilings = machine(made, flops=flops)
     plan = make_plan(made, ceilings)
-    assert fits(plan)
+    assert plan.fits
     assert forecast(plan, ceilings).step_seconds <= 1.02 * brute_force(made, ceilings)
 
 
@@ -136,7 +136,7 @@ def test_small_chunks_are_not_taken_for_faster_than_they_are(host_mib: int) -> N
     made = replace(made, forms=forms, costs_of=lambda sequences: costs)
     ceilings = machine(made, flops=2e11, read=3e9, write=7e9, mixed=4.6e9)
     every = [plan_of(made, choice) for thrift in THRIFTS for choice in usual_placements(made, thrift)]
-    best = min(forecast(filled(made, plan), ceilings).step_seconds for plan in every if fits(plan))
+    best = min(forecast(filled(made, plan), ceilings).step_seconds for plan in every if plan.fits)
     assert forecast(make_plan(made, ceilings), ceilings).step_seconds <= 1.02 * best
 
 
@@ -167,7 +167,7 @@ def test_more_memory_is_never_slower() -> None:
 def seconds_of(made: Problem, ceilings: Ceilings, **asked: object) -> float:
     """Return what a step takes by the plan for the question with other words about clipping and checkpoints."""
     plan = make_plan(replace(made, workload=replace(made.workload, **asked)), ceilings)
-    assert fits(plan)
+    assert plan.fits
     found = forecast(plan, ceilings).step_seconds
     return min(found, plan.results.speculation.hit_seconds) if plan.results.speculation else found
 
@@ -282,7 +282,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     with pytest.raises(PlanInfeasible, match=r"host memory: at least .* are needed, 74 MiB are allowed") as caught:
         make_plan(problem(20 * MIB))
     needed = caught.value.needed_bytes
-    assert fits(make_plan(problem(needed - LIBRARIES)))
+    assert make_plan(problem(needed - LIBRARIES)).fits
     with pytest.raises(PlanInfeasible):
         make_plan(problem(needed - LIBRARIES - 64 * 1024))
 
@@ -299,7 +299,7 @@ def test_space_on_the_ssds_is_a_budget_as_memory_is(clip: bool) -> None:
         return make_plan(replace(made, allowance=replace(made.allowance, ssd_bytes=ssd_bytes)), quick)
 
     short = planned(roomy.peak("ssd") - 1)
-    assert fits(short)
+    assert short.fits
     assert short.peak("ssd") < roomy.peak("ssd") == planned(roomy.peak("ssd")).peak("ssd")
     assert Plan.from_json(json.loads(json.dumps(short.to_json()))) == short
     with pytest.raises(
@@ -330,7 +330,7 @@ def test_the_need_that_is_named_is_enough(host_mib: int, ssd_mib: int, rows: int
             named.append(refusal.tier)
             made = replace(made, allowance=replace(made.allowance, **{f"{refusal.tier}_bytes": refusal.needed_bytes}))
     assert named in ([], ["host"], ["ssd"], ["host", "ssd"])
-    assert fits(plan)
+    assert plan.fits
     if "ssd" in named:
         choices = [plan_of(made, choice) for thrift in THRIFTS for choice in usual_placements(made, thrift)]
         within = [choice.peak("ssd") for choice in choices if choice.peak("host") <= made.allowance.host_bytes]
@@ -421,7 +421,7 @@ def test_slow_update_cores_beside_a_fast_link_have_the_device_update(clip: bool)
     ceilings = machine(made, **FAST, **cores(5e9))
     plan = make_plan(made, ceilings)
     assert plan.device_update_every > 0
-    assert fits(plan)
+    assert plan.fits
     on_host = replace(plan, device_update_every=0)
     assert plan.peak("device") > with_footprint(on_host, costs_of(plan.micro_batch_sequences), made.allowance).peak("device")
     assert forecast(plan, ceilings).step_seconds < 0.8 * forecast(on_host, ceilings).step_seconds
@@ -440,7 +440,7 @@ def test_updates_on_the_device_are_left_out_where_their_buffers_do_not_fit() -> 
     needed_bytes = make_plan(roomy, machine(roomy, **FAST, **cores(200e9))).peak("device")
     assert wanted.peak("device") > needed_bytes
     tight = make_plan(problem(400 * MIB, device_bytes=needed_bytes), ceilings)
-    assert fits(tight)
+    assert tight.fits
     assert tight.device_update_every == 0
 
 

@@ -5,14 +5,12 @@ A schedule says what it does with a block by `acquire` and `release`, and when i
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from headrace.plan.ledger import Ledger, Snapshot
-from headrace.plan.results import Results
+from headrace.plan.placement import Placement
 from headrace.plan.slots import SOURCE_SLOTS
-from headrace.terms.forms import UnitFigures
 from headrace.terms.lanes import Lane
-from headrace.terms.layout import PlaneSet
 from headrace.terms.program import Pool, Verb, buffer
 
 HOST, COMPUTED = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
@@ -22,56 +20,10 @@ STAGING = buffer(Pool.STAGING)
 NONE = -1
 
 
-class WeightsPlan(Protocol):
-    """The part of a plan, of whatever kind, that says how weights come."""
-
-    @property
-    def separate_device(self) -> bool:
-        """Whether compute reads other memory than the host's."""
-
-    @property
-    def units(self) -> tuple[UnitFigures, ...]:
-        """Prologue, blocks, epilogue."""
-
-    @property
-    def num_blocks(self) -> int:
-        """How many of the units are blocks."""
-
-    @property
-    def host_slots(self) -> int:
-        """Blocks in host memory."""
-
-    @property
-    def device_slots(self) -> int:
-        """Blocks where compute reads them, if that is not host memory, or if they are made."""
-
-    @property
-    def resident_units(self) -> tuple[int, ...]:
-        """The units whose weights stay where compute reads them."""
-
-    @property
-    def far_units(self) -> tuple[int, ...]:
-        """The units that live at another site."""
-
-    @property
-    def planes(self) -> PlaneSet:
-        """The weights' plane among others."""
-
-    @property
-    def results(self) -> Results:
-        """What was found about the plan's choices."""
-
-    def stored_bytes(self, unit: int) -> int:
-        """Return the bytes of a unit that are fetched."""
-
-    def completing_bytes(self, unit: int) -> int:
-        """Return the bytes of what completes a unit's weights, or is computed beside them."""
-
-
 class Weights:
     """Emits the operations that bring weights, in order, into the program that is being built."""
 
-    def __init__(self, plan: WeightsPlan, before: Snapshot) -> None:
+    def __init__(self, plan: Placement, before: Snapshot) -> None:
         self._weights_plan = plan
         self.ledger, self.results = Ledger(before), plan.results
         self.contents = self.ledger.contents
@@ -178,9 +130,8 @@ class Weights:
         """Make a slot of what is stored and what is trained; on a separate device, of what is sent there for it."""
         plan, op, figures = self._weights_plan, self.ledger.op, self._weights_plan.units[block]
         sources: tuple[int, ...] = (host, TRAINED + block) if figures.is_completed else (host,)
-        made_bytes = plan.planes.weight.num_bytes(figures.num_elements)
-        read_bytes = self.stored_bytes[block] + (plan.completing_bytes(block) if figures.is_completed else 0)
-        made: dict[str, Any] = {"unit": block, "num_bytes": max(made_bytes + read_bytes, figures.making_like)}
+        read_bytes = plan.sent_bytes(block)
+        made: dict[str, Any] = {"unit": block, "num_bytes": max(plan.slot_bytes(block) + read_bytes, figures.making_like)}
         if self.separate:
             sent = (SOURCES + self.source_turn,)
             self.source_turn = (self.source_turn + 1) % SOURCE_SLOTS
