@@ -67,6 +67,28 @@ def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path) -> None:
     assert other != bits, "the test shows nothing if every plan has the same bits"
 
 
+def test_a_run_begun_with_a_plan_of_the_format_before_goes_on_to_the_same_bits(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, losses, weights = run(path, tmp_path / "whole")
+    now = Plan.to_json
+
+    def before(plan: Plan) -> dict[str, Any]:
+        values = now(plan)
+        return {**values.pop("placement"), **values, "format": 2}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "to_json", before)
+        with Engine.open(path, Options(output=tmp_path / "run", learning_rate=1e-3, **STEP)) as engine:
+            assert engine.step(batch_of(ROWS, LENGTH, 0)).loss == losses[0]
+            assert engine.plan is not None
+            assert Plan.from_json(before(engine.plan)) == engine.plan
+    with Engine.resume(tmp_path / "run") as engine:
+        assert [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in (1, 2)] == losses[1:]
+        engine.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+
+
 def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the interpreter takes differs by a mebibyte or two from process to process, and the budget is just enough."""
 
