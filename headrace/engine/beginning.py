@@ -19,6 +19,7 @@ from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
 from headrace.flow.step_state import Parts
 from headrace.flow.update import device_updater
+from headrace.flow.weights import StoreSource
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.protocol import Machine
 from headrace.plan.buffer_sizes import scratch_bytes
@@ -79,12 +80,12 @@ class Run:
             machine=subject.machine,
             buffers=Buffers(plan, subject.machine),
             store=self.store,
+            source=StoreSource(self.store, subject.maker, subject.seams.site),
             updater=subject.updater,
             own_updater=subject.own_updater,
             forms=subject.forms,
             wire=subject.seams.wire,
             site=subject.seams.site,
-            maker=subject.maker,
             seed=self.options.seed,
             sink=self.sink,
             pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],

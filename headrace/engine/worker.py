@@ -26,6 +26,7 @@ from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch, step_batch
 from headrace.flow.step_state import Parts, StepState, Verdict
 from headrace.flow.steps import Steps
+from headrace.flow.weights import StoreSource
 from headrace.machine.here import this_machine
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model import Chain, config_from, set_buffers
@@ -191,17 +192,18 @@ class Worker(Closing):
     def _make_steps(self) -> Steps:
         plan = self.plan
         torch.set_num_threads(min(plan.compute_threads, self._cores))
+        maker = Maker(self._forms, self._seams.wire, self._options.compute_dtype, self._seams.codecs)
         parts = Parts(
             plan=plan,
             chain=self.chain,
             machine=self.machine,
             buffers=Buffers(plan, self.machine),
             store=self.store,
+            source=StoreSource(self.store, maker, self._seams.site),
             updater=self._updater,
             forms=self._forms,
             wire=self._seams.wire,
             site=self._seams.site,
-            maker=Maker(self._forms, self._seams.wire, self._options.compute_dtype, self._seams.codecs),
             seed=self._options.seed,
             sink=self._sink,
             pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in self._forms],

@@ -187,10 +187,7 @@ def catching(state: StepState, op: Op, unit: int) -> Iterator[None]:
 
 
 def _weights(state: StepState, op: Op, unit: int) -> torch.Tensor:
-    buffers = state.parts.buffers
-    if unit in state.plan.resident_units:
-        return buffers.resident_weights[unit]
-    return buffers.computed(unit, op.slot(Pool.HOST_WEIGHTS), op.slot(Pool.DEVICE_WEIGHTS))
+    return state.parts.buffers.computed(unit, op)
 
 
 def _moment(state: StepState, op: Op, unit: int, device: torch.device) -> Moment | None:

@@ -68,7 +68,7 @@ def announce(state: StepState, op: Op) -> None:
 
 def send(state: StepState, op: Op) -> None:
     """Send a unit's weights from its host slot."""
-    _workers(state).send(op.unit, state.parts.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS)))
+    _workers(state).send(op.unit, state.parts.buffers.stored(op.unit, op))
 
 
 def receive(state: StepState, op: Op) -> None:

@@ -17,18 +17,15 @@ bits.
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from headrace.flow import commit, compute, drain, fetch, serve, stash, update
+from headrace.flow import commit, compute, drain, serve, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.step_state import StepState
+from headrace.flow.weights import WEIGHT_VERBS
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Program, Verb
 
 HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE: compute.prologue,
-    Verb.FETCH: fetch.fetch,
-    Verb.PULL: fetch.pull,
-    Verb.UPLOAD: fetch.upload,
-    Verb.MAKE: fetch.make,
     Verb.FORWARD: compute.forward,
     Verb.STASH: stash.stash,
     Verb.SPILL: stash.spill,
@@ -62,6 +59,9 @@ def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Ru
 
     def perform(op: Op) -> None:
         with state.parts.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
-            HANDLERS[op.verb](state, op)
+            if (bring := WEIGHT_VERBS.get(op.verb)) is not None:
+                bring(state.parts, op)
+            else:
+                HANDLERS[op.verb](state, op)
 
     return interpreter.run(program, perform, state.verdict.step)

@@ -9,8 +9,8 @@ import torch
 
 from headrace.flow.buffers import Buffers
 from headrace.flow.gradient_sums import SequentialSums, sums_of
-from headrace.flow.make import Maker
 from headrace.flow.step_batch import StepBatch
+from headrace.flow.weights import WeightSource
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.plan.plan import Plan
@@ -33,11 +33,11 @@ class Parts:
     machine: Machine
     buffers: Buffers
     store: StateStore
+    source: WeightSource
     updater: Updater
     forms: tuple[Form, ...]
     wire: Wire
     site: Site | None
-    maker: Maker
     seed: int
     sink: Sink
     pieces: Sequence[Sequence[GroupRange]]  # of the trained elements of each unit, as the rule gets them

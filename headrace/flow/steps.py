@@ -8,20 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
-
 from headrace.flow.execute import Interpreter
 from headrace.flow.step import run_step
 from headrace.flow.step_batch import StepBatch
 from headrace.flow.step_state import Parts, StepState, Verdict
+from headrace.flow.weights import load_residents
 from headrace.plan.footprint import MOST_PROGRAMS
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.terms.events import Notice
-from headrace.terms.families import BASIS, STATES, TRAINED, WEIGHTS
-from headrace.terms.lanes import Lane
+from headrace.terms.families import STATES
 from headrace.terms.program import Program
 from headrace.update import HitRate
 
@@ -221,23 +219,8 @@ class Steps:
 
     def _load_residents(self) -> Snapshot:
         """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
-        parts = self.parts
-        plan, machine = parts.plan, parts.machine
-        for unit in sorted({*plan.resident_units}.difference(plan.far_units)):
-            into = parts.buffers.resident_host_weights(unit)
-            parts.store.read(unit, WEIGHTS, into).wait()
-            if plan.separate_device:
-                source = torch.from_numpy(into).view(parts.buffers.dtype)
-                with machine.lane(Lane.HOST_TO_DEVICE):
-                    machine.copy(parts.buffers.resident_weights[unit], source)
-                    event = machine.record(Lane.HOST_TO_DEVICE)
-                if event is not None:
-                    event.synchronize()
-        for unit, weights in parts.buffers.trained.items():
-            trained_bytes = plan.trained_bytes(unit)
-            parts.store.read(unit, TRAINED, weights[:trained_bytes]).wait()
-            if plan.basis_bytes(unit):
-                parts.store.read(unit, BASIS, weights[trained_bytes:]).wait()
+        parts, plan = self.parts, self.parts.plan
+        load_residents(parts)
         for unit in plan.resident_states:
             states = parts.buffers.resident_states[unit]
             for chunk in range(plan.num_chunks(unit)):

@@ -105,7 +105,7 @@ def _weights(state: StepState, op: Op) -> Bytes:
     """Return the chunk's part of the unit's trained weights in host memory."""
     plan, buffers = state.plan, state.parts.buffers
     start, stop = plan.chunk(op.unit, op.chunk)
-    whole = buffers.trained[op.unit] if op.unit in buffers.trained else buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS))
+    whole = buffers.trained[op.unit] if op.unit in buffers.trained else buffers.stored(op.unit, op)
     width = plan.planes_of(op.unit).weight.bytes_per_element
     return whole[start * width : stop * width]
 

@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from headrace.plan.weight_sizes import BufferGroup
 from headrace.terms.costs import CARRIED_ALIGNMENT, GenerationCosts
 from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
 
 COMPUTE, HOST, SSD = "compute", "host", "ssd"
-# The names of their groups of buffers begin with this.
-CACHE_GROUPS = "cache_"
 # How many of one seat's caches of one block are on their way at once: one is used, the others come and go.
 SLOT_CHOICES = (4, 2)
 _MASK_BYTES = 4  # of a number of a mask
@@ -77,8 +76,8 @@ def carried_bytes(costs: GenerationCosts, new_tokens: int, block: int) -> int:
 
 def cache_buffers(
     caches: CachePlan, costs: GenerationCosts, new_tokens: int, seats: int, *, separate_device: bool
-) -> dict[str, tuple[str, int, int]]:
-    """Return by name the tier, number and bytes of each group of buffers for caches elsewhere or on their way."""
+) -> dict[str, BufferGroup]:
+    """Return by name the groups of buffers for caches elsewhere or on their way."""
     moving = [*caches.blocks(HOST), *caches.blocks(SSD)]
     if not moving:
         return {}
@@ -86,15 +85,18 @@ def cache_buffers(
     tails = sum(tail_bytes(caches, costs, new_tokens, block) for block in caches.blocks(SSD))
     kept = sum(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in caches.blocks(HOST))
     groups = {
-        "cache_on_its_way": ("host", caches.slots if tails else 0, slot),
-        "cache_tails": ("host", seats, tails),
-        "cache_kept": ("host", seats, kept),
-        "cache_on_device": ("device", caches.slots if separate_device else 0, slot),
+        "cache_on_its_way": BufferGroup("host", "cache", caches.slots if tails else 0, slot),
+        "cache_tails": BufferGroup("host", "cache", seats, tails),
+        "cache_kept": BufferGroup("host", "cache", seats, kept),
+        "cache_on_device": BufferGroup("device", "cache", caches.slots if separate_device else 0, slot),
     }
     if caches.attends and separate_device:
         carried = round_up(max(carried_bytes(costs, new_tokens, block) for block in moving), PAGE_BYTES)
-        groups |= {"cache_carried": ("device", seats, carried), "cache_carried_host": ("host", seats, carried)}
-    return {name: group for name, group in groups.items() if group[1] * group[2]}
+        groups |= {
+            "cache_carried": BufferGroup("device", "cache", seats, carried),
+            "cache_carried_host": BufferGroup("host", "cache", seats, carried),
+        }
+    return {name: group for name, group in groups.items() if group.total_bytes}
 
 
 def cache_choices(

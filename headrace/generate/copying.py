@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.files import measured_reading, measured_stripes, on_drives_of
 from headrace.generate.plan import GenerationPlan
-from headrace.generate.sources import ShardSource, WeightSource
+from headrace.generate.sources import GenerationSource, ShardSource
 from headrace.store.copied_files import WeightFiles
 from headrace.store.weight_copy import WeightCopy
 from headrace.terms.events import Notice, Sink
@@ -28,7 +28,7 @@ class Copying:
         self._directories, self._asked, self._sink = tuple(directories), asked, sink
         self._settled = asked is False or not self._directories
 
-    def settle(self, source: WeightSource, plan: GenerationPlan) -> None:
+    def settle(self, source: GenerationSource, plan: GenerationPlan) -> None:
         """Have `source` read from the copy, if there is one or it pays for `plan`; then it is made first.
 
         Raises:

@@ -10,6 +10,7 @@ Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wante
 from dataclasses import dataclass
 
 from headrace.plan.slots import SOURCE_SLOTS
+from headrace.plan.weight_sizes import BufferGroup
 from headrace.terms.coding import Decodes
 from headrace.terms.costs import touched
 from headrace.terms.forms import UnitFigures
@@ -119,18 +120,19 @@ class ExpertPlan:
         return round_up(self.figures.stored_bytes, PAGE_BYTES)
 
 
-def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[str, tuple[str, int, int]]:
-    """Return by name the tier, number and bytes of each group of buffers for experts. A buffer holds one."""
+def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[str, BufferGroup]:
+    """Return by name the groups of buffers for experts. A buffer holds one."""
     figures, count = plan.figures, plan.in_round
     slot_bytes = round_up(weight.num_bytes(figures.elements), PAGE_BYTES)
     groups = {
-        "experts": ("host", ROUNDS_IN_MEMORY * count, plan.slot_bytes),
-        "cached_experts": ("host", plan.cached, plan.slot_bytes),
+        "experts": BufferGroup("host", "weights", ROUNDS_IN_MEMORY * count, plan.slot_bytes),
+        "cached_experts": BufferGroup("host", "weights", plan.cached, plan.slot_bytes),
     }
     if separate or figures.is_made:
-        groups["device_experts"] = ("device" if separate else "host", ROUNDS_IN_MEMORY * count, slot_bytes)
+        tier = "device" if separate else "host"
+        groups["device_experts"] = BufferGroup(tier, "weights", ROUNDS_IN_MEMORY * count, slot_bytes)
     if separate and figures.is_made:
-        groups["expert_sources"] = ("device", SOURCE_SLOTS * count, plan.slot_bytes)
+        groups["expert_sources"] = BufferGroup("device", "weights", SOURCE_SLOTS * count, plan.slot_bytes)
     return groups
 
 

@@ -23,7 +23,6 @@ class FileSource:
     def __init__(self, units: Sequence[StoredUnit], reader: Reader, weights: WeightMap, plane: Plane) -> None:
         self._units, self.reader, self._weights, self._plane = tuple(units), reader, weights, plane
         self.layouts = tuple(unit.layout for unit in self._units)
-        self.trained: dict[int, Bytes] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -48,7 +47,8 @@ class FileSource:
 
 
 class ExpertSource(FileSource):
-    """A `WeightSource` of units without experts, and of experts by unit and number. `blocks` say which attributes experts are.
+    """A `GenerationSource` of units without experts, and of experts by unit and number. `blocks` say which attributes are
+    experts.
 
     `figures` are those of the units without experts, `expert_figures` those of the experts. It uses the reader of another
     source, which closes it.
@@ -71,7 +71,7 @@ class ExpertSource(FileSource):
         self.expert_figures = figures_of_experts
 
     def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
-        """See `WeightSource.pack`: no plan with experts by themselves has packed weights, so nothing is done."""
+        """See `GenerationSource.pack`: no plan with experts by themselves has packed weights, so nothing is done."""
 
     def expert(self, unit: int, number: int) -> StoredUnit:
         """Return how an expert lies in the files."""

@@ -27,7 +27,7 @@ from headrace.generate.plan import GenerationPlan
 from headrace.generate.planner import GenerationPlanner, GenerationUnits
 from headrace.generate.schedule import build_pass
 from headrace.generate.seat_caches import CacheFile, SeatCache
-from headrace.generate.verbs import Pass, load_residents, run_pass
+from headrace.generate.verbs import Pass, bind_residents, run_pass
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.generation_check import seat_taps
 from headrace.model.generation_keys import check_call, is_assisted, switched_off
@@ -162,7 +162,7 @@ class Generator(Closing):
             model.chain.lay_out(source.layouts)
             experts = ExpertFlow(plan.experts, model.chain, source, buffers, model.machine)
             self._pass = Pass(plan, model.chain, model.machine, source, buffers, experts=experts)
-        load_residents(self._pass)
+        bind_residents(self._pass)
         overlapped = self._interpreter_name == "overlapped"
         self._interpreter = (OverlappedInterpreter if overlapped else PlainInterpreter)(model.machine, self._sink)
         self._left, self._programs = Snapshot(), {}

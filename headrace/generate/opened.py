@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from headrace.ask.model_config import position_limit
 from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
-from headrace.generate.sources import ShardSource, StoreSource, WeightSource
+from headrace.generate.sources import GenerationSource, RunSource, ShardSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, WeightMap
@@ -41,7 +41,7 @@ class GenerationModel:
 
     directory: Path
     chain: Chain
-    source: WeightSource
+    source: GenerationSource
     machine: Machine
     generation_config: Any
     notes: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ class GenerationModel:
             options = run.options
             leave_out = options.leave_out_blocks
             opened = open_to_generate(run.directory, budget, options.compute_dtype, check, leave_out_blocks=leave_out)
-            source = StoreSource(run.store, run.maker(opened))
+            source = RunSource(run.store, run.maker(opened))
             notes = (f"the run is unfinished: weights are those after step {run.num_steps}",)
             return cls.of(run.directory, opened.chain, source, opened.machine, notes)
         except BaseException:
@@ -120,7 +120,7 @@ class GenerationModel:
 
     @classmethod
     def of(
-        cls, directory: Path, chain: Chain, source: WeightSource, machine: Machine, notes: tuple[str, ...]
+        cls, directory: Path, chain: Chain, source: GenerationSource, machine: Machine, notes: tuple[str, ...]
     ) -> "GenerationModel":
         """Return the model of a chain, laid out like `source`."""
         chain.lay_out(source.layouts)

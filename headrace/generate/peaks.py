@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from headrace.generate.cache_plan import CACHE_GROUPS, COMPUTE, SSD, drive_bytes, whole_bytes
+from headrace.generate.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes
 from headrace.generate.plan import GenerationPlan, generation_buffers
 from headrace.plan.allowance import Allowance
 from headrace.plan.results import Results
+from headrace.plan.weight_sizes import peak_rows
 from headrace.terms.sizes import KEPT_FREE_BYTES, MIB
 
 _SEAT_BYTES = MIB // 2
@@ -18,12 +19,7 @@ ATTENDING_OPERATIONS = 3
 def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     """Return `plan` with its peak bytes per tier and purpose filled in."""
     costs, threads = plan.costs, plan.seats
-    rows: dict[str, dict[str, int]] = {"host": {"runtime": allowance.runtime_bytes}}
-    if plan.separate_device:
-        rows = {"device": {}, **rows}
-    for name, (tier, count, size) in generation_buffers(plan).items():
-        purpose = "cache" if name.startswith(CACHE_GROUPS) else "weights"
-        rows[tier][purpose] = rows[tier].get(purpose, 0) + count * size
+    rows = peak_rows(generation_buffers(plan), allowance.runtime_bytes, separate_device=plan.separate_device)
     compute = rows["device" if plan.separate_device else "host"]
     stays = [block for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) == COMPUTE]
     kept = sum(whole_bytes(costs, plan.new_tokens, block) for block in stays)
@@ -62,11 +58,6 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         rows["device"]["libraries"] = allowance.device_overhead_bytes + sum(
             compute[name] // 4 for name in ("cache", "activations", "workspace")
         )
-    allowed = {"host": allowance.host_bytes}
-    if plan.separate_device and allowance.device_bytes is not None:
-        allowed["device"] = allowance.device_bytes
     if on_drives := sum(drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
         rows["ssd"] = {"cache": plan.seats * on_drives}
-        if allowance.ssd_bytes is not None:
-            allowed["ssd"] = allowance.ssd_bytes
-    return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowed, notes=plan.results.notes))
+    return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowance.of(rows), notes=plan.results.notes))

@@ -9,7 +9,7 @@ from typing import Any
 from headrace.generate.cache_plan import HOST, SSD, CachePlan, cache_buffers
 from headrace.generate.expert_plan import ExpertPlan, expert_buffers
 from headrace.plan.placement import Placement
-from headrace.plan.slots import SOURCE_SLOTS
+from headrace.plan.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.costs import FEW_ROWS, GenerationCosts
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import MIB, PAGE_BYTES, format_bytes, format_seconds, round_up
@@ -212,26 +212,14 @@ class GenerationPlan(Placement):
         return lines
 
 
-def generation_buffers(plan: GenerationPlan) -> dict[str, tuple[str, int, int]]:
-    """Return by name the tier, number and bytes of each group of buffers; the engine takes these and no others."""
-    compute = "device" if plan.separate_device else "host"
-    residents = sum(round_up(plan.slot_bytes(unit), PAGE_BYTES) for unit in plan.resident_units)
-    groups = {
-        "host_weights": ("host", plan.host_slots, plan.largest(plan.stored_bytes)),
-        "resident_weights": (compute, 1, residents),
-    }
-    if plan.separate_device or plan.makes_slots:
-        groups["device_weights"] = (compute, plan.device_slots, plan.largest(plan.slot_bytes))
-    if plan.separate_device and (sources := plan.largest(plan.source_bytes)):
-        groups["sources"] = ("device", SOURCE_SLOTS, round_up(sources, PAGE_BYTES))
+def generation_buffers(plan: GenerationPlan) -> dict[str, BufferGroup]:
+    """Return by name the groups of buffers that take anything; the engine takes these and no others."""
+    groups = weight_groups(plan)
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
-    trained = sum(round_up(plan.completing_bytes(unit), PAGE_BYTES) for unit in plan.units_with_family)
-    if trained:
-        groups["trained"] = ("host", 1, trained)
     # Resident units come through host memory, once: through the blocks' slots, if these are large enough.
-    coming = max(plan.stored_bytes(unit) for unit in plan.resident_units)
-    staged = plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units)
-    groups["staging"] = ("host", 1, max(0, coming - plan.host_slots * groups["host_weights"][2]) if staged else 0)
-    caches = cache_buffers(plan.caches, plan.costs, plan.new_tokens, plan.seats, separate_device=plan.separate_device)
-    return {name: group for name, group in (groups | caches).items() if group[1] * group[2]}
+    coming, slots = max(map(plan.stored_bytes, plan.resident_units)), groups["host_weights"]
+    if plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units):
+        groups["coming"] = BufferGroup("host", "weights", 1, max(0, coming - slots.count * slots.num_bytes))
+    groups |= cache_buffers(plan.caches, plan.costs, plan.new_tokens, plan.seats, separate_device=plan.separate_device)
+    return {name: group for name, group in groups.items() if group.total_bytes}

@@ -3,17 +3,14 @@
 The seam is `make`: there a unit's bytes as they were read become the slot that compute reads.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from headrace.files import ExtentReader, Reader
-from headrace.flow.completing import read_completing
-from headrace.flow.make import Maker
+from headrace.flow.weights import StoreSource, WeightSource
 from headrace.generate.expert_source import ExpertSource, FileSource, expert_figures
-from headrace.machine.host_memory import Bytes
 from headrace.model import Chain, WeightMap
 from headrace.model.adapter_reading import StoredAdapters
 from headrace.model.bank_check import why_no_banks
@@ -21,34 +18,30 @@ from headrace.model.banks import find_experts
 from headrace.model.in_place import StoredUnit, paths_of, stored_units
 from headrace.model.packed import PackedBlocks, packed_bytes
 from headrace.model.stored_experts import NotStoredSingly, stored_experts
-from headrace.store import StateStore
 from headrace.terms.events import Sink
-from headrace.terms.families import WEIGHTS
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.layout import UnitLayout, planes_with
 from headrace.terms.sizes import format_bytes
 
 
-class WeightSource(Protocol):
-    """Weights by unit. While it is open, nothing that it reads may change."""
+class GenerationSource(WeightSource, Protocol):
+    """The weights of a generation, with what its plan must know of them."""
 
-    layouts: tuple[UnitLayout, ...]
-    figures: tuple[UnitFigures, ...]
-    trained: dict[int, Bytes]  # by unit: what a run has trained beside frozen weights, in host memory
-    by_experts: ExpertSource | None  # the same weights with experts that come one at a time; None where they cannot
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """Where parameters lie in slots."""
+
+    @property
+    def figures(self) -> tuple[UnitFigures, ...]:
+        """The units as a plan sees them."""
+
+    @property
+    def by_experts(self) -> ExpertSource | None:
+        """The same weights with experts that come one at a time; None where they cannot."""
 
     @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
-
-    def read(self, unit: int, into: Bytes) -> None:
-        """Fill `into` with a unit's bytes as they are stored."""
-
-    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
-        """Read trained families into `memory`, which has room for each unit's, and have them as `trained`."""
-
-    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
-        """Make a unit's flat slot `into`. See `Maker.make`."""
 
     def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
         """Add to `blocks` the packed matrices of a unit whose slot `into` was made of `stored`, and stays."""
@@ -125,7 +118,7 @@ class ShardSource(FileSource):
         return tuple(notes)
 
     def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
-        """See `WeightSource.pack`."""
+        """See `GenerationSource.pack`."""
         blocks.add(self._units[unit], stored, into)
 
     def close(self) -> None:
@@ -133,41 +126,32 @@ class ShardSource(FileSource):
         self.reader.close()
 
 
-class StoreSource:
-    """The weights of the last commit in a run's store. `maker` makes slots from several families."""
+class RunSource(StoreSource):
+    """The weights of the last commit in a run's store."""
 
-    def __init__(self, store: StateStore, maker: Maker) -> None:
-        self._store, self._maker = store, maker
-        self.layouts = tuple(store.manifest.layouts)
-        self.figures = tuple(_read_only(form.figures) for form in maker.forms)
-        self.trained: dict[int, Bytes] = {}
-        self.by_experts: ExpertSource | None = None
+    by_experts = None
+
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """See `GenerationSource.layouts`."""
+        return tuple(self.store.manifest.layouts)
+
+    @property
+    def figures(self) -> tuple[UnitFigures, ...]:
+        """See `GenerationSource.figures`."""
+        return tuple(_read_only(form.figures) for form in self.maker.forms)
 
     @property
     def bytes_read(self) -> int:
         """Bytes that the store has read so far."""
-        return self._store.bytes_read
-
-    def read(self, unit: int, into: Bytes) -> None:
-        """See `WeightSource.read`."""
-        self._store.read(unit, WEIGHTS, into).wait()
-
-    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
-        """See `WeightSource.read_trained`."""
-        for unit, into in memory.items():
-            read_completing(self._store, unit, into)
-        self.trained = dict(memory)
-
-    def make(self, unit: int, stored: torch.Tensor | None, trained: torch.Tensor | None, into: torch.Tensor) -> None:
-        """See `WeightSource.make`."""
-        self._maker.make(unit, stored, trained, into)
+        return self.store.bytes_read
 
     def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
-        """See `WeightSource.pack`: units of a run have no packed bytes in their figures, so nothing is done."""
+        """See `GenerationSource.pack`: units of a run have no packed bytes in their figures, so nothing is done."""
 
     def close(self) -> None:
         """Close the store."""
-        self._store.close()
+        self.store.close()
 
 
 def _read_only(figures: UnitFigures) -> UnitFigures:

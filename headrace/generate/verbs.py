@@ -11,19 +11,18 @@ from typing import Any
 import torch
 
 from headrace.flow.execute import Interpreter, Run
+from headrace.flow.weights import WEIGHT_VERBS, load_residents, make
 from headrace.generate.buffers import GenerationBuffers
 from headrace.generate.expert_flow import ExpertFlow
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.seat_caches import SeatCache
-from headrace.generate.sources import WeightSource
-from headrace.machine.host_memory import Bytes, huge_page_buffer
+from headrace.generate.sources import GenerationSource
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.packed import PackedBlocks, PackedProducts
 from headrace.model.seats import Seat, Seated
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Program, Verb
-from headrace.terms.sizes import PAGE_BYTES, round_up
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Pass:
     plan: GenerationPlan
     chain: Chain
     machine: Machine
-    source: WeightSource
+    source: GenerationSource
     buffers: GenerationBuffers
     seats: Sequence[Seated] = ()
     experts: ExpertFlow | None = None
@@ -60,71 +59,19 @@ def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: in
         return interpreter.run(program, perform, number)
 
 
-def load_residents(state: Pass) -> None:
+def bind_residents(state: Pass) -> None:
     """Bring prologue and epilogue to where they stay, and bind them."""
-    plan, buffers, source = state.plan, state.buffers, state.source
-    source.read_trained(buffers.trained)
-    for unit, into in buffers.residents.items():
-        figures = plan.units[unit]
-        stored = huge_page_buffer(round_up(plan.stored_bytes(unit), PAGE_BYTES))[: plan.stored_bytes(unit)]
-        source.read(unit, stored)
-        read = torch.from_numpy(stored)
-        if figures.is_made:
-            made = torch.empty(figures.num_elements, dtype=buffers.dtype) if plan.separate_device else into
-            trained = source.trained.get(unit)
-            source.make(unit, read, None if trained is None else torch.from_numpy(trained).view(torch.float32), made)
-        else:
-            made = read.view(buffers.dtype)
-        if made is not into:
-            into.copy_(made)
-        state.chain.bind(unit, into, None, as_loaded=True)
-
-
-def _fetch(state: Pass, op: Op) -> None:
-    state.source.read(op.unit, state.buffers.stored(op.unit, op.slot(Pool.HOST_WEIGHTS)))
-
-
-def _upload(state: Pass, op: Op) -> None:
-    """Copy a block's weights to the device, or a page of them; if they are made there, copy their sources."""
-    buffers, unit, sent = state.buffers, op.unit, op.slot(Pool.SOURCES)
-    stored = buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS))
-    parts: list[tuple[torch.Tensor, Bytes]] = []
-    if sent < 0 or op.slot(Pool.DEVICE_WEIGHTS) >= 0:
-        parts.append((buffers.computed(unit, op).view(torch.uint8), stored))
-    if sent >= 0:
-        sources = [trained] if (trained := state.source.trained.get(unit)) is not None else []
-        if state.plan.units[unit].stored_bytes is not None:
-            sources.insert(0, stored)
-        start = 0
-        for each in sources:
-            parts.append((buffers.sources[sent][start : start + each.size], each))
-            start += each.size
-    page = state.plan.page_bytes(unit)
-    left, right = (op.chunk * page, (op.chunk + 1) * page) if op.chunk >= 0 else (0, state.plan.sent_bytes(unit))
-    for into, source in parts:
-        begin, end = max(0, left), min(source.size, right)
-        if begin < end:
-            state.machine.copy(into[begin:end], torch.from_numpy(source[begin:end]))
-        left, right = left - source.size, right - source.size
+    load_residents(state)
+    for unit, weights in state.buffers.residents.items():
+        state.chain.bind(unit, weights, None, as_loaded=True)
 
 
 def _make(state: Pass, op: Op) -> None:
-    """Make the weights that compute reads from what is in host memory or was sent to the device."""
-    buffers, unit, sent = state.buffers, op.unit, op.slot(Pool.SOURCES)
-    into, figures = buffers.computed(unit, op), state.plan.units[unit]
-    stored: torch.Tensor | None
-    trained: torch.Tensor | None = None
-    if sent < 0:
-        stored = torch.from_numpy(buffers.stored(unit, op.slot(Pool.HOST_WEIGHTS)))
-        if (held := state.source.trained.get(unit)) is not None:
-            trained = torch.from_numpy(held)
-    else:
-        coded, whole = figures.stored_bytes or 0, buffers.sources[sent]
-        stored = whole[:coded] if coded else None
-        trained = whole[coded : coded + state.plan.completing_bytes(unit)] if figures.is_completed else None
-    state.source.make(unit, stored, None if trained is None else trained.view(torch.float32), into)
-    if state.packed is not None and stored is not None and figures.packed_bytes:
-        state.source.pack(unit, stored, into, state.packed)
+    """Make the weights that compute reads, and pack them where the plan says so."""
+    make(state, op)
+    if state.packed is not None and state.plan.units[op.unit].packed_bytes:
+        stored = torch.from_numpy(state.buffers.stored(op.unit, op))
+        state.source.pack(op.unit, stored, state.buffers.computed(op.unit, op), state.packed)
 
 
 def _query(state: Pass, op: Op) -> None:
@@ -220,8 +167,7 @@ def _go_on(experts: ExpertFlow, op: Op) -> None:
 
 
 HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
-    Verb.FETCH: _fetch,
-    Verb.UPLOAD: _upload,
+    **WEIGHT_VERBS,
     Verb.MAKE: _make,
     Verb.FORWARD: _forward,
     Verb.ROUTE: _route,

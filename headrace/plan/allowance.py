@@ -1,5 +1,6 @@
 """What a run may use, and what the interpreter takes of it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.terms.sizes import MIB, round_up
@@ -25,6 +26,11 @@ class Allowance:
     device_overhead_bytes: int = 0  # taken on the device by libraries and the allocator, besides tensors
     import_workspace_bytes: int | None = None
     ssd_bytes: int | None = None
+
+    def of(self, tiers: Iterable[str]) -> dict[str, int]:
+        """Return what is allowed of those of these tiers of which it is known."""
+        known = {"host": self.host_bytes, "device": self.device_bytes, "ssd": self.ssd_bytes}
+        return {tier: most for tier, most in known.items() if tier in {*tiers} and most is not None}
 
 
 def planned_runtime_bytes(measured: int) -> int:

@@ -1,51 +1,28 @@
 """Every buffer of a plan, with its tier and exact size. The flow takes these buffers and no others; the plan sums them."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from headrace.plan.plan import Plan
-from headrace.plan.slots import SOURCE_SLOTS
+from headrace.plan.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS, largest_item_elements
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import Grain
-from headrace.terms.sizes import round_up
+from headrace.terms.sizes import PAGE_BYTES, round_up
 from headrace.terms.summing import TREE, partial_sums
 
-PAGE_BYTES = 4096
 # Elements that an update on the device works on at once (tests count): its temporaries grow with them.
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
 TENSOR_ALIGNMENT_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class BufferGroup:
-    """`count` buffers of `num_bytes` each, in `tier`, for `purpose` (a key of `Plan.peak_bytes`)."""
-
-    tier: str
-    purpose: str
-    count: int
-    num_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the arena gives to the group: each buffer starts on a page."""
-        return self.count * round_up(self.num_bytes, PAGE_BYTES)
 
 
 def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     """Return the groups by name. The compute tier is `device` where that is separate, else `host`."""
     if plan.serves:
         return _serving_groups(plan)
-    compute_tier = "device" if plan.separate_device else "host"
-    weight, gradient = plan.planes.weight.bytes_per_element, plan.gradient_bytes_per_element
-    block, streamed, residents = plan.largest_block_elements, plan.streamed_units, plan.resident_units
-    resident_bytes = [plan.stored_bytes(unit) for unit in residents]
-    stored = max((plan.stored_bytes(unit) for unit in streamed), default=0)
-    groups = {
-        "host_weights": BufferGroup("host", "weights", plan.host_slots, stored),
-        "states": BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements)),
-        "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(resident_bytes)),
-    }
+    compute_tier, residents = "device" if plan.separate_device else "host", plan.resident_units
+    gradient = plan.gradient_bytes_per_element
+    states = BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements))
+    groups = weight_groups(plan) | {"states": states}
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
     sums = partial_sums(plan.num_micro_batches, plan.gradient_sum)
     if any(ends):
@@ -53,18 +30,12 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         # A leaf of a tree is all that a micro-batch adds: that of the head waits for that of the embedding.
         leaves = plan.num_micro_batches if plan.tied and plan.gradient_sum == TREE else sums
         groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", leaves, accumulator * 4)
-    if plan.device_slots:
-        groups["device_weights"] = BufferGroup(compute_tier, "weights", plan.device_slots, block * weight)
     if plan.separate_device:
         if plan.device_state_slots:
+            weight = plan.planes.weight.bytes_per_element
             chunk_bytes = plan.chunk_elements * (weight + gradient) + plan.largest_state_bytes(plan.chunk_elements)
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
-        groups["resident_staging"] = BufferGroup("host", "weights", 1, max(resident_bytes))
-        if sources := max(plan.source_bytes(unit) for unit in range(len(plan.units))):
-            groups["sources"] = BufferGroup("device", "weights", SOURCE_SLOTS, sources)
-    for unit in plan.updated_units:
-        if num_bytes := plan.completing_bytes(unit):
-            groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes)
+        groups["staging"] = BufferGroup("host", "weights", 1, max(map(plan.stored_bytes, residents)))
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:
         summed = largest * (4 if plan.accumulate else gradient)
@@ -92,15 +63,11 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
 def _serving_groups(plan: Plan) -> dict[str, BufferGroup]:
     """Return the groups of a plan that computes nothing: buffers for units on their way, each as large as the largest unit."""
     units, held = range(len(plan.units)), plan.held_in_memory
-    weights, gradients = max(map(plan.stored_bytes, units)), max(map(plan.gradient_bytes, units))
-    groups = {
-        "host_weights": BufferGroup("host", "weights", plan.host_slots, weights),
-        "states": BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements)),
-        "resident_weights": BufferGroup("host", "weights", 1, 0),
-    }
+    states = BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements))
+    groups = weight_groups(plan) | {"states": states}
     groups |= {f"gradient.{unit}": BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit)) for unit in held}
     if set(plan.trained_units).difference(held):
-        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, gradients)
+        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, max(map(plan.gradient_bytes, units)))
     for unit in plan.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
     return groups
@@ -125,11 +92,6 @@ def host_update_temporary_bytes(plan: Plan) -> int:
         return 0
     piece = max(HOST_ITEM_ELEMENTS, *(largest_item_elements(unit.cuts) for unit in here))
     return plan.update_threads * min(piece, plan.chunk_elements) * plan.rule.temporary_bytes
-
-
-def arena_bytes(plan: Plan, tier: str) -> int:
-    """Return the size of a tier's arena."""
-    return sum(group.total_bytes for group in buffer_groups(plan).values() if group.tier == tier)
 
 
 def scratch_bytes(plan: Plan) -> int:

@@ -10,6 +10,7 @@ from headrace.plan.allowance import RUNTIME_SPREAD, Allowance
 from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes, scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD
+from headrace.plan.weight_sizes import peak_rows
 from headrace.terms.costs import ATTENTION, ModelCosts
 from headrace.terms.layout import rest_of_master
 from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MERGED_ELEMENTS, MIB
@@ -35,11 +36,7 @@ _RUNTIME, _MERGE, _IMPORT = "runtime", "merging between steps", "import and expo
 
 def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     """Return `plan` with its peak bytes per tier and purpose filled in."""
-    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: allowance.runtime_bytes}}
-    if plan.separate_device:
-        rows = {"device": {}, **rows}
-    for group in buffer_groups(plan).values():
-        rows[group.tier][group.purpose] = rows[group.tier].get(group.purpose, 0) + group.total_bytes
+    rows = peak_rows(buffer_groups(plan), allowance.runtime_bytes, separate_device=plan.separate_device)
     compute = rows["device" if plan.separate_device else "host"]
     compute["activations"] = compute.get("activations", 0) + _activation_bytes(
         plan, costs, pools=plan.separate_device and allowance.device_overhead_bytes > 0
@@ -66,12 +63,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
     durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
     rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
-    allowed = {"host": allowance.host_bytes}
-    if allowance.device_bytes is not None:
-        allowed["device"] = allowance.device_bytes
-    if allowance.ssd_bytes is not None:
-        allowed["ssd"] = allowance.ssd_bytes
-    return plan.with_results(peak_bytes=rows, allowed_bytes=allowed)
+    return plan.with_results(peak_bytes=rows, allowed_bytes=allowance.of(rows))
 
 
 def drive_bytes(plan: Plan, unit: int) -> int:
@@ -89,9 +81,7 @@ def drive_bytes(plan: Plan, unit: int) -> int:
 
 def with_serving_footprint(plan: Plan, allowance: Allowance) -> Plan:
     """Return `plan`, which computes nothing, with its peak bytes per tier and purpose filled in."""
-    rows: dict[str, dict[str, int]] = {"host": {_RUNTIME: allowance.runtime_bytes}}
-    for group in buffer_groups(plan).values():
-        rows["host"][group.purpose] = rows["host"].get(group.purpose, 0) + group.total_bytes
+    rows = peak_rows(buffer_groups(plan), allowance.runtime_bytes, separate_device=False)
     rows["host"]["libraries"] = _SMALL_BYTES
     rows["host"]["program"] = program_bytes(plan)
     if temporary_bytes := host_update_temporary_bytes(plan):
@@ -101,8 +91,7 @@ def with_serving_footprint(plan: Plan, allowance: Allowance) -> Plan:
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
     durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
     rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
-    allowed = {"host": allowance.host_bytes, "ssd": allowance.ssd_bytes}
-    return plan.with_results(peak_bytes=rows, allowed_bytes={tier: size for tier, size in allowed.items() if size is not None})
+    return plan.with_results(peak_bytes=rows, allowed_bytes=allowance.of(rows))
 
 
 def import_bytes(plan: Plan) -> int:

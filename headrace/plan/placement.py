@@ -7,6 +7,7 @@ from typing import Any, Self
 from headrace.plan.results import Results
 from headrace.terms.forms import DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet, planes_with
+from headrace.terms.sizes import PAGE_BYTES, round_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +71,10 @@ class Placement:
     def slot_bytes(self, unit: int) -> int:
         """Bytes of a unit's weights as compute reads them."""
         return self.planes.weight.num_bytes(self.units[unit].num_elements)
+
+    def resident_bytes(self, unit: int) -> int:
+        """Bytes that a unit takes where it stays: whole pages."""
+        return round_up(self.slot_bytes(unit), PAGE_BYTES)
 
     def stored_bytes(self, unit: int) -> int:
         """Bytes of a unit's weights on the drive, and so in host memory: these are fetched."""

@@ -164,11 +164,6 @@ class Plan(Placement):
         return 4 if self.gradient_dtype == "float32" else 2
 
     @property
-    def largest_block_elements(self) -> int:
-        """Elements of the largest block: the size of a slot that compute reads."""
-        return max(unit.num_elements for unit in self.units[1 : self.num_blocks + 1])
-
-    @property
     def largest_gradient_elements(self) -> int:
         """Elements of the largest gradient of a block."""
         return max(unit.gradient_elements for unit in self.units[1 : self.num_blocks + 1])

@@ -91,7 +91,7 @@ def cached_bytes(plan: GenerationPlan) -> int:
     """Return what weights take in host memory where 16 such blocks are kept there as read, and two of them are made."""
     first, block, *_, last = plan.units
     plan = replace(plan, units=(first, *[block] * 16, last), num_blocks=16, host_slots=16, device_slots=2)
-    return sum(count * size for tier, count, size in generation_buffers(plan).values() if tier == "host")
+    return sum(group.total_bytes for group in generation_buffers(plan).values() if group.tier == "host")
 
 
 @pytest.mark.parametrize(("dtype", "device"), [("float32", None), ("bfloat16", None), ("float32", "64MiB")])
