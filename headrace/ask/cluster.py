@@ -12,11 +12,10 @@ from pathlib import Path
 from headrace.ask.answer import DEFAULT_STEPS, lengths_of
 from headrace.ask.cluster_report import ClusterReport, Purchase
 from headrace.ask.model_config import read_parts
-from headrace.ask.place import RUNTIME_ELSEWHERE_BYTES, Place, multiplies
+from headrace.ask.place import Place, multiplies
 from headrace.ask.question import Question
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.model import Chain, Profiles, check_whole, self_check
-from headrace.plan.allowance import Allowance
 from headrace.plan.cluster import Cluster, ClusterForecast, forecast_cluster
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
@@ -25,7 +24,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
 from headrace.plan.serving import serving_plan
 from headrace.plan.space import Problem
-from headrace.terms.budget import default_bytes
+from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import in_place_forms
@@ -156,13 +155,8 @@ class _Plans:
             PlanInfeasible: their memory or SSDs are too small.
         """
         node = self._cluster.all_nodes
-        allowance = Allowance(
-            host_bytes=default_bytes("host", node.host_memory_bytes),
-            device_bytes=None,
-            runtime_bytes=RUNTIME_ELSEWHERE_BYTES,
-            cores=node.cores,
-            ssd_bytes=default_ssd_bytes(node, ()),
-        )
+        place = replace(Place.of(node, here=False), device_bytes=None, device_overhead_bytes=0)
+        allowance = place.allowance(Budget(), ssd_bytes=default_ssd_bytes(node, ()), import_workspace_bytes=None)
         question = Question.of(self._options, allowance, tokens_per_step=self._tokens, sequence_length=self._length)
         try:
             return serving_plan(question.problem(self._forms, self._costs, self._rule), node)

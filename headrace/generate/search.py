@@ -17,11 +17,11 @@ from headrace.plan.allowance import Allowance
 from headrace.plan.decoding import making_like
 from headrace.plan.nominal import nominal_machine
 from headrace.plan.rates import Rates
+from headrace.plan.refusal import refusal
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import UnitFigures
-from headrace.terms.sizes import format_bytes
 
 # Each seat is a thread with its own threads of the library that multiplies, as many as compute has.
 MOST_SEATS = 64
@@ -228,14 +228,5 @@ def _infeasible(question: GenerationQuestion) -> PlanInfeasible:
         plan for plan in _placements(few) if plan.peak("ssd") <= plan.results.allowed_bytes.get("ssd", plan.peak("ssd"))
     ]
     one = min(placements, key=lambda plan: (plan.peak("host"), plan.peak("device")))
-    tier = next(tier for tier, allowed in one.results.allowed_bytes.items() if one.peak(tier) > allowed)
-    needed, allowed = one.peak(tier), one.results.allowed_bytes[tier]
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in one.results.peak_bytes[tier].items() if size)
-    advice = "fewer new tokens or shorter prompts take less" if question.rows is None else "fewer rows take less"
-    return PlanInfeasible(
-        f"{tier} memory: one seat of {one.rows} row{'s' if one.rows > 1 else ''} takes {format_bytes(needed)} ({parts}), "
-        f"allowed are {format_bytes(allowed)}; {advice}, or give --{tier}-memory {format_bytes(needed)}",
-        tier=tier,
-        needed_bytes=needed,
-        allowed_bytes=allowed,
-    )
+    who = f"one seat of {one.rows} row{'s' if one.rows > 1 else ''} needs {{}}"
+    return refusal(one, who, "fewer new tokens or shorter prompts" if question.rows is None else "fewer rows")

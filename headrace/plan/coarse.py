@@ -34,7 +34,8 @@ def coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     plan = _joined(plan, -(-plan.num_micro_batches // joined), ceilings)
     left = most_operations - per_micro * plan.num_micro_batches
     pieces = max(_LEAST_CHUNKS, left // (_PER_CHUNK * len(plan.units)))
-    chunk_elements = max(plan.chunk_elements, round_up(-(-plan.largest(lambda unit: plan.units[unit].num_elements) // pieces), UNIT_ALIGNMENT))
+    largest = max(unit.num_elements for unit in plan.units[1 : plan.num_blocks + 1])
+    chunk_elements = max(plan.chunk_elements, round_up(-(-largest // pieces), UNIT_ALIGNMENT))
     # Three buffers suffice to read, update and write at once. More of the enlarged ones would hold more than the plan does.
     slots = plan.state_slots if chunk_elements == plan.chunk_elements else min(plan.state_slots, 3)
     return replace(plan, chunk_elements=chunk_elements, state_slots=slots)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from headrace.plan.footprint import runtime_row, with_footprint
 from headrace.plan.plan import Plan
+from headrace.plan.refusal import refusal
 from headrace.plan.results import PLAN_NAME
 from headrace.plan.space import Problem, operators_of, with_groups
-from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.errors import ConfigError
 from headrace.terms.run_options import RunOptions
-from headrace.terms.sizes import format_bytes
 
 _Config = TypeVar("_Config", bound=RunOptions)
 
@@ -87,16 +87,8 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
     plan = with_footprint(
         with_groups(plan, problem), costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes))
     )
-    for tier, allowed in plan.results.allowed_bytes.items():
-        if plan.peak(tier) > allowed:
-            where = "ssd" if tier == "ssd" else f"{tier} memory"
-            raise PlanInfeasible(
-                f"{where}: the plan that was given needs {format_bytes(plan.peak(tier))}, {format_bytes(allowed)} are allowed; "
-                "allow more, or leave the plan to the planner",
-                tier=tier,
-                needed_bytes=plan.peak(tier),
-                allowed_bytes=allowed,
-            )
+    if not plan.fits:
+        raise refusal(plan, "the plan that was given needs {}", "leave the plan to the planner")
     return plan
 
 

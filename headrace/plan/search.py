@@ -28,11 +28,12 @@ from headrace.plan.policy import (
     with_threads,
     with_two_accumulators,
 )
+from headrace.plan.refusal import refusal
 from headrace.plan.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane
-from headrace.terms.sizes import MIB, format_bytes, round_up
+from headrace.terms.sizes import format_bytes
 
 # Amounts of kept outputs that are tried, as shares of all; half steps are tried around the best one.
 _AMOUNT_PARTS = 4
@@ -275,32 +276,7 @@ def nominal_machine_of(plan: Plan) -> Ceilings:
 
 
 def infeasible(plan: Plan) -> PlanInfeasible:
-    """Return the refusal of a plan that exceeds tiers: which tier, by how much, and what would help."""
-    short = {
-        tier: plan.peak(tier) - allowed for tier, allowed in plan.results.allowed_bytes.items() if plan.peak(tier) > allowed
-    }
-    # Memory comes first: where it is short, no amount of space makes up for it.
-    tier = max([name for name in short if name != "ssd"] or short, key=lambda name: short[name])
-    needed, allowed = plan.peak(tier), plan.results.allowed_bytes[tier]
-    if tier == "ssd":
-        words = (
-            f"ssd: at least {format_bytes(needed)} are needed, {format_bytes(allowed)} may be used; free some space, or add a "
-            "drive with another --ssd"
-        )
-        return PlanInfeasible(words, tier=tier, needed_bytes=needed, allowed_bytes=allowed)
-    largest_first = sorted(plan.results.peak_bytes[tier].items(), key=lambda row: -row[1])
-    rows = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest_first if size)
-    largest = max(plan.units, key=lambda unit: unit.num_elements)
-    option = "--device-memory" if tier == "device" else "--host-memory"
-    return PlanInfeasible(
-        f"{tier} memory: at least {format_bytes(needed)} are needed, {format_bytes(allowed)} are allowed ({rows}). "
-        f"The largest unit is {largest.name} with {format_bytes(plan.planes.weight.num_bytes(largest.num_elements))} "
-        f"of weights. Give {option} {_rounded_up(needed)} or more, or shorter sequences (now {plan.sequence_length})",
-        tier=tier,
-        needed_bytes=needed,
-        allowed_bytes=allowed,
-    )
-
-
-def _rounded_up(num_bytes: int) -> str:
-    return f"{round_up(num_bytes, 64 * MIB) // MIB}MiB"
+    """Return the refusal of the leanest plan, which exceeds tiers."""
+    largest = max(range(len(plan.units)), key=lambda unit: plan.units[unit].num_elements)
+    found = f"The largest unit is {plan.units[largest].name} with {format_bytes(plan.slot_bytes(largest))} of weights. "
+    return refusal(plan, "at least {} are needed", f"shorter sequences (now {plan.sequence_length})", found)

@@ -178,7 +178,7 @@ def test_moments_are_a_setting_of_the_rule(model: Path) -> None:
 @pytest.mark.parametrize("short", sampled(DTYPE_NAMES, ("bf16",)))
 def test_what_train_calls_dtypes_plan_does_too(short: str, model: Path) -> None:
     words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--compute-dtype")
-    assert json.loads(run(*words, short).stdout)["plan"]["compute_dtype"] == DTYPE_NAMES[short]
+    assert json.loads(run(*words, short).stdout)["plan"]["placement"]["compute_dtype"] == DTYPE_NAMES[short]
 
 
 @pytest.mark.parametrize("short", sampled(OTHER_NAMES, ("bf16",)))

@@ -105,7 +105,7 @@ def test_without_data_the_plan_says_that_groups_are_unknown(world: World, capsys
 def test_other_models_have_no_groups(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, world.model, world.data)
     assert (plan.results.groups, plan.results.notes) == (None, ())
-    assert "groups" not in plan.to_json()["results"]
+    assert "groups" not in plan.to_json()["placement"]["results"]
 
 
 @given(

@@ -78,7 +78,7 @@ def test_space_for_the_finished_model_is_counted_by_both(
 
 
 def row(plan: dict[str, Any]) -> int:
-    return int(plan["results"]["peak_bytes"]["host"]["runtime"])
+    return int(plan["placement"]["results"]["peak_bytes"]["host"]["runtime"])
 
 
 def headrace(*words: str) -> str:

@@ -51,4 +51,4 @@ def test_every_command_knows_it(extended: Path, dense: Path, tmp_path: Path) -> 
     assert found["result_bytes"]["int8 matrices"] == pytest.approx(found["coded_parameters"], rel=0.05)
     for words in ((tmp_path / "small",), (dense, "--compress", "int8")):
         plan = json.loads(run(extended, *plans, *words, "--generate", "--prompt-length", 8, "--new-tokens", 4))
-        assert plan["units"][1]["decodes"][0][0] == "int8"
+        assert plan["placement"]["units"][1]["decodes"][0][0] == "int8"

@@ -70,4 +70,4 @@ def test_the_record_keeps_what_was_measured_last(begun: Path, monkeypatch: pytes
         engine.step(batch())
     with Engine.resume(begun) as engine:
         assert engine.plan is not None
-        assert engine.plan.to_json()["results"]["peak_bytes"]["host"]["runtime"] == planned_runtime_bytes(2 * GIB)
+        assert engine.plan.to_json()["placement"]["results"]["peak_bytes"]["host"]["runtime"] == planned_runtime_bytes(2 * GIB)

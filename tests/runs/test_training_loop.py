@@ -98,7 +98,7 @@ class TestARun:
         assert before == screen.said[:1]
         assert "allowed" in before[0]
         assert sum("allowed" in text for text in screen.said) == 1
-        assert json.loads((options["output"] / "plan.json").read_text())["results"]["peak_bytes"]
+        assert json.loads((options["output"] / "plan.json").read_text())["placement"]["results"]["peak_bytes"]
 
     def test_an_import_that_fails_leaves_nothing_though_the_plan_was_shown(self, options: dict[str, Any]) -> None:
         def fail() -> None:

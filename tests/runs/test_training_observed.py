@@ -37,7 +37,7 @@ def test_lanes_and_plan_are_written_and_count_steps_from_one(options: dict[str, 
     recording = read_recording(tmp_path / "run" / "timeline.json")
     assert [step.step for step in recording.steps] == [5, 6]
     assert all(sizes["host"] > 0 for _, sizes in recording.memory)
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["results"]["peak_bytes"]
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["placement"]["results"]["peak_bytes"]
 
 
 def test_a_resumed_run_has_each_step_once_and_says_where_it_went_on(options: dict[str, object], tmp_path: Path) -> None:
