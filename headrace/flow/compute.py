@@ -11,7 +11,7 @@ import torch
 
 from headrace.flow.step_state import Package, StepState
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
-from headrace.terms.program import Op, Pool
+from headrace.terms.program import Op
 from headrace.update.wire import Caught, Gradients, Moment, Proposal, Wire
 from headrace.update.wires import DenseWire
 
