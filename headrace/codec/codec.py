@@ -36,8 +36,12 @@ class Codec(Protocol):
         nearest that the code has. If the code is `idempotent`, weights that it decoded before come out again, bit for bit.
 
         Raises:
-            ModelError: a weight is no finite number.
+            ModelError: a weight is no finite number, and the code is not `lossless`.
         """
+
+    @property
+    def lossless(self) -> bool:
+        """Whether weights in bfloat16 come back bit for bit, whatever they are: NaN with its payload, too."""
 
     @property
     def idempotent(self) -> bool:

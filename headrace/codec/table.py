@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from headrace.codec.codec import Codec
-    from headrace.codec.targets import Target
+    from headrace.codec.targets import DirectTarget, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class Code:
     row. If that depends on the weights, `assumed` describes the case of `bits`, and `otherwise` that of `other_bits`.
     `needs_data`: weights are rounded for the inputs of real data. `experts_alone`: plans take it for experts alone, where a
     model has stacks of them. `stock_loads`: transformers loads files with it. `target` makes what writes it, from the columns
-    of a group; None: it is only read. `codec` is the one by which plans reckon, `measured` the one whose decoding is measured
+    of a group; `direct` what writes it without rounding. Neither: it is only read. `lossless`: bfloat16 comes back, bit for bit,
+    and all matrices are coded, not those of blocks alone. `codec` is the one by which plans reckon, `measured` the one whose decoding is measured
     (None: the same), on the matrix `sample` (rows, columns). Unless measured otherwise, a core decodes `decoded_per_second`
     weights to bfloat16 (docs/log/decoding-rates). A device moves `device_bytes_per_weight` of its memory for each; none if
     Triton's kernels decode.
@@ -47,6 +48,7 @@ class Code:
     experts_alone: bool = False
     stock_loads: bool = False
     target: "Callable[[int], Target] | None" = None
+    direct: "Callable[[], DirectTarget] | None" = None
     codec: "Callable[[], Codec]"
     measured: "Callable[[], Codec] | None" = None
     sample: "Callable[[int, int], Tensor] | None" = None
@@ -56,7 +58,7 @@ class Code:
     @property
     def is_written(self) -> bool:
         """Whether models are compressed to it."""
-        return self.target is not None
+        return self.target is not None or self.direct is not None
 
     def matrix_bytes(self, rows: int, columns: int, *, otherwise: bool = False) -> float:
         """Return the bytes of a matrix, as `assumed` or `otherwise`."""
@@ -155,6 +157,19 @@ _ROWS = (
         sample=_mostly_zeros,
         decoded_per_second=1.2e9,
         device_bytes_per_weight=48.0,
+    ),
+    Code(
+        name="bf16x12",
+        kind="bf16x12",
+        words="bfloat16 as it is: a byte of sign and mantissa, and four bits of exponent from the row's base",
+        files="Headrace's bf16x12",
+        bits=12 + 32 / 4096,  # an escape for one weight in 4096, as of weights with a normal distribution
+        row_bits=8 + 32,
+        lossless=True,
+        direct=_late("bf16x12_target", "Bf16x12Target"),
+        codec=_late("bf16x12", "Bf16x12"),
+        decoded_per_second=4.5e9,
+        device_bytes_per_weight=0.0,
     ),
     Code(
         name="fp8",

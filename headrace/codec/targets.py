@@ -40,6 +40,23 @@ class Target(Protocol):
         """
 
 
+class DirectTarget(Protocol):
+    """A lossless code in which matrices are written as they are, without data."""
+
+    @property
+    def name(self) -> str:
+        """Its name in options."""
+
+    def takes(self, shape: tuple[int, ...], stored: torch.dtype) -> bool:
+        """Return whether it codes a tensor of this shape whose numbers are stored as `stored`."""
+
+    def parts(self, weights: Tensor) -> Mapping[str, Tensor]:
+        """Return the stored tensors of such a tensor, by what takes the place of `weight` in its name."""
+
+    def describe(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of `config.json`. `ignored` are the names of linear modules that are not coded."""
+
+
 @dataclass(frozen=True)
 class Int4Target:
     """compressed-tensors' `pack-quantized`, symmetric; `group_size` columns to a scale (fewer where a width needs it)."""

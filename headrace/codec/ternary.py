@@ -58,6 +58,7 @@ class TernaryCodec:
     name: str
     digest: str | None = None
     idempotent = True
+    lossless = False
 
     def takes(self, rows: int, columns: int) -> bool:
         """Return whether it is a matrix: a vector would be one row, of which only two values would remain."""

@@ -1,4 +1,4 @@
-"""Kernels that decode on a GPU, in Triton: a dictionary's words to weights, words times a few vectors, four bits to bfloat16.
+"""Kernels that decode on a GPU, in Triton: a dictionary's words to weights, four bits and `bf16x12` to bfloat16.
 
 Weights decoded on the host would cross the link to a device whole; so coded bytes cross, and are decoded there. Only
 `on_device` imports this module, and says where the kernels work. Nothing here multiplies matrices (`tl.dot`): products of two
@@ -69,3 +69,58 @@ def int4_to_bfloat16(
     wide = ((code - zero).to(tl.float32) * scale).to(tl.uint32, bitcast=True)
     bits = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16  # to nearest even
     tl.store(out + tl.program_id(0).to(tl.int64) * columns + column, bits.to(tl.uint16), mask=column < columns)
+
+
+@triton.jit
+def bf16x12_codes(low, high, bases, out, first, columns, half, block: tl.constexpr):
+    """Fill `block` columns of row `program` of `out` (rows, columns), bfloat16's bits, as if no weight were an escape.
+
+    `low` (rows, columns), `high` (rows, half) and `bases` (rows) are uint8.
+    """
+    row = (first + tl.program_id(0)).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    other = tl.load(low + row * columns + column, mask=inside, other=0).to(tl.int32)
+    packed = tl.load(high + row * half + column % half, mask=inside, other=0).to(tl.int32)
+    code = tl.where(column < half, packed & 15, packed >> 4)
+    field = tl.where(code > 0, code + tl.load(bases + row).to(tl.int32), 0)
+    bits = ((other & 128) << 8) | (field << 7) | (other & 127)
+    tl.store(out + tl.program_id(0).to(tl.int64) * columns + column, bits.to(tl.int16), mask=inside)
+
+
+@triton.jit
+def bf16x12_escapes(
+    low,
+    bases,
+    escape_offsets,
+    escapes,
+    out,
+    damaged,
+    known,
+    first,
+    columns,
+    largest: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Put the escapes of row `program` over its weights in `out`. There are `known` escapes; `largest` is the largest base."""
+    row = first + tl.program_id(0)
+    origin = tl.load(escape_offsets)
+    start, stop = tl.load(escape_offsets + row) - origin, tl.load(escape_offsets + row + 1) - origin
+    sound = (start >= 0) & (stop >= start) & (stop <= known) & (tl.load(bases + row).to(tl.int32) <= largest)
+    stop = tl.where(sound, stop, start)
+    wrong = tl.where(sound, 0, 1)
+    place = start
+    while place < stop:
+        index = place + tl.arange(0, block)
+        within = index < stop
+        each = tl.load(escapes + index, mask=within, other=0)
+        column = each >> 8
+        before = tl.load(escapes + index - 1, mask=within & (index > start), other=-1) >> 8
+        allowed = within & (column >= 0) & (column < columns)
+        wrong += tl.sum(tl.where(within & ((column >= columns) | (column <= before)), 1, 0), 0)
+        other = tl.load(low + row.to(tl.int64) * columns + column, mask=allowed, other=0).to(tl.int32)
+        bits = ((other & 128) << 8) | ((each & 255) << 7) | (other & 127)
+        tl.store(out + tl.program_id(0).to(tl.int64) * columns + column, bits.to(tl.int16), mask=allowed)
+        place += block
+    if wrong > 0:
+        tl.atomic_min(damaged, row)

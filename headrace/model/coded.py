@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 from headrace.codec import Codec, Parts
+from headrace.codec.bf16x12 import Bf16x12
+from headrace.codec.bf16x12_target import BF16X12
 from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
 from headrace.codec.table import CODES
@@ -243,9 +245,34 @@ def _as_bytes(packed: StoredTensor) -> StoredTensor:
     return replace(packed, dtype="U8", shape=(packed.num_bytes, 1)) if packed.shape[1:] == (1,) else packed
 
 
-def _ternary(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
-    if described.get("format") != FORMAT:
+def _own(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
+    own = {FORMAT: _ternary, BF16X12: _bf16x12}.get(str(described.get("format")))
+    if own is None:
         raise _Refusal(f"its format is {described.get('format')}")
+    return own(tensors, dtype)
+
+
+def _bf16x12(tensors: Tensors, dtype: str) -> Found:
+    del dtype  # it is bfloat16
+    found, used = {}, set()
+    for key in tensors:
+        stem = key.removesuffix("_low")
+        if stem == key or f"{stem}_escapes" not in tensors:
+            continue
+        names = ("escape_offsets", "escapes", "low", "high", "bases")
+        if missing := [name for name in ("shape", *names) if f"{stem}_{name}" not in tensors]:
+            raise _Refusal(f"{stem}_{missing[0]} is missing")
+        shape = tuple(int(size) for size in read_tensor(tensors[f"{stem}_shape"]).tolist())
+        stored = {name: tensors[f"{stem}_{name}"] for name in names}
+        escapes = (stored["escapes"].shape or (0,))[0] - 1
+        if len(shape) not in (2, 3) or min(shape) < 1 or escapes < 0:
+            raise _Refusal(f"{stem} is said to have the shape {shape} and {escapes} escapes")
+        found[stem] = CodedSource(Bf16x12(escapes), shape, "BF16", stored)
+        used |= {f"{stem}_{name}" for name in ("shape", *names)}
+    return found, used
+
+
+def _ternary(tensors: Tensors, dtype: str) -> Found:
     dictionaries, used = _dictionaries(tensors)
     found = {}
     for key in tensors:
@@ -288,5 +315,5 @@ READERS: Mapping[str, tuple[Reader, Mapping[str, Rule]]] = {
     "fp8": (_fp8, KEYS["fp8"]),
     "mxfp4": (_mxfp4, KEYS["mxfp4"]),
     "bitsandbytes": (_bitsandbytes, KEYS["bitsandbytes"]),
-    METHOD: (_ternary, anything("quant_method", "format", "ignore")),
+    METHOD: (_own, anything("quant_method", "format", "ignore")),
 }

@@ -69,7 +69,8 @@ class StoredUnit:
     def put(self, read: torch.Tensor, into: torch.Tensor) -> None:
         """Fill the flat slot `into` from the bytes `read` (uint8), on one device."""
         for place in self.placements:
-            values = read[place.at : place.at + place.num_bytes].view(place.dtype)
+            part = read[place.at : place.at + place.num_bytes]
+            values = (part.clone() if place.at % place.dtype.itemsize else part).view(place.dtype)
             into[place.start : place.start + values.numel()].copy_(values)
         for decoding in self.decodings:
             decoding.put(read, into)

@@ -24,11 +24,13 @@ from headrace.testing.rule_contract import StorageMeter
 
 DTYPES = (torch.bfloat16, torch.float32)
 _FILL = 7.0
+# Of wider rows no 65,536 are made.
+_MOST_COLUMNS = 300
 
 
 class CodecContract:
     """What every code must satisfy. All `shapes` are tried that the codec takes. `error` bounds the rounding of a weight, as a
-    share of the largest weight in its row.
+    share of the largest weight in its row; a lossless code has none.
     """
 
     codec: ClassVar[Codec]
@@ -106,13 +108,37 @@ class CodecContract:
                 self.codec.decode(parts, into, range(rows))
             assert storage.peak_bytes <= self.codec.decoding_bytes(rows, columns), f"{rows} x {columns}"
 
-    def test_what_is_no_number_and_what_is_damaged_is_refused(self) -> None:
-        """With an error of the project's own."""
-        for rows, columns, weights, parts in self._cases():
-            for wrong in (float("nan"), float("inf")):
+    def test_what_is_no_number_is_refused_or_comes_back(self) -> None:
+        """Refused with an error of the project's own; a lossless code keeps it, with its payload."""
+        for rows, columns, weights, _ in self._cases():
+            for bits in (0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF):
                 bad = weights.clone()
-                bad[rows // 2, columns // 2] = wrong
-                refused(lambda bad=bad: self.codec.encode(bad), f"a weight of {wrong}")
+                bad.view(torch.int16)[rows // 2, columns // 2] = bits - (bits >> 15 << 16)
+                if self.codec.lossless:
+                    found = self.decoded(self.codec.encode(bad), rows, columns, torch.bfloat16)
+                    assert torch.equal(found.view(torch.int16), bad.view(torch.int16)), f"{rows} x {columns}, {bits:#x}"
+                else:
+                    refused(lambda bad=bad: self.codec.encode(bad), f"a weight of {bits:#x}")
+
+    def test_a_lossless_code_has_every_pattern_of_bfloat16(self) -> None:
+        """All 65,536: each among weights like a model's, and all one after another."""
+        if not self.codec.lossless:
+            return
+        patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+        for columns in {columns for _, columns in self.shapes if columns <= _MOST_COLUMNS}:
+            among = self.weights(1 << 16, columns).view(torch.int16)
+            among[:, columns // 3] = patterns
+            self._comes_back(among)
+        for columns in (1, 255, 1 << 16):
+            self._comes_back(patterns[: (1 << 16) // columns * columns].view(-1, columns))
+
+    def _comes_back(self, bits: Tensor) -> None:
+        found = self.decoded(self.codec.encode(bits.view(torch.bfloat16)), *bits.shape, torch.bfloat16)
+        assert torch.equal(found.view(torch.int16), bits), tuple(bits.shape)
+
+    def test_what_is_damaged_is_refused(self) -> None:
+        """With an error of the project's own."""
+        for rows, columns, _, parts in self._cases():
             for index, damaged in enumerate(self.damaged(parts)):
                 refused(
                     lambda damaged=damaged, rows=rows, columns=columns: self.decoded(damaged, rows, columns, torch.bfloat16),

@@ -16,6 +16,7 @@ class GroupedCodec:
     name = "grouped"
     digest = None
     idempotent = False
+    lossless = False
 
     def takes(self, rows: int, columns: int) -> bool:
         """Return whether rows consist of whole groups."""

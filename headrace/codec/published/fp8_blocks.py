@@ -25,6 +25,7 @@ class Fp8Blocks:
     scales: str = "float32"
     digest = None
     idempotent = False
+    lossless = False
 
     @property
     def name(self) -> str:

@@ -26,6 +26,7 @@ class Mxfp4:
     inputs: int
     digest = None
     idempotent = False
+    lossless = False
 
     @property
     def name(self) -> str:

@@ -35,6 +35,7 @@ class Nf4:
     dtype: str = "bfloat16"
     digest = None
     idempotent = False
+    lossless = False
 
     @property
     def name(self) -> str:

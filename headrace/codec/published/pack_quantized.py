@@ -34,6 +34,7 @@ class PackQuantized:
     symmetric: bool = True
     digest = None
     idempotent = False
+    lossless = False
 
     @property
     def name(self) -> str:

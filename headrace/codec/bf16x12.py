@@ -1,0 +1,136 @@
+"""Bfloat16 in twelve bits, every bit kept: a byte of sign and mantissa, and four bits of exponent from the row's base.
+
+Exponents of a row's weights lie close together. Of the sixteen codes one stands for the exponent field 0 (zeros and denormal
+numbers), the others for the fifteen fields above the row's base. Weights with other fields, NaN and infinity among them, stand
+in a list of *escapes* besides: column and field, row by row. Invariant: all 65,536 patterns of bfloat16 come back, wherever they
+stand; and equal weights make equal parts.
+
+A matrix (rows, columns) has these parts:
+
+    low             uint8 (rows, columns)              sign in bit 7, mantissa below
+    high            uint8 (rows, columns / 2 up)       byte i: the codes of columns i (lower half) and columns / 2 up + i
+    bases           uint8 (rows)                       code n > 0 is the exponent field base + n; at most 240
+    escape_offsets  int32 (rows + 1)                   where each row's escapes begin, from the first number
+    escapes         int32 (count + 1)                  column * 256 + field, columns ascending; the last number is no escape
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.codec.bf16x12_device import decode_on_device
+from headrace.codec.bf16x12_loops import decode_rows, encode_rows, escapes_by_row
+from headrace.codec.codec import Parts
+from headrace.codec.row_pieces import piece_bytes, pieces
+from headrace.terms.coding import Part
+from headrace.terms.errors import ModelError
+
+# A column and a field lie in 31 bits; so does the place of an escape.
+_MOST_COLUMNS, _MOST_WEIGHTS = 1 << 23, 1 << 31
+# A core gets at least so many weights: a thread takes a tenth of a millisecond to begin.
+_LEAST_WEIGHTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Bf16x12:
+    """The code. `escapes` is the number of escapes of the one matrix that it is for, if that is encoded already."""
+
+    escapes: int | None = None
+    name = "bf16x12"
+    digest = None
+    idempotent = True
+    lossless = True
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Return whether rows, columns and escapes can be numbered in 31 bits."""
+        return 0 < columns < _MOST_COLUMNS and 0 < rows * columns < _MOST_WEIGHTS
+
+    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+        """Return the places of all parts, with room for an escape for each weight, or for the known number."""
+        room = rows * columns if self.escapes is None else self.escapes
+        return (
+            Part("escape_offsets", "int32", 4, (rows + 1,)),
+            Part("escapes", "int32", 4, (room + 1,)),
+            Part("low", "uint8", 1, (rows, columns)),
+            Part("high", "uint8", 1, (rows, -(-columns // 2))),
+            Part("bases", "uint8", 1, (rows,)),
+        )
+
+    def encode(self, weights: Tensor) -> Parts:
+        """Return the parts of `weights`; those of another dtype are rounded to bfloat16."""
+        rows, columns = weights.shape
+        bits = _bits(weights.to(torch.bfloat16).contiguous())
+        bases, counts = np.empty(rows, np.uint8), np.empty(rows, np.int64)
+        escapes_by_row(bits, bases, counts)
+        offsets = np.zeros(rows + 1, np.int32)
+        np.cumsum(counts, out=offsets[1:])
+        low, high = np.empty((rows, columns), np.uint8), np.empty((rows, -(-columns // 2)), np.uint8)
+        escapes = np.zeros(int(offsets[-1]) + 1, np.int32)
+        encode_rows(bits, bases, offsets, low, high, escapes)
+        parts = {"escape_offsets": offsets, "escapes": escapes, "low": low, "high": high, "bases": bases}
+        return {name: torch.from_numpy(part) for name, part in parts.items()}
+
+    def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` with these rows, on all cores."""
+        _check(parts, into.shape[1])
+        if into.dtype is torch.bfloat16:
+            self._decode(parts, into, rows)
+            return
+        for here, there in pieces(rows, into.shape[1]):
+            piece = torch.empty(here.stop - here.start, into.shape[1], dtype=torch.bfloat16, device=into.device)
+            self._decode(parts, piece, range(here.start, here.stop))
+            into[there].copy_(piece)
+
+    def _decode(self, parts: Parts, into: Tensor, rows: range) -> None:
+        damaged = decode_on_device(parts, into, rows) if into.device.type != "cpu" else _decode_on_host(parts, into, rows)
+        if damaged is not None:
+            raise ModelError(
+                f"{self.name}: row {damaged} of {len(parts['low'])} is damaged: its base or its escapes are no row's of "
+                f"{into.shape[1]} weights; fetch or make the file again"
+            )
+
+    def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
+        """Return the bytes of pieces that are decoded first; on a device without kernels, of their codes and fields, too."""
+        return piece_bytes(rows, columns, 4 if on_host else 40) + (0 if on_host else 64 * rows)
+
+
+def _decode_on_host(parts: Parts, into: Tensor, rows: range) -> int | None:
+    """Decode on as many cores as torch uses; return the first row that is damaged."""
+    low, high, bases, offsets, escapes = (
+        parts[name].numpy() for name in ("low", "high", "bases", "escape_offsets", "escapes")
+    )
+    out = _bits(into)
+
+    def decode(start: int, stop: int) -> int:
+        return int(decode_rows(low, high, bases, offsets, escapes, out[start:stop], rows.start + start))
+
+    count = max(1, min(torch.get_num_threads(), len(rows), into.numel() // _LEAST_WEIGHTS))
+    if count == 1:
+        found = [decode(0, len(rows))]
+    else:
+        cuts = [len(rows) * number // count for number in range(count + 1)]
+        with ThreadPoolExecutor(count - 1) as others:
+            rest = [others.submit(decode, *cuts[number : number + 2]) for number in range(1, count)]
+            found = [decode(*cuts[:2]), *(each.result() for each in rest)]
+    return min((row for row in found if row >= 0), default=None)
+
+
+def _check(parts: Parts, columns: int) -> None:
+    """Refuse parts that are not those of one matrix of so many columns; what their numbers say is checked row by row."""
+    rows = len(parts["low"])
+    expected = {"low": (rows, columns), "high": (rows, -(-columns // 2)), "bases": (rows,), "escape_offsets": (rows + 1,)}
+    for name, shape in expected.items():
+        if parts[name].shape != shape:
+            raise ModelError(
+                f"bf16x12: part {name} should be of {shape} for {rows} rows of {columns}, found is "
+                f"{tuple(parts[name].shape)}; fetch or make the file again"
+            )
+
+
+def _bits(weights: Tensor) -> Any:
+    """Return the bits of bfloat16 numbers, which numpy does not know."""
+    return weights.view(torch.int16).numpy().view(np.uint16)
