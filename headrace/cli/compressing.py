@@ -25,9 +25,12 @@ def compress_model(model: Path, out: Path, options: Mapping[str, Any]) -> None:
     """Compress `model` into `out`; a stop signal ends the process with 130."""
     wanted = CompressOptions.of({"cache": cache_directory(), **options, "model": model, "output": out})
 
-    from headrace.compress.run import compress, result_table  # late, because it imports the model library
+    from headrace.codec.table import code_to_write  # late, as is what follows: it imports the model library
+    from headrace.compress.recoding import recode, recoded_table
+    from headrace.compress.run import compress, result_table
 
+    direct = code_to_write("to", wanted.to).direct is not None
     try:
-        show(result_table(compress(wanted, say=show)))
+        show(recoded_table(recode(wanted, say=show)) if direct else result_table(compress(wanted, say=show)))
     except KeyboardInterrupt:
         leave("interrupted; the same command resumes after the last finished block", INTERRUPTED)

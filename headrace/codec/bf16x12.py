@@ -1,6 +1,6 @@
 """Bfloat16 in twelve bits, every bit kept: a byte of sign and mantissa, and four bits of exponent from the row's base.
 
-Exponents of a row's weights lie close together. Of the sixteen codes one stands for the exponent field 0 (zeros and denormal
+Exponents of a row's weights lie close together. Of the sixteen codes one stands for the exponent field 0 (zeros, denormal
 numbers), the others for the fifteen fields above the row's base. Weights with other fields, NaN and infinity among them, stand
 in a list of *escapes* besides: column and field, row by row. Invariant: all 65,536 patterns of bfloat16 come back, wherever they
 stand; and equal weights make equal parts.
@@ -14,9 +14,10 @@ A matrix (rows, columns) has these parts:
     escapes         int32 (count + 1)                  column * 256 + field, columns ascending; the last number is no escape
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from headrace.codec.row_pieces import piece_bytes, pieces
 from headrace.terms.coding import Part
 from headrace.terms.errors import ModelError
 
+_Found = TypeVar("_Found")
 # A column and a field lie in 31 bits; so does the place of an escape.
 _MOST_COLUMNS, _MOST_WEIGHTS = 1 << 23, 1 << 31
 # A core gets at least so many weights: a thread takes a tenth of a millisecond to begin.
@@ -65,12 +67,16 @@ class Bf16x12:
         rows, columns = weights.shape
         bits = _bits(weights.to(torch.bfloat16).contiguous())
         bases, counts = np.empty(rows, np.uint8), np.empty(rows, np.int64)
-        escapes_by_row(bits, bases, counts)
+        on_all_cores(lambda start, stop: escapes_by_row(bits[start:stop], bases[start:stop], counts[start:stop]), rows, columns)
         offsets = np.zeros(rows + 1, np.int32)
         np.cumsum(counts, out=offsets[1:])
         low, high = np.empty((rows, columns), np.uint8), np.empty((rows, -(-columns // 2)), np.uint8)
         escapes = np.zeros(int(offsets[-1]) + 1, np.int32)
-        encode_rows(bits, bases, offsets, low, high, escapes)
+
+        def encode(start: int, stop: int) -> None:
+            encode_rows(bits[start:stop], bases[start:stop], offsets[start:], low[start:stop], high[start:stop], escapes)
+
+        on_all_cores(encode, rows, columns)
         parts = {"escape_offsets": offsets, "escapes": escapes, "low": low, "high": high, "bases": bases}
         return {name: torch.from_numpy(part) for name, part in parts.items()}
 
@@ -99,24 +105,25 @@ class Bf16x12:
 
 
 def _decode_on_host(parts: Parts, into: Tensor, rows: range) -> int | None:
-    """Decode on as many cores as torch uses; return the first row that is damaged."""
-    low, high, bases, offsets, escapes = (
-        parts[name].numpy() for name in ("low", "high", "bases", "escape_offsets", "escapes")
-    )
+    """Decode, and return the first row that is damaged."""
+    low, high, bases, offsets, escapes = (parts[name].numpy() for name in ("low", "high", "bases", "escape_offsets", "escapes"))
     out = _bits(into)
 
     def decode(start: int, stop: int) -> int:
         return int(decode_rows(low, high, bases, offsets, escapes, out[start:stop], rows.start + start))
 
-    count = max(1, min(torch.get_num_threads(), len(rows), into.numel() // _LEAST_WEIGHTS))
+    return min((row for row in on_all_cores(decode, *out.shape) if row >= 0), default=None)
+
+
+def on_all_cores(work: Callable[[int, int], _Found], rows: int, columns: int) -> list[_Found]:
+    """Return what `work` returns for ranges of rows, one for each core that torch uses; few weights are one range."""
+    count = max(1, min(torch.get_num_threads(), rows, rows * columns // _LEAST_WEIGHTS))
+    cuts = [rows * number // count for number in range(count + 1)]
     if count == 1:
-        found = [decode(0, len(rows))]
-    else:
-        cuts = [len(rows) * number // count for number in range(count + 1)]
-        with ThreadPoolExecutor(count - 1) as others:
-            rest = [others.submit(decode, *cuts[number : number + 2]) for number in range(1, count)]
-            found = [decode(*cuts[:2]), *(each.result() for each in rest)]
-    return min((row for row in found if row >= 0), default=None)
+        return [work(0, rows)]
+    with ThreadPoolExecutor(count - 1) as others:
+        rest = [others.submit(work, *cuts[number : number + 2]) for number in range(1, count)]
+        return [work(*cuts[:2]), *(each.result() for each in rest)]
 
 
 def _check(parts: Parts, columns: int) -> None:

@@ -27,11 +27,11 @@ class Code:
     row. If that depends on the weights, `assumed` describes the case of `bits`, and `otherwise` that of `other_bits`.
     `needs_data`: weights are rounded for the inputs of real data. `experts_alone`: plans take it for experts alone, where a
     model has stacks of them. `stock_loads`: transformers loads files with it. `target` makes what writes it, from the columns
-    of a group; `direct` what writes it without rounding. Neither: it is only read. `lossless`: bfloat16 comes back, bit for bit,
-    and all matrices are coded, not those of blocks alone. `codec` is the one by which plans reckon, `measured` the one whose decoding is measured
-    (None: the same), on the matrix `sample` (rows, columns). Unless measured otherwise, a core decodes `decoded_per_second`
-    weights to bfloat16 (docs/log/decoding-rates). A device moves `device_bytes_per_weight` of its memory for each; none if
-    Triton's kernels decode.
+    of a group; `direct` what writes it without rounding. Neither: it is only read. `lossless`: bfloat16 comes back, bit for
+    bit, and all matrices are coded, not those of blocks alone. `codec` is the one by which plans reckon, `measured` the one
+    whose decoding is measured (None: the same), on the matrix `sample` (rows, columns). Unless measured otherwise, a core
+    decodes `decoded_per_second` weights to bfloat16 (docs/log/decoding-rates). A device moves `device_bytes_per_weight` of its
+    memory for each; none if Triton's kernels decode.
     """
 
     name: str

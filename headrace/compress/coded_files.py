@@ -54,6 +54,10 @@ class CodedFiles:
         inside = {key for keys in of_blocks for key in keys}
         self._keys = [[key for key in weights.checkpoint.tensors if key not in inside], *of_blocks]
 
+    def keys(self, unit: int) -> Sequence[str]:
+        """Return the stored names of the tensors in the file of `unit`."""
+        return self._keys[unit]
+
     def name(self, unit: int) -> str:
         """Return the name of the file of a block (unit 1 and on), or of the rest (unit 0)."""
         return f"model-{unit + 1:05d}-of-{self._blocks + 1:05d}.safetensors"
@@ -67,8 +71,7 @@ class CodedFiles:
         order: list[tuple[StoredTensor, Callable[[], Iterable[np.ndarray]]]] = []
         for key in self._keys[unit]:
             if key in parts:
-                stem = key.removesuffix("weight")
-                names = {name: f"{name}.{unit}" if is_table(name) else stem + name for name in parts[key]}
+                names = {name: f"{name}.{unit}" if is_table(name) else key + name.removeprefix("weight") for name in parts[key]}
                 known = {stored.key for stored, _ in order}  # a table is written once, however many matrices need it
                 for name, part in parts[key].items():
                     if names[name] not in known:

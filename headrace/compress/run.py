@@ -4,10 +4,7 @@ Unfinished work lies in `OUT.unfinished`. A record names the finished blocks; th
 Invariant: OUT appears complete or not at all, and a killed run ends with the bytes of an undisturbed one.
 """
 
-import hashlib
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,25 +17,16 @@ from headrace.compress.calibration import CalibrationData, open_calibration
 from headrace.compress.coded_files import CodedFiles, quantisation_config
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.rounding import ParameterReport
-from headrace.files.durable import write_whole
-from headrace.files.model_directory import refuse_no_model
+from headrace.compress.work import RECORD, Record, appear, held, identity_of, place_of, refuse_coded, unfinished
 from headrace.machine.limits import default_host_bytes
 from headrace.model import Chain, Checkpoint
 from headrace.model.export import export_bytes
 from headrace.model.stock_loading import replaced_for_codes
-from headrace.store.lock import RunLock
 from headrace.terms.compress_options import CompressOptions
-from headrace.terms.errors import ConfigError, DiskFull, ModelError, RunDirectoryError
+from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import format_bytes, format_seconds
-
-_RECORD = "record.json"
-_UNFINISHED = ".unfinished"
-# Changes with the bytes that a compression writes, so that no version resumes what an older one began.
-_FORM = 3
-# Options that may change when the same command goes on.
-_FREE = {"output", "cache", "most_loss", "host_memory"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,42 +51,27 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
     target_of(options)  # refused before anything is read
-    output = Path(os.path.realpath(options.output))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise RunDirectoryError(f"{options.output}: exists already; name a new directory; nothing was written")
+    output = place_of(options.output)
     refuse_coded(options.model)
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
-    work = output.with_name(output.name + _UNFINISHED)
+    work = unfinished(output)
     options = replace(options, template_date=options.template_date or _day_of(work))
     data = open_calibration(options, chain, say)
     options = replace(options, sequence_length=data.sequence_length, template_date=data.template_date)
     _refuse_replaced(options, chain)
-    identity = {"form": _FORM, "model": _digest_of_model(checkpoint), **_fixed(options), "data": data.digest}
-    work_is_new = not work.exists()
-    if work_is_new:
-        _check_space(work, checkpoint, data, chain)
-    work.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(work)
-    done = False
-    try:
-        run = _Run(options, work, identity, data, say)
-        result = run.finish(output)
-        done = True
-    except (ConfigError, ModelError):
-        done = True  # the model or the data cannot be used, now or later
-        raise
-    finally:
-        lock.release()
-        if done:
-            shutil.rmtree(work, ignore_errors=True)
-    return result
+    identity = identity_of(options, checkpoint) | {"data": data.digest}
+    # Space for the result as if nothing became smaller, and for the hidden states.
+    tokens = sum(each.counts.numel() * (2 if each.held_out else 1) for each in data.rows)
+    needed = export_bytes(checkpoint) + 2 * tokens * chain.hidden_size * 4
+    with held(work, needed):
+        return _Run(options, Record.open(work, identity), data, say).finish(output)
 
 
 def _day_of(work: Path) -> str | None:
     """Return the day on which a compression was begun, for a chat template that asks for it; None where nothing has one."""
     try:
-        found = json.loads((work / _RECORD).read_text(encoding="utf-8"))["identity"]["template_date"]
+        found = json.loads((work / RECORD).read_text(encoding="utf-8"))["identity"]["template_date"]
     except (OSError, ValueError, KeyError, TypeError):  # not begun; or damaged, which is said where all of it is read
         return None
     return found if isinstance(found, str) else None
@@ -114,26 +87,6 @@ def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:
         )
 
 
-def refuse_coded(model: Path) -> None:
-    """Refuse a model that is already coded.
-
-    Raises:
-        ModelError: it is coded, or the directory has no readable configuration.
-    """
-    refuse_no_model(model)
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
-        return  # the next reader reports the error
-    found = config.get("quantization_config") if isinstance(config, dict) else None
-    if found is not None:
-        method = found.get("quant_method") if isinstance(found, dict) else found
-        raise ModelError(
-            f"{model}: is coded already ({method}), and rounding twice would lose more. Give the model in 16 or 32 bits, or "
-            "make one with `headrace decompress`"
-        )
-
-
 def target_of(options: CompressOptions) -> Target:
     """Return what writes the code that `options` ask for.
 
@@ -141,7 +94,10 @@ def target_of(options: CompressOptions) -> Target:
         ConfigError: there is no such code, or it is only read.
     """
     target = code_to_write("to", options.to).target
-    assert target is not None, "it is written"
+    if target is None:
+        raise ConfigError(f"to: {options.to} needs no data: `headrace.compress.recoding.recode` writes it")
+    if not options.data:
+        raise ConfigError(f"data: {options.to} rounds weights for the inputs of real data; give --data FILE")
     return target(options.group_size)
 
 
@@ -151,20 +107,20 @@ class _Run:
     def __init__(
         self,
         options: CompressOptions,
-        work: Path,
-        identity: Mapping[str, Any],
+        record: Record,
         data: CalibrationData,
         say: Callable[[str], None],
     ) -> None:
-        self.options, self.work, self.say = options, work, say
-        self.record = self._read_record(identity)
+        self.options, self.work, self.say = options, record.folder, say
+        self.commit, self.record = record.commit, record.values
+        self.record.setdefault("blocks", [])
         host_bytes = self.record.setdefault("host_bytes", options.host_memory or default_host_bytes(pins=False))
         self.target = target_of(options)
         self.quantiser = Quantiser(
             options.model,
             self.target,
             data.rows,
-            work,
+            self.work,
             compute_dtype=options.compute_dtype,
             host_bytes=host_bytes,
             experts_only=options.experts_only,
@@ -173,7 +129,7 @@ class _Run:
             say(self.quantiser.room.warning)
         of_transformers = CODES[options.to].stock_loads
         self.decodes_at_load = of_transformers and self.quantiser.decodes_at_load
-        self.files = CodedFiles(work / "model", self.quantiser.weights, self.quantiser.chain, joined=of_transformers)
+        self.files = CodedFiles(self.work / "model", self.quantiser.weights, self.quantiser.chain, joined=of_transformers)
 
     def finish(self, output: Path) -> Compressed:
         """Do the remaining blocks, and everything after them."""
@@ -184,9 +140,7 @@ class _Run:
             self._directory(result)
         finally:
             self.quantiser.close()
-        if output.exists():
-            output.rmdir()  # it is empty
-        (self.work / "model").replace(output)
+        appear(self.work, output)
         return result
 
     def _blocks(self) -> None:
@@ -197,7 +151,7 @@ class _Run:
         self.quantiser.prepare(blocks_done=len(blocks))
         if "rest" not in self.record:
             self.record["rest"] = self.files.write(0, {})
-            self._commit()
+            self.commit()
         began, before = time.perf_counter(), len(blocks)
         for block in range(before, total):
             start = time.perf_counter()
@@ -205,7 +159,7 @@ class _Run:
             digest = self.files.write(block + 1, code.parts)
             reports = [asdict(report) for report in code.reports]
             blocks.append({"digest": digest, "reports": reports, "groups": code.groups, "left": left})
-            self._commit()
+            self.commit()
             now = time.perf_counter()
             rest = (now - began) / (block + 1 - before) * (total - block - 1)
             self.say(_block_line(block, total, code.reports, now - start, rest))
@@ -261,57 +215,6 @@ class _Run:
         }
         config = quantisation_config(self.quantiser.weights, self.target, groups, decodes_at_load=self.decodes_at_load)
         self.files.finish({"quantization_config": config}, {COMPRESSION_NOTE_NAME: json.dumps(note, indent=1) + "\n"})
-
-    def _read_record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        path = self.work / _RECORD
-        if not path.exists():
-            return {"identity": dict(identity), "blocks": []}
-        try:
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            begun = record["identity"]
-            if not isinstance(begun, dict):
-                raise ValueError(f"expected an object, found {type(begun).__name__}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunDirectoryError(f"{path}: is damaged ({error!r}); remove {self.work} and begin again") from error
-        if begun.get("form") != _FORM:
-            raise RunDirectoryError(
-                f"{self.work}: was begun by another version, which writes other bytes: go on with that version, or remove the "
-                "directory to begin anew"
-            )
-        for name, value in identity.items():
-            if begun.get(name) != value:
-                raise RunDirectoryError(
-                    f"{self.work}: was begun with {name} {begun.get(name)}, asked for is {value}; give the same again to "
-                    "resume, or remove the directory to start again"
-                )
-        return record
-
-    def _commit(self) -> None:
-        write_whole(self.work / _RECORD, json.dumps(self.record) + "\n")
-
-
-def _fixed(options: CompressOptions) -> dict[str, Any]:
-    return {key: value for key, value in options.to_json().items() if key not in _FREE | {"model", "data"}}
-
-
-def _digest_of_model(checkpoint: Checkpoint) -> str:
-    """Return a digest of the names, places and times of the weights, which changes if they change between two commands."""
-    paths = {tensor.path for tensor in checkpoint.tensors.values()}
-    times = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
-    return hashlib.blake2b(repr(times).encode(), digest_size=16).hexdigest()
-
-
-def _check_space(work: Path, checkpoint: Checkpoint, data: CalibrationData, chain: Chain) -> None:
-    """Refuse to begin without space for the result and the hidden states, as if nothing became smaller."""
-    tokens = sum(each.counts.numel() * (2 if each.held_out else 1) for each in data.rows)
-    needed = export_bytes(checkpoint) + 2 * tokens * chain.hidden_size * 4
-    there = next(path for path in work.parents if path.exists())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise DiskFull(
-            f"{work}: compressing needs up to {format_bytes(needed)} there, free are {format_bytes(free)}; free some space, or "
-            "name another directory"
-        )
 
 
 def _report_of(values: Mapping[str, Any]) -> ParameterReport:

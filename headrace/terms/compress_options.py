@@ -24,9 +24,12 @@ class CompressOptions(Declared):
         often=True,
     )
     data: tuple[str, ...] = option(
-        kind=Listed(PlaceOrName(), 1),
-        help="Calibration data; may be given twice.",
-        row="calibration data, as for training: inputs of matrices are taken from part of it, held-out loss from the rest",
+        (),
+        Listed(PlaceOrName(), 0),
+        "Calibration data; may be given twice.",
+        row="calibration data, as for training: inputs of matrices are taken from part of it, held-out loss from the rest. "
+        "Codes that [lose nothing](codes.md) take none",
+        words="-",
         group=Group.CALIBRATION,
         often=True,
     )

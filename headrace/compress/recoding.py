@@ -1,0 +1,199 @@
+"""Compressing without loss: every matrix goes into another code as it is, so there is no data and nothing to calibrate.
+
+Files are those of `coded_files`, one for each block and one for the rest; the codes of one file are in memory at a time.
+Invariant: a killed run ends with the bytes of an undisturbed one.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.codec.table import code_to_write
+from headrace.codec.targets import DirectTarget
+from headrace.compress.coded_files import CodedFiles
+from headrace.compress.work import MODEL, Record, appear, held, identity_of, place_of, refuse_coded, unfinished
+from headrace.model import Chain, Checkpoint
+from headrace.model.coded import read_tensor
+from headrace.model.export import export_bytes
+from headrace.model.safetensors_file import StoredTensor
+from headrace.terms.compress_options import CompressOptions
+from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.optimizer import Optimizer
+from headrace.terms.provenance import COMPRESSION_NOTE_NAME
+from headrace.terms.sizes import format_bytes, format_seconds
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+# Options that say nothing here; of others it does not matter.
+_OF_ROUNDING = (
+    "data",
+    "experts_only",
+    "most_loss",
+    "group_size",
+    "sequence_length",
+    "template_date",
+    "calibration_rows",
+    "held_out_rows",
+    "seed",
+)
+_NO_SMALLER = "no smaller in it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recoded:
+    """A finished compression without loss: bytes of the files, and of the coded tensors before and after; `left` by reason."""
+
+    output: Path
+    tensors: int
+    weights: int
+    coded_bytes: int
+    left: Mapping[str, str]
+    bytes_before: int
+    bytes_after: int
+
+
+def recode(options: CompressOptions, *, say: Callable[[str], None] = lambda text: None) -> Recoded:
+    """Write `options.model` to `options.output` in a lossless code, or resume. `say` gets lines for people.
+
+    Raises:
+        InputError: model or an option cannot be used; nothing is left.
+        StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
+    """
+    target = _target_of(options)
+    output = place_of(options.output)
+    refuse_coded(options.model)
+    checkpoint = Checkpoint.open(options.model)
+    chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
+    work = unfinished(output)
+    with held(work, export_bytes(checkpoint)):
+        run = _Run(target, Record.open(work, identity_of(options, checkpoint)), checkpoint, chain, say)
+        run.write_units()
+        result = run.finish(options.to, output)
+        appear(work, output)
+    return result
+
+
+def _target_of(options: CompressOptions) -> DirectTarget:
+    code = code_to_write("to", options.to)
+    if code.direct is None:
+        raise ConfigError(f"to: {options.to} rounds weights: `headrace.compress.run.compress` writes it")
+    defaults = {field.name: field.default for field in fields(options)}
+    for name in _OF_ROUNDING:
+        if getattr(options, name) != defaults[name]:
+            raise ConfigError(f"{name}: {options.to} changes no weight, so it has no use for that; leave it out")
+    return code.direct()
+
+
+class _Run:
+    """One process's part of the work."""
+
+    def __init__(
+        self, target: DirectTarget, record: Record, checkpoint: Checkpoint, chain: Chain, say: Callable[[str], None]
+    ) -> None:
+        self._target, self._record, self._say = target, record, say
+        self._weights = chain.attach(checkpoint)
+        self._unused = list(chain.unused_tensors)
+        self._files = CodedFiles(record.folder / MODEL, self._weights, chain)
+        self._num_units = chain.num_blocks + 1
+        self._units: list[dict[str, Any]] = record.values.setdefault("units", [])
+
+    def write_units(self) -> None:
+        """Write the files that are not written yet."""
+        if self._units:
+            self._say(f"going on after file {len(self._units)} of {self._num_units}")
+        began, before = time.perf_counter(), len(self._units)
+        for unit in range(before, self._num_units):
+            parts, entry = self._recoded(unit)
+            self._units.append({"digest": self._files.write(unit, parts), **entry})
+            self._record.commit()
+            now = time.perf_counter()
+            rest = (now - began) / (unit + 1 - before) * (self._num_units - unit - 1)
+            self._say(
+                f"file {unit + 1} of {self._num_units}, {format_seconds(rest)} left: {entry['tensors']} matrices"
+                f"{_bits_of(entry['coded_bytes'], entry['weights'])}"
+            )
+
+    def finish(self, code: str, output: Path) -> Recoded:
+        """Write what makes the files a model directory, and return the result."""
+        left = {name: reason for unit in self._units for name, reason in unit["left"].items()}
+        tensors, weights, coded_bytes = (
+            sum(unit[name] for unit in self._units) for name in ("tensors", "weights", "coded_bytes")
+        )
+        if not tensors:
+            reasons = "; ".join(sorted(set(left.values()))) or "there are none"
+            raise ModelError(
+                f"{self._weights.checkpoint.directory}: none of its matrices can be coded as {code} ({reasons}); nothing was "
+                "written"
+            )
+        names = [self._files.name(unit) for unit in range(self._num_units)]
+        result = Recoded(
+            output=output,
+            tensors=tensors,
+            weights=weights,
+            coded_bytes=coded_bytes,
+            left=left,
+            bytes_before=self._weights.checkpoint.num_bytes,
+            bytes_after=sum((self._record.folder / MODEL / name).stat().st_size for name in names),
+        )
+        note = {
+            "code": code,
+            "digests": dict(zip(names, (unit["digest"] for unit in self._units), strict=True)),
+            "bytes_before": result.bytes_before,
+            "bytes_after": result.bytes_after,
+            "left": left,
+            "unused_tensors": self._unused,
+        }
+        config = self._target.describe([name.removesuffix(".weight") for name in left])
+        self._files.finish({"quantization_config": config}, {COMPRESSION_NOTE_NAME: json.dumps(note, indent=1) + "\n"})
+        return result
+
+    def _recoded(self, unit: int) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, Any]]:
+        """Return the coded tensors of a unit by stored name, and what the record says of them."""
+        parts: dict[str, Mapping[str, torch.Tensor]] = {}
+        left: dict[str, str] = {}
+        weights = coded_bytes = 0
+        for key in self._files.keys(unit):
+            stored = self._weights.checkpoint.tensors[key]
+            reason = self._why_left(stored)
+            if not reason:
+                made = self._target.parts(read_tensor(stored))
+                num_bytes = sum(part.nbytes for part in made.values())
+                reason = "" if num_bytes < stored.num_bytes else _NO_SMALLER
+            if not reason:
+                parts[key] = made
+                weights, coded_bytes = weights + stored.num_bytes // 2, coded_bytes + num_bytes
+            elif len(stored.shape) > 1:
+                left[key] = reason
+        return parts, {"tensors": len(parts), "weights": weights, "coded_bytes": coded_bytes, "left": left}
+
+    def _why_left(self, stored: StoredTensor) -> str:
+        dtype = _DTYPES.get(stored.dtype)
+        if dtype is not torch.bfloat16:
+            return f"stored as {stored.dtype}"
+        return "" if self._target.takes(stored.shape, dtype) else f"of the shape {stored.shape}"
+
+
+def _bits_of(coded_bytes: int, weights: int) -> str:
+    return f", {8 * coded_bytes / weights:.3f} bits a weight" if weights else ""
+
+
+def recoded_table(result: Recoded) -> str:
+    """Return the table at the end: sizes, ratio, and what was left."""
+    lines = [
+        f"wrote {result.output}",
+        f"  size   {format_bytes(result.bytes_before)} -> {format_bytes(result.bytes_after)}  "
+        f"({result.bytes_before / result.bytes_after:.2f}x)",
+        f"  coded  {result.tensors} matrices{_bits_of(result.coded_bytes, result.weights)}; every bit comes back",
+    ]
+    for reason in dict.fromkeys(result.left.values()):
+        names = [name for name, other in result.left.items() if other == reason]
+        lines.append(f"  left as they are ({reason}): {_listed(names)}")
+    return "\n".join(lines)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
