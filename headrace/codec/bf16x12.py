@@ -1,9 +1,9 @@
 """Bfloat16 in twelve bits, every bit kept: a byte of sign and mantissa, and four bits of exponent from the row's base.
 
 Exponents of a row's weights lie close together. Of the sixteen codes one stands for the exponent field 0 (zeros, denormal
-numbers), the others for the fifteen fields above the row's base. Weights with other fields, NaN and infinity among them, stand
-in a list of *escapes* besides: column and field, row by row. Invariant: all 65,536 patterns of bfloat16 come back, wherever they
-stand; and equal weights make equal parts.
+numbers), the others for the fifteen fields above the row's base. Weights with other fields, NaN and infinity among them, are in
+a list of *escapes* besides: column and field, row by row. Invariant: all 65,536 patterns of bfloat16 come back, wherever they
+are; and equal weights make equal parts.
 
 A matrix (rows, columns) has these parts:
 

@@ -262,7 +262,8 @@ def _bf16x12(tensors: Tensors, dtype: str) -> Found:
         names = ("escape_offsets", "escapes", "low", "high", "bases")
         if missing := [name for name in ("shape", *names) if f"{stem}_{name}" not in tensors]:
             raise _Refusal(f"{stem}_{missing[0]} is missing")
-        shape = tuple(int(size) for size in read_tensor(tensors[f"{stem}_shape"]).tolist())
+        said = tensors[f"{stem}_shape"]
+        shape = tuple(read_tensor(said).tolist()) if said.dtype == "I64" and len(said.shape) == 1 else ()
         stored = {name: tensors[f"{stem}_{name}"] for name in names}
         escapes = (stored["escapes"].shape or (0,))[0] - 1
         if len(shape) not in (2, 3) or min(shape) < 1 or escapes < 0:

@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokeniz
 
 from headrace.codec.table import CODES
 from headrace.codec.ternary_target import TernaryTarget
+from headrace.compress.recoding import recode
 from headrace.compress.run import Compressed, compress
 from headrace.terms.compress_options import CompressOptions
 
@@ -114,6 +115,9 @@ def run_and_be_killed(model: Path, folder: Path, calls: int, to: str = "int4") -
 
     if to == "ternary":
         run_to_words(model, folder, begin)
+    if CODES[to].direct:
+        begin()
+        recode(CompressOptions.of({"model": model, "output": folder / "out", "to": to}))
     begin()
     compress(options(model, folder))
 

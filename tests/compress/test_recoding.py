@@ -1,0 +1,205 @@
+"""A model in a lossless code: every bit of it comes back, it computes what it did, and a killed compression goes on.
+
+Run: pytest tests/compress/test_recoding.py
+"""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import compressing
+import pytest
+import torch
+from compressing import options, write_model
+from forked import PROCESSES
+from safetensors.torch import load_file, save_file
+from test_compression import tensors_of
+from test_frozen import adapted, evaluated
+from test_generate_coded import KEPT, ROUTED, check_against_stock
+from tiers import sampled
+
+from headrace.compress.decompression import decompress
+from headrace.compress.recoding import Recoded, recode
+from headrace.compress.run import compress
+from headrace.compress.work import RECORD
+from headrace.terms.compress_options import CompressOptions
+from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError
+
+TO = "bf16x12"
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tie_word_embeddings": True},
+    "odd": {"intermediate_size": 97, "vocab_size": 321},
+    "mixtral": {},
+    "gemma2": {"head_dim": 16},
+    "mamba": {},
+    "opt": {"word_embed_proj_dim": 64, "ffn_dim": 96},
+}
+
+
+def asked(model: Path, folder: Path, **more: Any) -> CompressOptions:
+    return CompressOptions.of({"model": model, "output": folder / "out", "to": TO, **more})
+
+
+def recoded(model: Path, folder: Path, **more: Any) -> Recoded:
+    folder.mkdir(exist_ok=True)
+    return recode(asked(model, folder, **more))
+
+
+def with_odd_numbers(model: Path) -> Path:
+    """Put NaN with payloads, infinities, denormal numbers and signed zeros into every tensor of a model."""
+    weights = load_file(model / "model.safetensors")
+    odd = torch.tensor([0x7F81, 0xFFFF - 0x10000, 0x7F80, 1, 0x8001 - 0x10000, 0x8000 - 0x10000], dtype=torch.int16)
+    for tensor in weights.values():
+        flat = tensor.view(-1).view(torch.int16)
+        flat[: len(odd)] = odd[: len(flat)]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {key: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("kind", sampled(KINDS, ("odd", "mixtral", "tied")))
+def test_every_bit_comes_back(kind: str, tmp_path: Path) -> None:
+    model = with_odd_numbers(write_model(tmp_path / "model", "llama" if kind in ("odd", "tied") else kind, **KINDS[kind]))
+    result = recoded(model, tmp_path)
+    out = decompress(tmp_path / "out", tmp_path / "plain")
+    assert bits(tensors_of(out)) == bits(tensors_of(model))
+    assert json.loads((out / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+    assert {path.name for path in out.iterdir()} == {path.name for path in model.iterdir()}
+    stored = tensors_of(tmp_path / "out")
+    assert not any(
+        len(tensor.shape) > 1 and tensor.dtype == torch.bfloat16 for key, tensor in stored.items() if key not in result.left
+    )
+    assert result.bytes_after < result.bytes_before
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    recoded(dense, folder)
+    return folder
+
+
+def test_a_generation_has_the_bits_of_the_model(dense: Path, whole: Path) -> None:
+    check_against_stock(whole / "out", dense, "bfloat16")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("dtype", "device"), [("float32", None), ("float32", "64MiB"), ("bfloat16", "64MiB")])
+def test_a_generation_has_the_bits_of_the_model_elsewhere(dense: Path, whole: Path, dtype: str, device: str | None) -> None:
+    check_against_stock(whole / "out", dense, dtype, device)
+
+
+def test_experts_come_one_by_one(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "mixtral")
+    recoded(model, tmp_path)
+    check_against_stock(tmp_path / "out", model, "bfloat16", apart=[ROUTED, KEPT])
+
+
+def test_adapters_and_losses_are_those_upon_the_model(dense: Path, whole: Path, tmp_path: Path) -> None:
+    assert adapted(whole / "out", tmp_path / "run") == adapted(dense, tmp_path / "other")
+    coded, plain = evaluated(whole / "out", tmp_path / "one"), evaluated(dense, tmp_path / "two")
+    assert coded[0] == plain[0]
+    assert coded[1] < plain[1], "fewer bytes on the drive"
+
+
+MOMENTS = {f"call {calls}": calls for calls in (3, 25, 8, 14, 20, 30, 36, 42, 48)}
+
+
+@pytest.mark.parametrize("calls", sampled(MOMENTS, ("call 3", "call 25")))
+@pytest.mark.process
+def test_killed_and_begun_again(dense: Path, whole: Path, tmp_path: Path, calls: str) -> None:
+    process = PROCESSES.Process(target=compressing.run_and_be_killed, args=(dense, tmp_path, MOMENTS[calls], TO))
+    process.start()
+    process.join(250)
+    assert process.exitcode == -signal.SIGKILL, "there are fewer calls than that"
+    assert not (tmp_path / "out").exists()
+    recoded(dense, tmp_path)
+    assert compressing.files_of(tmp_path) == compressing.files_of(whole)
+    assert not (tmp_path / "out.unfinished").exists()
+
+
+def test_it_goes_on_after_the_last_file_and_with_the_same_model_alone(dense: Path, whole: Path, tmp_path: Path) -> None:
+    class Stopped(Exception):
+        """Stands for whatever ends a process."""
+
+    def say(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            raise Stopped
+
+    said: list[str] = []
+    with pytest.raises(Stopped):
+        recode(asked(dense, tmp_path), say=say)
+    with pytest.raises(RunDirectoryError, match="was begun with model"):
+        recoded(write_model(tmp_path / "another"), tmp_path)
+    assert len(json.loads((tmp_path / "out.unfinished" / RECORD).read_text())["units"]) == 2
+    said.clear()
+    recode(asked(dense, tmp_path), say=lambda text: said.append(text))
+    assert said[0] == "going on after file 2 of 4"
+    assert compressing.files_of(tmp_path) == compressing.files_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"data": "x.jsonl"}, "data: bf16x12 changes no weight"),
+        ({"most_loss": 0.1}, "most_loss: bf16x12 changes no weight"),
+        ({"experts_only": True}, "experts_only: bf16x12 changes no weight"),
+        ({"group_size": 64}, "group_size: bf16x12 changes no weight"),
+        ({"calibration_rows": 4}, "calibration_rows: bf16x12 changes no weight"),
+    ],
+)
+def test_what_it_has_no_use_for_is_refused(more: dict[str, Any], words: str, dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        recoded(dense, tmp_path, **more)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_coded_is_refused(whole: Path, tmp_path: Path) -> None:
+    for dtype, words in ((torch.float32, "stored as F32"), (torch.float16, "stored as F16")):
+        with pytest.raises(ModelError, match=f"none of its matrices can be coded as bf16x12 .*{words}"):
+            recoded(write_model(tmp_path / words, dtype=dtype), tmp_path)
+    with pytest.raises(ModelError, match=r"coded already \(headrace\)"):
+        recoded(whole / "out", tmp_path)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(("out", ".out"))]
+
+
+def test_codes_that_round_need_data(dense: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="data: int4 rounds weights for the inputs of real data; give --data FILE"):
+        compress(options(dense, tmp_path, data=[]))
+    for wrong, other in ((compress, TO), (recode, "int4")):
+        with pytest.raises(ConfigError, match=f"to: {other} "):
+            wrong(options(dense, tmp_path, to=other))
+
+
+def test_parts_that_are_damaged_or_missing_are_refused(whole: Path, tmp_path: Path) -> None:
+    """In one line, as the directory is opened or as a row is decoded."""
+    key = "model.layers.1.mlp.up_proj.weight"
+    changes = {
+        "missing": lambda part: None,
+        "cut": lambda part: part[:-1].clone(),
+        "of another kind": lambda part: part.float(),
+    }
+    for number, (name, (what, change)) in enumerate(
+        (name, change) for name in ("low", "high", "bases", "escape_offsets", "escapes", "shape") for change in changes.items()
+    ):
+        coded = tmp_path / str(number)
+        coded.mkdir()
+        for path in (whole / "out").iterdir():
+            if path.name != "compression.json":
+                (coded / path.name).write_bytes(path.read_bytes())
+        (file,) = [path for path in coded.glob("*.safetensors") if f"{key}_low" in load_file(path)]
+        weights = load_file(file)
+        part = change(weights.pop(f"{key}_{name}"))
+        if part is not None:
+            weights[f"{key}_{name}"] = part
+        save_file(weights, file, {"format": "pt"})
+        with pytest.raises(ModelError) as refused:
+            decompress(coded, tmp_path / "plain")
+        assert "\n" not in str(refused.value), (name, what)
