@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.codec import on_device
+from headrace.codec import bf16x12_device, on_device
+from headrace.codec.bf16x12 import Bf16x12
 from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import PackQuantized
 from headrace.codec.ternary import WordsCodec
@@ -80,6 +81,33 @@ def four_bits_have_the_bits_of_the_host(kernels: Any, device: torch.device) -> N
             assert bits(into).equal(bits(expected[start:stop])), (rows, columns, group, start)
 
 
+def twelve_bits_have_the_bits_of_the_host(kernels: Any, device: torch.device) -> None:
+    """Any bits, so that most weights escape, and rows like a model's; odd widths, one column, more escapes than a program has."""
+    code = Bf16x12()
+    for seed, (rows, columns) in enumerate(((1, 1), (3, 129), (64, 65), (2, 4097), (17, 640))):
+        drawn = np.random.default_rng(seed).integers(-(2**15), 2**15, (rows, columns)).astype(np.int16)
+        like = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02).bfloat16()
+        for weights in (torch.from_numpy(drawn).view(torch.bfloat16), like):
+            parts = dict(code.encode(weights))
+            there = moved(parts, device)
+            for start, stop in ((0, rows), (rows // 2, rows)):
+                room = torch.full(((stop - start) * columns + 64,), 7.0, dtype=torch.bfloat16, device=device)
+                into = room[32 : len(room) - 32].view(stop - start, columns)
+                assert bf16x12_device.by_kernels(kernels, there, into, range(start, stop)) is None
+                assert bits(into).equal(bits(weights[start:stop])), (rows, columns, start)
+                assert bool((room[:32] == 7).all() and (room[-32:] == 7).all())
+            for name, place, value in (("bases", -1, 241), ("escape_offsets", -1, -1), ("escape_offsets", -1, 10**9)):
+                damaged = dict(parts, **{name: parts[name].clone()})
+                damaged[name][place] = value
+                into = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+                assert bf16x12_device.by_kernels(kernels, moved(damaged, device), into, range(rows)) == rows - 1
+    for escapes in ([-1, 0], [1 << 30, 0], [5, 5, 0], [9, 5, 0]):
+        damaged = dict(code.encode(torch.zeros(1, 7).bfloat16()), escapes=torch.tensor(escapes, dtype=torch.int32))
+        damaged["escape_offsets"] = torch.tensor([0, len(escapes) - 1], dtype=torch.int32)
+        into = torch.empty(1, 7, dtype=torch.bfloat16, device=device)
+        assert bf16x12_device.by_kernels(kernels, moved(damaged, device), into, range(1)) == 0, escapes
+
+
 def damage_is_refused(kernels: Any, device: torch.device) -> None:
     symbols, levels = matrices()[4]
     parts, (rows, columns) = codec().encode_symbols(symbols, levels), symbols.shape
@@ -122,6 +150,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 CASES = (
     words_have_the_bits_of_the_host,
     four_bits_have_the_bits_of_the_host,
+    twelve_bits_have_the_bits_of_the_host,
     damage_is_refused,
     sparse_products_are_within_their_bound,
 )
@@ -142,6 +171,12 @@ def compile_for(architecture: int) -> dict[str, int]:
         (kernels.words_to_dense, words | {"out": "*bf16"} | whole | {"first": "i32", "columns": "i32"}, {"chunk": 64}),
         (kernels.int4_to_bfloat16, int4 | sizes, {"has_zeros": True, "block": 128}),
         (kernels.int4_to_bfloat16, int4 | sizes, {"has_zeros": False, "block": 128}),
+    ]
+    twelve = {"low": "*u8", "bases": "*u8", "out": "*i16", "first": "i32", "columns": "i32"}
+    listed = {"escape_offsets": "*i32", "escapes": "*i32", "damaged": "*i32", "known": "i32"}
+    versions += [
+        (kernels.bf16x12_codes, twelve | {"high": "*u8", "half": "i32"}, {"block": 256}),
+        (kernels.bf16x12_escapes, twelve | listed, {"largest": 240, "block": 256}),
     ]
     csr = {"values": "*fp32", "columns": "*i64", "begins": "*i64", "dense": "*fp32", "out": "*fp32", "width": "i32"}
     versions.append((products_of.csr_times_dense, csr, {"block": 256}))

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from headrace.codec.table import Code
 from headrace.files.model_directory import read_configuration, refuse_no_configuration
 from headrace.model import Checkpoint, text_config, text_part
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
@@ -55,6 +56,17 @@ def open_coded(model: str | Path, compress: str | None = None) -> Checkpoint:
             f"model: the weights of {model} are coded, and only its files say how small they are; give the directory"
         )
     return Checkpoint.open(model, decode=True)
+
+
+def refuse_other_dtypes(code: Code, config: Any) -> None:
+    """Refuse a lossless code, which is for bfloat16, for a model that says that its weights are of another dtype.
+
+    Raises:
+        ConfigError: it says so.
+    """
+    dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+    if code.lossless and dtype != "bfloat16":
+        raise ConfigError(f"compress: {code.name} codes bfloat16 as it is, the model's weights are {dtype}; give int4")
 
 
 def check_positions(config: Any, sequence_length: int) -> None:

@@ -49,7 +49,7 @@ def in_torch(parts: Parts, into: Tensor, rows: range) -> int | None:
         bases, starts, stops = parts["bases"][here].int(), bounds[here], bounds[here.start + 1 : here.stop + 1]
         wrong = (bases > _LARGEST_BASE) | (starts < 0) | (stops < starts) | (stops > known)
         if bool(wrong.any()):
-            return here.start + int(wrong.nonzero()[0])
+            return int(here.start + wrong.nonzero()[0])
         packed, low = parts["high"][here].int(), parts["low"][here].int()
         codes = torch.cat([packed & 15, (packed >> 4)[:, : columns - half]], dim=1)
         fields = torch.where(codes > 0, codes + bases[:, None], 0)
@@ -60,7 +60,7 @@ def in_torch(parts: Parts, into: Tensor, rows: range) -> int | None:
         wrong = (column < 0) | (column >= columns)
         wrong[1:] |= (column[1:] <= column[:-1]) & (row[1:] == row[:-1])
         if bool(wrong.any()):
-            return here.start + int(row[wrong.nonzero()[0]])
+            return int(here.start + row[wrong.nonzero()[0]])
         fields[row, column] = escapes & 255
         bits = ((low & 128) << 8) | (fields << 7) | (low & 127)
         into[there].view(torch.int16).copy_(bits.to(torch.int16))

@@ -44,11 +44,11 @@ def encode_rows(bits: Any, bases: Any, escape_offsets: Any, low: Any, high: Any,
     rows, columns = bits.shape
     half = high.shape[1]
     for row in range(rows):
-        base, place = np.int64(bases[row]), np.int64(escape_offsets[row])
+        base, place = int(bases[row]), int(escape_offsets[row])
         for index in range(half):
             high[row, index] = 0
         for column in range(columns):
-            each = np.int64(bits[row, column])
+            each = int(bits[row, column])
             low[row, column] = ((each >> 8) & 128) | (each & 127)
             field = (each >> 7) & 255
             code = field - base

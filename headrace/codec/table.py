@@ -30,8 +30,8 @@ class Code:
     of a group; `direct` what writes it without rounding. Neither: it is only read. `lossless`: bfloat16 comes back, bit for
     bit, and all matrices are coded, not those of blocks alone. `codec` is the one by which plans reckon, `measured` the one
     whose decoding is measured (None: the same), on the matrix `sample` (rows, columns). Unless measured otherwise, a core
-    decodes `decoded_per_second` weights to bfloat16 (docs/log/decoding-rates). A device moves `device_bytes_per_weight` of its
-    memory for each; none if Triton's kernels decode.
+    decodes `decoded_per_second` weights to bfloat16 (docs/log/decoding-rates). `on_all_cores`: all cores do so at once. A
+    device moves `device_bytes_per_weight` of its memory for each; none if Triton's kernels decode.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Code:
     lossless: bool = False
     experts_alone: bool = False
     stock_loads: bool = False
+    on_all_cores: bool = False
     target: "Callable[[int], Target] | None" = None
     direct: "Callable[[], DirectTarget] | None" = None
     codec: "Callable[[], Codec]"
@@ -166,6 +167,7 @@ _ROWS = (
         bits=12 + 32 / 4096,  # an escape for one weight in 4096, as of weights with a normal distribution
         row_bits=8 + 32,
         lossless=True,
+        on_all_cores=True,
         direct=_late("bf16x12_target", "Bf16x12Target"),
         codec=_late("bf16x12", "Bf16x12"),
         decoded_per_second=4.5e9,

@@ -37,8 +37,11 @@ def decoding_bytes(code: CodedUnit, codecs: Mapping[str, Codec], *, on_host: boo
 def coded_shapes(parameters: Sequence[ParameterSpec], code: Code) -> list[ParameterSpec]:
     """Return the parameters of a block that are coded: stacks of experts alone, where the code is for these.
 
-    Matrices of few rows, and those that choose among experts, stay.
+    Matrices of few rows, and those that choose among experts, stay; under a lossless code only those that would not shrink.
     """
+    if code.lossless:
+        matrices = [spec for spec in parameters if len(spec.shape) in (2, 3)]
+        return [spec for spec in matrices if code.matrix_bytes(*as_matrix(spec.shape)) < 2 * spec.num_elements]
     stacks = [spec for spec in parameters if len(spec.shape) == 3]
     counts = {spec.shape[0] for spec in stacks}
     plain = [

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from headrace.ask.model_config import read_parts
+from headrace.ask.model_config import read_parts, refuse_other_dtypes
 from headrace.ask.place import Place
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
@@ -21,10 +21,12 @@ from headrace.compress.room import Room, groups_of_sums, room_in
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
+from headrace.plan.decoding import why_no_gain
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.coding import as_matrix
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import format_bytes, format_seconds
 
@@ -35,6 +37,7 @@ _GPTQ_SHARE = 0.2
 _EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
 # So many weights per second and core become words (docs/log/ternary).
 _ENCODED_PER_SECOND = 1e8
+_RECODED_PER_SECOND = 3e8  # and so many become bf16x12 (docs/log/lossless)
 _BYTES = 2
 _UNSAID = Budget()
 
@@ -86,7 +89,8 @@ class CompressionReport:
     def _lines(self) -> Iterator[str]:
         yield f"model     {self.model}, {self.parameters / 1e9:.4g} billion parameters, {self.coded_parameters / 1e9:.4g} coded"
         yield f"machine   {self.machine}"
-        yield f"data      {self.tokens} calibration tokens: as many reach each matrix as it has inputs"
+        if self.tokens:
+            yield f"data      {self.tokens} calibration tokens: as many reach each matrix as it has inputs"
         yield ""
         for title, values in (("result", self.result_bytes), ("memory", self.memory_bytes)):
             for label, value in values.items():
@@ -146,7 +150,10 @@ def plan_compression(
         place = Place.of(None, here=True)
         ceilings = nominal_machine(place.cores, host_bytes=place.host_bytes, device_bytes=None)
     config, _ = read_parts(model)
+    refuse_other_dtypes(code, config)
     chain = Chain.from_config(config, "bfloat16", Optimizer())
+    if code.lossless:
+        return _without_loss(code, chain, ceilings, budget)
     blocks = [_matrices(layout.parameters, config, code) for layout in chain.layouts[1 : chain.num_blocks + 1]]
     coded = [matrix for block in blocks for matrix in block]
     num_coded = sum(matrix.weights for matrix in coded)
@@ -190,6 +197,43 @@ def plan_compression(
         seconds=_seconds(ceilings, blocks, chain.num_parameters, tokens, hidden, sum(result.values()), passes),
         memory_bytes=memory | {"hidden states, in tiers": hidden},
         warning=None if room is None else room.warning,
+    )
+
+
+def _without_loss(code: Code, chain: Chain, ceilings: Ceilings, budget: Budget) -> CompressionReport:
+    """Return what writing all matrices in a lossless code takes: they are read, coded and written, one file at a time."""
+    units = [[as_matrix(spec.shape) for spec in coded_shapes(layout.parameters, code)] for layout in chain.layouts]
+    coded = sum(rows * columns for unit in units for rows, columns in unit)
+    codes = [sum(code.matrix_bytes(*shape) for shape in unit) for unit in units]
+    rest = _BYTES * (chain.num_parameters - coded)
+    first, *blocks = codes[: chain.num_blocks + 1]
+    memory = {
+        "the codes of one file": round(max([first + sum(codes[chain.num_blocks + 1 :]), *blocks])),
+        "its largest matrix": max((_BYTES * rows * columns for unit in units for rows, columns in unit), default=0),
+    }
+    read = sum(drive.read_bytes_per_second for drive in ceilings.drives)
+    write = sum(drive.write_bytes_per_second for drive in ceilings.drives)
+    needed, allowed = sum(memory.values()), budget.host_bytes
+    short = allowed is not None and needed > allowed
+    warning = f"host memory: it takes {format_bytes(needed)}, allowed are {format_bytes(allowed or 0)}" if short else ""
+    why = why_no_gain(code.kind, ceilings)
+    slow = f"a generation that reads from these drives would not be faster: {why}" if why else ""
+    return CompressionReport(
+        model=type(chain.model).__name__,
+        code=code.name,
+        machine=ceilings.called,
+        parameters=chain.num_parameters,
+        coded_parameters=coded,
+        tokens=0,
+        result_bytes={f"{code.name} matrices": round(sum(codes)), "what stays in 16 bits": rest},
+        modern_bytes=None,
+        seconds={
+            "weights read": _BYTES * chain.num_parameters / read,
+            "encoding on the host's cores": coded / (_RECODED_PER_SECOND * ceilings.cores),
+            "result written": (sum(codes) + rest) / write,
+        },
+        memory_bytes=memory,
+        warning="; ".join(each for each in (warning, slow) if each) or (None if allowed is None else ""),
     )
 
 

@@ -6,6 +6,7 @@ Invariant: of a directory they are what a run reads, by the same code (`flow.sou
 from collections.abc import Sequence
 from dataclasses import replace
 
+from headrace.ask.model_config import refuse_other_dtypes
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
 from headrace.generate.expert_plan import ExpertFigures
@@ -43,8 +44,10 @@ def units_if_compressed(
         ConfigError: no such code.
     """
     code = code_to_write("compress", name)
+    refuse_other_dtypes(code, chain.config)
     shapes = [
-        coded_shapes(layout.parameters, code) if _is_block(chain, unit) else [] for unit, layout in enumerate(chain.layouts)
+        coded_shapes(layout.parameters, code) if code.lossless or _is_block(chain, unit) else []
+        for unit, layout in enumerate(chain.layouts)
     ]
     made = tuple(map(_Coded(chain, code, on_cpu).of, units, shapes, chain.layouts))
     if experts is None:

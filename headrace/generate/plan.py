@@ -6,6 +6,7 @@ Invariant: memory is the sum of the buffers below and of what compute makes, and
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace.codec.table import code_of_kind
 from headrace.generate.cache_plan import HOST, SSD, CachePlan, cache_buffers
 from headrace.generate.expert_plan import ExpertPlan, expert_buffers
 from headrace.plan.placement import Placement
@@ -162,7 +163,8 @@ class GenerationPlan(Placement):
             count = sum(figures.num_experts)
             read += count * figures.stored_bytes
             dense += count * self.planes.weight.num_bytes(figures.elements)
-        where = "on the device, after they have crossed the link" if self.separate_device else "on a core of the host"
+        cores = "all cores" if all(code_of_kind(kind).on_all_cores for kind in kinds) else "a core"
+        where = "on the device, after they have crossed the link" if self.separate_device else f"on {cores} of the host"
         sizes = f"{format_bytes(read)} for {format_bytes(dense)} in {self.compute_dtype}"
         return f"{', '.join(sorted(kinds))}: {sizes}, decoded {where}"
 

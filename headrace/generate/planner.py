@@ -13,6 +13,7 @@ import torch
 
 from headrace.ask.model_config import open_coded, read_parts
 from headrace.ask.place import Place, multiplies, runtime_bytes
+from headrace.codec.table import CODES
 from headrace.files import default_ssd_bytes, on_drives_of
 from headrace.generate.coded import units_if_compressed, units_of_files
 from headrace.generate.expert_plan import ExpertFigures
@@ -33,6 +34,7 @@ from headrace.model.generation_check import (
 from headrace.model.generation_costs import generation_costs
 from headrace.model.stored_experts import expert_layout, without
 from headrace.plan.allowance import Allowance
+from headrace.plan.decoding import why_no_gain
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
@@ -254,10 +256,26 @@ def plan_generation(
         plan = replace(plan, unused_tensors=chain.unused_tensors)
     if coded is not None:
         try:
-            plan = replace(plan, uncoded=planned(plain).forecast)
+            other = planned(plain)
         except PlanInfeasible:
             plan = plan.with_notes((f"in plain {dtype} it would not fit",))
+        else:
+            why = _why_not(compress, plan, other, ceilings)
+            plan = other.with_notes((why,)) if why else replace(plan, uncoded=other.forecast)
     return plan.with_notes(_of_copying(plan, options, ceilings, Path(model), here=here))
+
+
+def _why_not(name: str | None, coded: GenerationPlan, plain: GenerationPlan, ceilings: Ceilings | None) -> str:
+    """Return why the lossless code `name`, which was asked for, is not planned: it would not be faster. "" where it is."""
+    code = CODES.get(name or "")
+    if code is None or not code.lossless or coded.forecast is None or plain.forecast is None:
+        return ""
+    now, then = plain.forecast.tokens_per_second, coded.forecast.tokens_per_second
+    if then > now:
+        return ""
+    why = why_no_gain(code.kind, ceilings) if ceilings is not None and plain.forecast.read_bytes else ""
+    reason = why or ("decoding takes more than it saves" if plain.forecast.read_bytes else "no weights are read in passes")
+    return f"{code.name} is not used: {reason}. It would give {then:.3g} tokens/s, plain {plain.compute_dtype} {now:.3g}"
 
 
 def _of_copying(

@@ -133,8 +133,9 @@ class CodecContract:
             self._comes_back(patterns[: (1 << 16) // columns * columns].view(-1, columns))
 
     def _comes_back(self, bits: Tensor) -> None:
-        found = self.decoded(self.codec.encode(bits.view(torch.bfloat16)), *bits.shape, torch.bfloat16)
-        assert torch.equal(found.view(torch.int16), bits), tuple(bits.shape)
+        rows, columns = bits.shape
+        found = self.decoded(self.codec.encode(bits.view(torch.bfloat16)), rows, columns, torch.bfloat16)
+        assert torch.equal(found.view(torch.int16), bits), f"{rows} x {columns}"
 
     def test_what_is_damaged_is_refused(self) -> None:
         """With an error of the project's own."""

@@ -36,19 +36,21 @@ def test_a_row_is_true_of_its_codec(name: str) -> None:
 def test_an_unknown_name_is_refused_with_those_that_are_there(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         code_to_write("to", name)
-    assert str(caught.value) == f"to: expected int4 or ternary, found {name!r}"
+    assert str(caught.value) == f"to: expected int4 or ternary or bf16x12, found {name!r}"
 
 
 @pytest.mark.parametrize("name", [code.name for code in CODES.values() if not code.is_written])
 def test_what_is_only_read_is_not_written(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"to: expected int4 or ternary, found {name}, which is only read"):
+    with pytest.raises(ConfigError, match=f"to: expected int4 or ternary or bf16x12, found {name}, which is only read"):
         code_to_write("to", name)
 
 
 def test_a_name_is_its_own_code() -> None:
     assert [code_to_write("to", code.name) for code in written_codes()] == list(written_codes())
-    targets = [code.target(64) for code in written_codes() if code.target]
-    assert [target.name for target in targets] == [code.name for code in written_codes()]
+    rounding = [code.target(64).name for code in written_codes() if code.target]
+    direct = [code.direct().name for code in written_codes() if code.direct]
+    assert [*rounding, *direct] == [code.name for code in written_codes()]
+    assert [code.needs_data for code in written_codes()] == [bool(code.target) for code in written_codes()]
     assert code_of_kind("pack") is CODES["int4"]
     assert code_of_kind("a program's own") is CODES["fp8"]
 
