@@ -12,6 +12,7 @@ import torch
 from ternary import ZEROS, ternary_weights
 
 from headrace.codec import Codec
+from headrace.codec.bf16x12 import Bf16x12
 from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
 from headrace.codec.ternary import TritsCodec, WordsCodec
@@ -29,7 +30,7 @@ def main() -> None:
     ternary = ternary_weights(ROWS, COLUMNS, ZEROS)
     codecs: list[tuple[Codec, torch.Tensor]] = [(WordsCodec(Dictionary.build()), ternary), (TritsCodec(), ternary)]
     codecs += [(each, normal) for each in (PackQuantized(128), PackQuantized(128, symmetric=False), Fp8Blocks(), Nf4())]
-    codecs.append((Mxfp4(ROWS), normal))
+    codecs += [(Mxfp4(ROWS), normal), (Bf16x12(), normal)]
     for codec, weights in codecs:
         parts, found = codec.encode(weights), []
         for dtype in (torch.bfloat16, torch.float32):

@@ -1,12 +1,13 @@
-"""Answers of one row from a drive that is held to 0.5 GB/s: plain bfloat16, four bits, ternary words.
+"""Answers of one row from a drive that is held to 0.5 GB/s: plain bfloat16, and the codes that are written.
 
-    python bench/slow_drive.py --scratch DISK [--rate 0.5] [--blocks 8] [--tokens 12] [--rounds 2] [--out slow.json]
+    python bench/slow_drive.py --scratch DISK [--rate 0.5] [--blocks 8] [--tokens 12] [--rounds 2] [--codes int4,bf16x12]
+                               [--out slow.json]
 
-A Llama of 2048 x 5504 (blocks of 50.6 million parameters, all with one block's weights), written three times; three blocks have
-room in memory, so two stay. Codes are rounded plainly: only sizes and speed are of interest here. Contestants run in turn;
-seconds of a pass are the median of each run, and its least beside it, for other jobs are only ever in the way; `cpu` is what a
-pass takes of all cores. `planned` is what the planner forecasts for these very slots, with a drive of that rate and otherwise a
-nominal machine.
+A Llama of 2048 x 5504 (blocks of 50.6 million parameters, all with one block's weights), written under each code. Three blocks
+have room in memory, so two stay. Codes that lose anything are rounded plainly: only sizes and speed are of interest here.
+Contestants run in turn; seconds of a pass are the median of each run, and its least beside it, for other jobs are only ever in
+the way; `cpu` is what a pass takes of all cores. `planned` is what the planner forecasts for these very slots, with a drive of
+that rate and otherwise a nominal machine.
 """
 
 import argparse
@@ -14,21 +15,21 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace.codec import nearest
-from headrace.codec.table import CODES
-from headrace.codec.targets import Target
+from headrace.codec.table import CODES, written_codes
 from headrace.codec.ternary_target import is_table
+from headrace.compress.recoding import recode
 from headrace.files import extents
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import MicroBatch
@@ -36,21 +37,27 @@ from headrace.generate.seconds import with_forecast
 from headrace.plan.decoding import making_like
 from headrace.plan.nominal import nominal_machine
 from headrace.terms.budget import Budget
+from headrace.terms.compress_options import CompressOptions
 from headrace.terms.events import GenerationPass
 from headrace.testing import ThrottledFile
 
-TARGETS: dict[str, Target | None] = {"bfloat16": None} | {code.name: code.target(128) for code in CODES.values() if code.target}
+PLAIN = "bfloat16"
 _FIRST = "model.layers.0."
 
 
-def write_models(folder: Path, blocks: int) -> None:
+def write_models(folder: Path, blocks: int, codes: Sequence[str]) -> None:
     """Write the model plainly, and under each code."""
     sizes = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "vocab_size": 512}
     config = LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=False, dtype="bfloat16")
     torch.manual_seed(0)
     block = LlamaForCausalLM(config).to(torch.bfloat16).state_dict()
     config.num_hidden_layers = blocks
-    for name, target in TARGETS.items():
+    for name in (PLAIN, *codes):
+        code = CODES.get(name)
+        if code is not None and code.direct is not None:
+            in_one_file(recode(CompressOptions.of({"model": folder / PLAIN, "output": folder / name, "to": name})).output)
+            continue
+        target = code.target(128) if code is not None and code.target is not None else None
         stored: dict[str, torch.Tensor] = {}
         for key, weight in block.items():
             if target is None or not key.startswith(_FIRST) or weight.dim() < 2:
@@ -74,6 +81,15 @@ def write_models(folder: Path, blocks: int) -> None:
             described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             described["quantization_config"] = target.describe(modules, ["lm_head"])
             (directory / "config.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+def in_one_file(model: Path) -> None:
+    """Join the files of a model: a slow drive is a slow file here, and several would be several drives."""
+    files = sorted(model.glob("*.safetensors"))
+    tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
+    for file in (*files, model / "model.safetensors.index.json"):
+        file.unlink()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
 
 
 def passes_of(directory: Path, tokens: int, rate: float) -> dict[str, Any]:
@@ -120,24 +136,26 @@ def main() -> None:
     arguments.add_argument("--blocks", type=int, default=8)
     arguments.add_argument("--tokens", type=int, default=12)
     arguments.add_argument("--rounds", type=int, default=2)
+    arguments.add_argument("--codes", default=",".join(code.name for code in written_codes()))
     arguments.add_argument("--out", type=Path)
     given = arguments.parse_args()
     headrace.set_process_defaults()
     folder = given.scratch / "headrace-slow-drive"
     folder.mkdir()
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in TARGETS}
+    codes = given.codes.split(",")
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in (PLAIN, *codes)}
     try:
-        write_models(folder, given.blocks)
+        write_models(folder, given.blocks, codes)
         extents.SourceFile = slow(given.rate * 1e9)  # type: ignore[assignment, misc]
         for _ in range(given.rounds):
-            for name in TARGETS:
+            for name in found:
                 found[name].append(passes_of(folder / name, given.tokens, given.rate * 1e9))
                 print(name, json.dumps(found[name][-1]), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    for name in ("int4", "ternary"):
+    for name in codes:
         for key in ("median", "least", "read_bytes", "planned", "cpu"):
-            ratios = [one[key] / other[key] for one, other in zip(found["bfloat16"], found[name], strict=True)]
+            ratios = [one[key] / other[key] for one, other in zip(found[PLAIN], found[name], strict=True)]
             print(f"{name} {key}: bfloat16 over it {', '.join(f'{ratio:.2f}' for ratio in ratios)}")
     if given.out:
         given.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -82,7 +82,7 @@ def four_bits_have_the_bits_of_the_host(kernels: Any, device: torch.device) -> N
 
 
 def twelve_bits_have_the_bits_of_the_host(kernels: Any, device: torch.device) -> None:
-    """Any bits, so that most weights escape, and rows like a model's; odd widths, one column, more escapes than a program has."""
+    """Any bits, so that most weights escape, and rows like a model's; odd widths, one column, more escapes than a block."""
     code = Bf16x12()
     for seed, (rows, columns) in enumerate(((1, 1), (3, 129), (64, 65), (2, 4097), (17, 640))):
         drawn = np.random.default_rng(seed).integers(-(2**15), 2**15, (rows, columns)).astype(np.int16)
