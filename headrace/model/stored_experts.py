@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headrace.codec.bf16x12 import Bf16x12
 from headrace.model.banks import BlockExperts
-from headrace.model.coded import CodedSource
+from headrace.model.coded import CodedSource, read_tensor
 from headrace.model.in_place import StoredUnit, alignment_of, stored_unit
 from headrace.model.matching import Piece, WeightMap
 from headrace.model.safetensors_file import StoredTensor
+from headrace.terms.coding import as_matrix
+from headrace.terms.errors import ModelError
 from headrace.terms.layout import UnitLayout, lay_out
 
 
@@ -126,15 +129,39 @@ def _part(stored: StoredTensor, expert: int, count: int) -> StoredTensor:
     if coded is None:
         return _slice(stored, expert, keep=False, key=key)
     assert isinstance(coded, CodedSource), "what decodes"
+    own = _coded_part(stored, coded, expert, count)
+    return replace(stored, key=key, shape=own.shape, num_bytes=stored.num_bytes // count, coded=own)
+
+
+def _coded_part(stored: StoredTensor, coded: CodedSource, expert: int, count: int) -> CodedSource:
+    if isinstance(coded.codec, Bf16x12):
+        return _of_rows(coded, coded.codec, expert, as_matrix(coded.shape)[0] // count)
     whole = all(part.shape[:1] == (count,) and len(part.shape) > 2 for part in coded.stored.values())
     if not whole or coded.given:
         raise NotStoredSingly(f"{stored.key} is coded as a whole, in {coded.codec.name}")
     parts: Mapping[str, StoredTensor] = {
         name: _slice(part, expert, keep=True, key=f"{part.key}[{expert}]") for name, part in coded.stored.items()
     }
-    shape = coded.shape[1:]
-    own = replace(coded, shape=shape, stored=parts)
-    return replace(stored, key=key, shape=shape, num_bytes=stored.num_bytes // count, coded=own)
+    return replace(coded, shape=coded.shape[1:], stored=parts)
+
+
+def _of_rows(coded: CodedSource, codec: Bf16x12, expert: int, rows: int) -> CodedSource:
+    """Return the `rows` of one expert of a stack that is coded row by row; two numbers read say where its escapes lie."""
+    offsets = coded.stored["escape_offsets"]
+    start, stop = expert * rows, (expert + 1) * rows
+    first, last = (int(read_tensor(_rows(offsets, row, row + 1, expert))) for row in (start, stop))
+    if not 0 <= first <= last < coded.stored["escapes"].shape[0]:
+        raise ModelError(f"{offsets.path}: {offsets.key} is damaged: rows {start} to {stop} have no escapes of their own")
+    ranges = {"escape_offsets": (start, stop + 1), "escapes": (first, last + 1)}
+    parts = {name: _rows(part, *ranges.get(name, (start, stop)), expert) for name, part in coded.stored.items()}
+    return replace(coded, codec=replace(codec, escapes=last - first), shape=coded.shape[1:], stored=parts)
+
+
+def _rows(stored: StoredTensor, start: int, stop: int, expert: int) -> StoredTensor:
+    """Return entries `start` to `stop` of a part, as a part of an expert's own."""
+    size = stored.num_bytes // stored.shape[0]
+    shape, key = (stop - start, *stored.shape[1:]), f"{stored.key}[{expert}]"
+    return replace(stored, key=key, offset=stored.offset + start * size, num_bytes=(stop - start) * size, shape=shape)
 
 
 def _slice(stored: StoredTensor, expert: int, *, keep: bool, key: str) -> StoredTensor:
