@@ -14,17 +14,24 @@ import torch
 from compressing import EXPERTS, options, write_model
 from forked import PROCESSES
 from safetensors.torch import load_file, save_file
+from saved_models import save
 from test_compression import tensors_of
 from test_frozen import adapted, evaluated
 from test_generate_coded import KEPT, ROUTED, check_against_stock
 from tiers import sampled
+from tiny_architectures import CONFIGS
+from tiny_wholes import WHOLES, make_whole
 
 from headrace.compress.decompression import decompress
 from headrace.compress.recoding import Recoded, recode
 from headrace.compress.run import compress
 from headrace.compress.work import RECORD
+from headrace.generate.sources import ShardSource
+from headrace.machine.host_memory import huge_page_buffer
+from headrace.model import Chain, Checkpoint
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError
+from headrace.terms.optimizer import Optimizer
 
 TO = "bf16x12"
 KINDS: dict[str, dict[str, Any]] = {
@@ -212,3 +219,44 @@ def test_parts_that_are_damaged_or_missing_are_refused(whole: Path, tmp_path: Pa
         with pytest.raises(ModelError) as refused:
             decompress(coded, tmp_path / "plain")
         assert "\n" not in str(refused.value), (name, what)
+
+
+def slots_of(directory: Path) -> dict[str, bytes]:
+    """Return the bits of all parameters as passes read them, bfloat16."""
+    checkpoint = Checkpoint.open(directory, decode=True)
+    chain = Chain.from_config(checkpoint.config, "bfloat16", Optimizer())
+    source = ShardSource(chain, chain.attach(checkpoint), lambda event: None, on_cpu=True)
+    found = {}
+    try:
+        for unit, (layout, figures) in enumerate(zip(source.layouts, source.figures, strict=True)):
+            read = huge_page_buffer(max(2 * layout.num_elements, figures.stored_bytes or 0))
+            into = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
+            source.read(unit, read[: figures.stored_bytes or 2 * layout.num_elements])
+            if figures.stored_bytes is None:
+                into = torch.from_numpy(read[: 2 * layout.num_elements]).view(torch.bfloat16)
+            else:
+                source.make(unit, torch.from_numpy(read[: figures.stored_bytes]), None, into)
+            for spec in layout.parameters:
+                values = into[spec.offset : spec.offset + spec.num_elements]
+                found[f"{unit} {spec.name}"] = values.view(torch.int16).numpy().tobytes()
+    finally:
+        source.close()
+    return found
+
+
+@pytest.mark.parametrize("name", sampled(CONFIGS, ("qwen3", "gpt2", "qwen3-moe")))
+def test_every_architecture_has_its_bits(name: str, tmp_path: Path) -> None:
+    """As a directory, and as passes read it."""
+    model, _ = save(tmp_path, name)
+    recoded(model, tmp_path)
+    assert bits(tensors_of(decompress(tmp_path / "out", tmp_path / "plain"))) == bits(tensors_of(model))
+    assert slots_of(tmp_path / "out") == slots_of(model)
+
+
+@pytest.mark.parametrize("name", sampled(WHOLES, ("gemma3",)))
+def test_every_part_of_a_larger_model_has_its_bits(name: str, tmp_path: Path) -> None:
+    """The parts that see and hear, too."""
+    make_whole(name).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    recoded(tmp_path / "model", tmp_path)
+    assert bits(tensors_of(decompress(tmp_path / "out", tmp_path / "plain"))) == bits(tensors_of(tmp_path / "model"))
+    assert slots_of(tmp_path / "out") == slots_of(tmp_path / "model")
