@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ _DTYPES = {
     torch.float32: "F32",
 }
 _DIGEST_BYTES = 16
+Written = torch.Tensor | StoredTensor  # a part in memory, or one that lies in another file
 
 
 class CodedFiles:
@@ -62,7 +63,7 @@ class CodedFiles:
         """Return the name of the file of a block (unit 1 and on), or of the rest (unit 0)."""
         return f"model-{unit + 1:05d}-of-{self._blocks + 1:05d}.safetensors"
 
-    def write(self, unit: int, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> str:
+    def write(self, unit: int, parts: Mapping[str, Mapping[str, Written]]) -> str:
         """Write the file of `unit`, with `parts` in the place of the tensors that have their names; return its digest."""
         beside = self.folder / f"unit-{unit}.new"
         shutil.rmtree(beside, ignore_errors=True)
@@ -75,7 +76,7 @@ class CodedFiles:
                 known = {stored.key for stored, _ in order}  # a table is written once, however many matrices need it
                 for name, part in parts[key].items():
                     if names[name] not in known:
-                        order.append((_described(names[name], part), partial(_pieces_of, part)))
+                        order.append(_written(names[name], part))
             elif (joined := self._joined.get(key)) is None:
                 order.append((tensors[key], partial(read_bytes, tensors[key])))
             elif key == joined[0].keys[0]:
@@ -195,6 +196,36 @@ def _left_in_files(weights: WeightMap, groups: Mapping[str, int]) -> Sequence[st
         for name, key in pieces
         if name not in groups and len(tensors[key].shape) == 2 and key.endswith(".weight")
     ]
+
+
+def _written(key: str, part: Written) -> tuple[StoredTensor, Callable[[], Iterable[np.ndarray]]]:
+    """Return what a file says of a part, and what reads its bytes."""
+    if isinstance(part, StoredTensor):
+        return replace(part, key=key), partial(read_bytes, part)
+    return _described(key, part), partial(_pieces_of, part)
+
+
+class Spool:
+    """A file that takes the parts of large units until they are written in their order. A context manager; it is removed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> "Spool":
+        self._file = self._path.open("wb")
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def put(self, key: str, tensor: torch.Tensor) -> StoredTensor:
+        """Take a tensor, and return where it lies."""
+        placed = replace(_described(key, tensor), path=self._path, offset=self._file.tell())
+        for piece in _pieces_of(tensor):
+            self._file.write(piece.data)
+        self._file.flush()
+        return placed
 
 
 def _described(key: str, tensor: torch.Tensor) -> StoredTensor:

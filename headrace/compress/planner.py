@@ -17,6 +17,7 @@ from headrace.ask.model_config import read_parts, refuse_other_dtypes
 from headrace.ask.place import Place
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
+from headrace.compress.recoding import MOST_BYTES_IN_MEMORY
 from headrace.compress.room import Room, groups_of_sums, room_in
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
@@ -207,9 +208,10 @@ def _without_loss(code: Code, chain: Chain, ceilings: Ceilings, budget: Budget) 
     codes = [sum(code.matrix_bytes(*shape) for shape in unit) for unit in units]
     rest = _BYTES * (chain.num_parameters - coded)
     first, *blocks = codes[: chain.num_blocks + 1]
+    largest = max((_BYTES * rows * columns for unit in units for rows, columns in unit), default=0)
     memory = {
-        "the codes of one file": round(max([first + sum(codes[chain.num_blocks + 1 :]), *blocks])),
-        "its largest matrix": max((_BYTES * rows * columns for unit in units for rows, columns in unit), default=0),
+        "the codes of one file": min(MOST_BYTES_IN_MEMORY, round(max([first + sum(codes[chain.num_blocks + 1 :]), *blocks]))),
+        "its largest matrix, and the codes": round(largest * (1 + code.bits / 16)),
     }
     read = sum(drive.read_bytes_per_second for drive in ceilings.drives)
     write = sum(drive.write_bytes_per_second for drive in ceilings.drives)

@@ -1,7 +1,8 @@
 """Compressing without loss: every matrix goes into another code as it is, so there is no data and nothing to calibrate.
 
-Files are those of `coded_files`, one for each block and one for the rest; the codes of one file are in memory at a time.
-Invariant: a killed run ends with the bytes of an undisturbed one.
+Files are those of `coded_files`, one for each block and one for the rest. One matrix is in memory at a time. So are the codes of
+a small file; those of a large one wait on the disk until all sizes are known. Invariant: a killed run ends with the bytes of an
+undisturbed one.
 """
 
 import json
@@ -15,7 +16,7 @@ import torch
 
 from headrace.codec.table import code_to_write
 from headrace.codec.targets import DirectTarget
-from headrace.compress.coded_files import CodedFiles
+from headrace.compress.coded_files import CodedFiles, Spool, Written
 from headrace.compress.work import MODEL, Record, appear, held, identity_of, place_of, refuse_coded, unfinished
 from headrace.model import Chain, Checkpoint
 from headrace.model.coded import read_tensor
@@ -25,7 +26,7 @@ from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
-from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # Options that say nothing here; of others it does not matter.
@@ -40,6 +41,9 @@ _OF_ROUNDING = (
     "held_out_rows",
     "seed",
 )
+_SPOOL = "codes"
+# Codes of so many bytes stay in memory until their file is written.
+MOST_BYTES_IN_MEMORY = 256 * MIB
 _NO_SMALLER = "no smaller in it"
 
 
@@ -69,7 +73,8 @@ def recode(options: CompressOptions, *, say: Callable[[str], None] = lambda text
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
     work = unfinished(output)
-    with held(work, export_bytes(checkpoint)):
+    codes = max(sum(spec.num_elements for spec in layout.parameters) for layout in chain.layouts)  # of one file
+    with held(work, export_bytes(checkpoint) + 2 * codes):
         run = _Run(target, Record.open(work, identity_of(options, checkpoint)), checkpoint, chain, say)
         run.write_units()
         result = run.finish(options.to, output)
@@ -107,8 +112,9 @@ class _Run:
             self._say(f"going on after file {len(self._units)} of {self._num_units}")
         began, before = time.perf_counter(), len(self._units)
         for unit in range(before, self._num_units):
-            parts, entry = self._recoded(unit)
-            self._units.append({"digest": self._files.write(unit, parts), **entry})
+            with Spool(self._record.folder / _SPOOL) as spool:
+                parts, entry = self._recoded(unit, spool)
+                self._units.append({"digest": self._files.write(unit, parts), **entry})
             self._record.commit()
             now = time.perf_counter()
             rest = (now - began) / (unit + 1 - before) * (self._num_units - unit - 1)
@@ -151,9 +157,9 @@ class _Run:
         self._files.finish({"quantization_config": config}, {COMPRESSION_NOTE_NAME: json.dumps(note, indent=1) + "\n"})
         return result
 
-    def _recoded(self, unit: int) -> tuple[dict[str, Mapping[str, torch.Tensor]], dict[str, Any]]:
+    def _recoded(self, unit: int, spool: Spool) -> tuple[dict[str, Mapping[str, Written]], dict[str, Any]]:
         """Return the coded tensors of a unit by stored name, and what the record says of them."""
-        parts: dict[str, Mapping[str, torch.Tensor]] = {}
+        parts: dict[str, Mapping[str, Written]] = {}
         left: dict[str, str] = {}
         weights = coded_bytes = 0
         for key in self._files.keys(unit):
@@ -164,7 +170,8 @@ class _Run:
                 num_bytes = sum(part.nbytes for part in made.values())
                 reason = "" if num_bytes < stored.num_bytes else _NO_SMALLER
             if not reason:
-                parts[key] = made
+                in_memory = coded_bytes + num_bytes <= MOST_BYTES_IN_MEMORY
+                parts[key] = made if in_memory else {name: spool.put(name, part) for name, part in made.items()}
                 weights, coded_bytes = weights + stored.num_bytes // 2, coded_bytes + num_bytes
             elif len(stored.shape) > 1:
                 left[key] = reason

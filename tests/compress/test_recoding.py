@@ -140,6 +140,16 @@ def test_killed_and_begun_again(dense: Path, whole: Path, tmp_path: Path, calls:
     assert not (tmp_path / "out.unfinished").exists()
 
 
+def test_codes_of_large_files_wait_on_the_disk(
+    dense: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And are written to the same bytes."""
+    for number, most in enumerate((0, 20_000)):
+        monkeypatch.setattr("headrace.compress.recoding.MOST_BYTES_IN_MEMORY", most)
+        recoded(dense, tmp_path / str(number))
+        assert compressing.files_of(tmp_path / str(number)) == compressing.files_of(whole)
+
+
 def test_it_goes_on_after_the_last_file_and_with_the_same_model_alone(dense: Path, whole: Path, tmp_path: Path) -> None:
     class Stopped(Exception):
         """Stands for whatever ends a process."""
