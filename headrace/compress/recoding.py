@@ -1,8 +1,8 @@
 """Compressing without loss: every matrix goes into another code as it is, so there is no data and nothing to calibrate.
 
-Files are those of `coded_files`, one for each block and one for the rest. One matrix is in memory at a time. So are the codes of
-a small file; those of a large one wait on the disk until all sizes are known. Invariant: a killed run ends with the bytes of an
-undisturbed one.
+Files are those of `coded_files`, one for each block and one for the rest. One matrix is in memory at a time. So are the codes
+of a small file; those of a large one wait on the disk until all sizes are known. Invariant: a killed run ends with the bytes of
+an undisturbed one.
 """
 
 import json
