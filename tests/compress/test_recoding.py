@@ -70,7 +70,7 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {key: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ("odd", "mixtral", "tied")))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("odd", "mixtral")))
 def test_every_bit_comes_back(kind: str, tmp_path: Path) -> None:
     model = with_odd_numbers(write_model(tmp_path / "model", "llama" if kind in ("odd", "tied") else kind, **KINDS[kind]))
     result = recoded(model, tmp_path)
@@ -103,7 +103,7 @@ def test_a_generation_has_the_bits_of_the_model_elsewhere(dense: Path, whole: Pa
     check_against_stock(whole / "out", dense, dtype, device)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", sampled(["mixtral", "gpt_oss"], ["gpt_oss"]))
 def test_experts_come_one_by_one(kind: str, tmp_path: Path) -> None:
     """Stored one by one, or in one stack, some of whose weights escape: only an expert's own escapes are read with it."""
     model = write_model(tmp_path / "model", kind, **KINDS[kind])
@@ -204,6 +204,7 @@ def test_codes_that_round_need_data(dense: Path, tmp_path: Path) -> None:
             wrong(options(dense, tmp_path, to=other))
 
 
+@pytest.mark.deep
 def test_parts_that_are_damaged_or_missing_are_refused(whole: Path, tmp_path: Path) -> None:
     """In one line, as the directory is opened or as a row is decoded."""
     key = "model.layers.1.mlp.up_proj.weight"
@@ -254,7 +255,7 @@ def slots_of(directory: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("name", sampled(CONFIGS, ("qwen3", "gpt2", "qwen3-moe")))
+@pytest.mark.parametrize("name", sampled(CONFIGS, ("gpt2", "qwen3-moe")))
 def test_every_architecture_has_its_bits(name: str, tmp_path: Path) -> None:
     """As a directory, and as passes read it."""
     model, _ = save(tmp_path, name)

@@ -3,6 +3,7 @@
 Run: pytest tests/compress/test_recoding_plans.py
 """
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from compressing import write_model
 from test_recoding import TO, asked
+from tiers import sampled
 
 from headrace.compress.planner import plan_compression
 from headrace.compress.recoding import recode
@@ -23,7 +25,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import GenerateOptions
 
 COUNTS = {"prompts": 1, "prompt_length": 8, "new_tokens": 4}
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12, "head_dim": 64}
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
 
 
 def machine(read_bytes_per_second: float, cores: int = 2, **more: Any) -> Ceilings:
@@ -43,7 +45,7 @@ def planned(model: Path, here: Ceilings, name: str | None = TO) -> Any:
     return plan_generation(str(model), options, here, here=False, compress=name, **COUNTS)
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "mixtral"])
+@pytest.mark.parametrize("kind", sampled(["llama", "tied", "mixtral"], ["tied"]))
 def test_a_plan_has_the_bytes_of_the_files(kind: str, tmp_path: Path) -> None:
     more = {"llama": SIZES, "tied": {**SIZES, "tie_word_embeddings": True}, "mixtral": {"hidden_size": 256, "head_dim": 64}}
     model = write_model(tmp_path / "model", "mixtral" if kind == "mixtral" else "llama", **more[kind])
@@ -61,14 +63,17 @@ def test_a_plan_has_the_bytes_of_the_files(kind: str, tmp_path: Path) -> None:
         assert [unit.decodes for unit in plan.units] == [unit.decodes for unit in coded.units]
 
 
+@pytest.mark.deep
 def test_plain_weights_are_planned_where_nothing_is_read(model: Path) -> None:
     plan = plan_generation(str(model), GenerateOptions(), machine(3e11), here=False, compress=TO, **COUNTS)
     assert not any(unit.decodes for unit in plan.units)
     assert any(note.startswith("bf16x12 is not used: ") for note in plan.results.notes), plan.results.notes
 
 
-@pytest.mark.parametrize("read", [1e8, 1e9, 3e9, 3e10, 3e11])
-@pytest.mark.parametrize("decoded", [1e8, 5e9])
+@pytest.mark.parametrize(
+    ("read", "decoded"),
+    sampled(itertools.product((1e8, 1e9, 3e9, 3e10, 3e11), (1e8, 5e9)), [(1e9, 5e9), (3e9, 1e8)]),
+)
 def test_it_is_planned_only_where_it_is_faster(read: float, decoded: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     """From a drive that cannot keep up with decoding, and not from a faster one, which is said."""
     folder = tmp_path_factory.mktemp("large")
@@ -107,7 +112,7 @@ def test_all_cores_decode_and_a_device_needs_none() -> None:
     assert why_no_gain(TO, device) == ""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", sampled(["float32", "float16"], ["float16"]))
 def test_a_model_of_another_dtype_is_refused(dtype: str, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", dtype=getattr(torch, dtype))
     for ask in (lambda: plan_compression(model, TO, "rtx4090-1ssd"), lambda: planned(model, machine(1e9))):
