@@ -42,6 +42,11 @@ class Placement:
     dtype: torch.dtype
     start: int
 
+    @property
+    def lies_odd(self) -> bool:
+        """Whether it begins at no multiple of its numbers' size: it is copied before it is read."""
+        return self.at % self.dtype.itemsize != 0
+
 
 @dataclass(frozen=True, slots=True)
 class StoredUnit:
@@ -70,14 +75,15 @@ class StoredUnit:
         """Fill the flat slot `into` from the bytes `read` (uint8), on one device."""
         for place in self.placements:
             part = read[place.at : place.at + place.num_bytes]
-            values = (part.clone() if place.at % place.dtype.itemsize else part).view(place.dtype)
+            values = (part.clone() if place.lies_odd else part).view(place.dtype)
             into[place.start : place.start + values.numel()].copy_(values)
         for decoding in self.decodings:
             decoding.put(read, into)
 
     def making_bytes(self, dtype: torch.dtype, *, on_host: bool = True) -> int:
         """Return the most bytes that `put` allocates at once, for a slot of `dtype` on the host or on another device."""
-        return max((decoding.making_bytes(dtype, on_host=on_host) for decoding in self.decodings), default=0)
+        copied = max((place.num_bytes for place in self.placements if place.lies_odd), default=0)
+        return max([copied, *(decoding.making_bytes(dtype, on_host=on_host) for decoding in self.decodings)])
 
 
 def stored_units(
