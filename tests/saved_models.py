@@ -1,6 +1,7 @@
 """Save stock models, and import what was saved."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tiny_architectures import CONFIGS, make_config, make_plain
+from transformers import AutoModelForCausalLM
 
 from headrace.model import Chain, Checkpoint, import_unit
 from headrace.terms.optimizer import Optimizer
@@ -65,3 +67,16 @@ def values_of(chain: Chain, planes: list[Any]) -> dict[str, torch.Tensor]:
         for spec in layout.parameters:
             out[spec.name] = torch.from_numpy(flat[spec.offset : spec.offset + spec.num_elements].reshape(spec.shape).copy())
     return out
+
+
+def own_loss(model: Path, samples: Sequence[tuple[list[int], list[bool]]]) -> tuple[float, int]:
+    """Return the mean loss of marked tokens, and their number, of stock transformers in float32, one sample at a time."""
+    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    total, tokens = 0.0, 0
+    with torch.no_grad():
+        for ids, trained in samples:
+            logits = stock(torch.tensor([ids])).logits[0, :-1].double()
+            picked = torch.tensor(trained[1:])
+            losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+            total, tokens = total + float(losses[picked].sum()), tokens + int(picked.sum())
+    return total / tokens, tokens

@@ -15,14 +15,14 @@ from typing import Any
 
 from headrace.ask.model_config import check_positions, open_coded, position_limit, read_parts
 from headrace.ask.place import Place, multiplies
-from headrace.ask.plan_report import Alternative, PlanReport
+from headrace.ask.plan_report import Alternative, Evaluating, PlanReport
 from headrace.ask.question import Question
 from headrace.ask.variants import Variant, nearest_variants, other_rules, other_wires, smaller_states
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.model import Chain, Checkpoint, Profiles, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import Forecast, StepSeconds, forecast
+from headrace.plan.forecast import Forecast, StepSeconds, forecast, scoring_seconds
 from headrace.plan.given import adopted, load_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
@@ -66,6 +66,7 @@ def plan_model(
     here: bool = True,
     variants_seconds: float = 4.0,
     packed: PackedRows | None = None,
+    evaluating: Evaluating | None = None,
 ) -> PlanReport:
     """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) under `options`.
 
@@ -74,7 +75,7 @@ def plan_model(
     missing budgets follow from what is free now. Otherwise only directories of this machine are looked at. `options.max_steps`
     is the length of the run, for hours and wear. If the model does not fit, the search for variants that do ends after about
     `variants_seconds`. If it fits and the SSDs limit the step, the alternatives are variants that use them less.
-    `packed` are the rows with which the run begins, if they are known.
+    `packed` are the rows with which the run begins, if they are known. `evaluating` are its evaluations, without seconds.
 
     Raises:
         ModelError: there is no configuration, or training refuses its architecture, which is tried on a tiny instance.
@@ -137,7 +138,8 @@ def plan_model(
     of_wire = question.wire.of(chain).notes
     more = (*([] if whole is None else [note_on(whole)]), *of_wire, *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
-    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), options.max_steps or DEFAULT_STEPS)
+    steps = options.max_steps or DEFAULT_STEPS
+    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), steps, evaluating)
     alternatives = (
         *planner.with_fewer_checkpoints(question, plan, report.forecast),
         *planner.sparing_the_ssd(question, plan, report.forecast),
@@ -145,11 +147,13 @@ def plan_model(
     return replace(report, alternatives=alternatives)
 
 
-def report_of(plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: int) -> PlanReport:
+def report_of(
+    plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: int, evaluating: Evaluating | None = None
+) -> PlanReport:
     """Return the report of a plan that a run already has: the same figures as `plan_model` gives for it.
 
-    `ceilings` is the machine for which the plan was made, None for a nominal one; `model` is a name for people. A node's plan
-    has no times: these depend on its workers.
+    `ceilings` is the machine of the plan, None for a nominal one; `model` is a name for people; `evaluating` are the run's
+    evaluations. A node's plan has no times: these depend on its workers.
     """
     machine = ceilings or nominal_machine_of(plan)
     report = PlanReport(
@@ -165,10 +169,12 @@ def report_of(plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: i
     )
     if plan.serves:
         return replace(report, plan=plan)
-    return _with_times(report, plan, machine, forecast(plan, machine), num_steps)
+    return _with_times(report, plan, machine, forecast(plan, machine), num_steps, evaluating)
 
 
-def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forecast, num_steps: int) -> PlanReport:
+def _with_times(
+    report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forecast, num_steps: int, evaluating: Evaluating | None
+) -> PlanReport:
     written, seconds = found.ssd_bytes_written_per_step, found.step_seconds
     return replace(
         report,
@@ -177,6 +183,7 @@ def _with_times(report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forec
         forecast=found,
         endurance=endurance(ceilings.drives, written, num_steps=num_steps, step_seconds=seconds),
         doubled=_doubled(plan, ceilings, found),
+        evaluating=evaluating and replace(evaluating, seconds=evaluating.passes * scoring_seconds(plan, ceilings)),
     )
 
 
@@ -200,7 +207,7 @@ def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:
         num_bytes = export_bytes(Checkpoint.open(model, decode=True))
     except ModelError:
         num_bytes = chain.num_parameters * getattr(chain.config.dtype, "itemsize", _WEIGHT_BYTES)
-    return Beside("the finished model", Path(options.output or "runs") / "final", num_bytes)
+    return Beside.models(options.models_at_once, Path(options.output or "runs") / "final", num_bytes)
 
 
 class _ModelPlans:

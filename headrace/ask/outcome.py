@@ -53,8 +53,10 @@ class Outcome:
         }
 
 
-def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes: int = 0) -> Outcome:
-    """Return what `records`, the lines of `metrics.jsonl`, say about the plan in `report`.
+def outcome_of(
+    report: PlanReport, records: Sequence[Record], evaluations: Sequence[Record] = (), *, host_peak_bytes: int = 0
+) -> Outcome:
+    """Return what `records` and `evaluations`, the lines of `metrics.jsonl`, say about the plan in `report`.
 
     `host_peak_bytes` is the peak of this process's whole life: data are tokenised before the steps, and the model is written
     after them.
@@ -84,6 +86,9 @@ def outcome_of(report: PlanReport, records: Sequence[Record], *, host_peak_bytes
         ("ssd_bytes_written_per_step", "ssd written/step", "bytes", steady_ssd_bytes(records, "bytes_written")),
     )
     rows += [OutcomeRow(key, name, unit, getattr(forecast, key, None), measured) for key, name, unit, measured in found]
+    if evaluations:
+        ahead = report.evaluating.seconds if report.evaluating else None
+        rows.append(OutcomeRow("evaluation_seconds", "evaluation", "seconds", ahead, _median(evaluations, "eval_seconds")))
     return Outcome(
         rows=tuple(rows),
         steps=len(records),

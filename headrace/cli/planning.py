@@ -14,7 +14,7 @@ from headrace.ask.answer import plan_model
 from headrace.ask.cluster import plan_cluster
 from headrace.ask.cluster_report import ClusterReport, explain_cluster
 from headrace.ask.explain import explain
-from headrace.ask.plan_report import PlanReport
+from headrace.ask.plan_report import Evaluating, PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.given import with_lengths_of_plan
@@ -36,8 +36,9 @@ _WAIT_SECONDS = 100.0
 # Which options of `plan` the plans of generation and of compression use. Data count only if passes do, and not at a node.
 _OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
 _OF_COMPRESSION = frozenset(("machine", "host_memory"))
-_OF_DATA = frozenset(("epochs", "packing", "cache"))
-_OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan"))
+_OF_EVALUATIONS = frozenset(("eval_split", "eval_data", "eval_steps"))
+_OF_DATA = frozenset(("epochs", "packing", "cache", *_OF_EVALUATIONS))
+_OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan", "load_best_model_at_end", *_OF_EVALUATIONS))
 
 
 class _Report(Protocol):
@@ -92,11 +93,11 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport:
     if here:
         options = replace(options, ssd=options.ssd or (Path.cwd(),))
         options = replace(options, machine=_measured_machine(options))
-    packed = None
+    packed = evaluating = None
     if _reads_data(options):
-        options, packed = _of_its_passes(options)
+        options, packed, evaluating = _of_its_passes(options)
     return (
-        plan_model(model, options, here=here, packed=packed)
+        plan_model(model, options, here=here, packed=packed, evaluating=evaluating)
         if options.workers is None
         else plan_cluster(model, options, here=here)
     )
@@ -132,11 +133,14 @@ def _of_training(options: PlanOptions) -> frozenset[str]:
     """Return the keys that can change a plan of training."""
     acting = {each.key for each in PlanOptions.declarations() if each.plan}
     acting = acting - _OF_ONE_MACHINE if options.workers is not None else acting
-    return frozenset(acting | {"data"} if _reads_data(options) else acting - _OF_DATA)
+    if not _reads_data(options):
+        return frozenset(acting - _OF_DATA)
+    return frozenset(acting | {"data"}) - (frozenset() if options.max_steps is None else {"epochs"})
 
 
 def _reads_data(options: PlanOptions) -> bool:
-    return bool(options.data) and options.max_steps is None
+    evaluates = options.evaluates and options.workers is None
+    return bool(options.data) and (options.max_steps is None or evaluates)
 
 
 def _text(report: PlanReport | ClusterReport | _Report) -> str:
@@ -228,18 +232,20 @@ def _measured_machine(options: Options) -> Ceilings | None:
     return find_kept(cache_directory(), Wanted(directories=options.budget.ssd, compute_dtype=options.compute_dtype))
 
 
-def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows]:
-    """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training;
-    and the rows with which these begin.
+def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, Evaluating | None]:
+    """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training.
+    Besides, return the rows with which these begin, and the run's evaluations.
     """
     from headrace.data.open_data import open_stream, total_steps, with_lengths  # late: it brings the data libraries
+    from headrace.runs.evaluating import Evaluations
 
     if not options.model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
     options = with_lengths(options)
     stream = open_stream(options)
     steps = total_steps(options, stream)
-    return replace(options, max_steps=steps), stream.first_rows(steps)
+    evaluating = Evaluations(options, stream, steps).asked()
+    return replace(options, max_steps=steps), stream.first_rows(steps), evaluating
 
 
 def _say(event: Event) -> None:

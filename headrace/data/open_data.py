@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace.data import Batch, BatchStream, DataSpec, TokenSet, asks_for_date, earlier_tokens, load_tokens
+from headrace.data.held_out import split_off
 from headrace.files.model_directory import read_configuration, refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
@@ -143,6 +144,21 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     tokenizer = tokenizer_for_data(config.model)
     spec = _spec(config, tokenizer)
     config = replace(config, template_date=spec.template_date or config.template_date)  # one day, also around midnight
+    sets = _token_sets(config, tokenizer, spec, resumed=resumed)
+    if config.eval_split is not None:
+        sets = [split_off(each, config.eval_split, config.seed) for each in sets]
+    elif config.eval_data:
+        of_evaluation = replace(config, data=config.eval_data)
+        their = _spec(of_evaluation, tokenizer)
+        spec = replace(spec, template_date=spec.template_date or their.template_date)
+        held_out = _token_sets(of_evaluation, tokenizer, their, resumed=resumed)
+        by_rules = {each.info.version: each for each in reversed(held_out)}
+        sets = [replace(each, held_out=by_rules.get(each.info.version, held_out[0])) for each in sets]
+    return BatchStream(sets[0], spec, sets[1:])
+
+
+def _token_sets(config: RunOptions, tokenizer: Any, spec: DataSpec, *, resumed: bool) -> list[TokenSet]:
+    """Return the tokens of the data, and if the run is `resumed` also those that were made by earlier rules."""
     earlier = [_fitting(each, config) for each in earlier_tokens(spec, tokenizer, config.cache)] if resumed else []
     try:
         tokens, _ = open_tokens(config, tokenizer)
@@ -150,7 +166,7 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
         if not earlier:
             raise
         tokens = earlier[0]  # today's rules refuse what the run began with
-    return BatchStream(tokens, spec, earlier)
+    return [tokens, *earlier]
 
 
 def _spec(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> DataSpec:

@@ -56,7 +56,22 @@ class BatchStream:
         """Notes for the person who trains on the data."""
         share = 0.0 if self._spec.packing else self._padding_share()
         wasted = (f"not packed: {share:.0%} of the tokens computed are padding",) if share >= 0.01 else ()
-        return (*self._tokens.notices, *wasted)
+        held_out = self._tokens.held_out.notices if self._tokens.held_out else ()
+        return (*self._tokens.notices, *wasted, *(f"eval_data: {notice}" for notice in held_out))
+
+    @property
+    def held_out(self) -> TokenSet | None:
+        """The samples that are evaluated and never trained; None if there are none."""
+        return self._tokens.held_out
+
+    @property
+    def spec(self) -> DataSpec:
+        """What the data were asked for."""
+        return self._spec
+
+    def epochs_ended(self, steps: int) -> int:
+        """Return how many epochs, each as long as the first one, end within so many steps."""
+        return steps * self._spec.rows_per_step // self._rows_of_first_epoch
 
     @property
     def template_date(self) -> str | None:
@@ -176,6 +191,7 @@ class BatchStream:
             "seed": spec.seed,
             "packing": spec.packing,
             "shuffle": spec.shuffle,
+            **({"held_out_digest": self._tokens.held_out.info.digest} if self._tokens.held_out else {}),
         }
 
     def _lay_out(self, epoch: int) -> EpochRows:
@@ -225,7 +241,7 @@ def packed_batch(tokens: TokenSet, rows: list[NDArray[np.int64]], sequence_lengt
 def padded_batch(tokens: TokenSet, rows: list[NDArray[np.int64]]) -> Batch:
     """Return one row for each of `rows` (of one sample each), padded on the right to the longest of them."""
     samples = [int(row[0]) for row in rows]
-    shape = (len(samples), max(int(tokens.offsets[index + 1] - tokens.offsets[index]) for index in samples))
+    shape = (len(samples), max(map(tokens.length, samples)))
     input_ids = np.full(shape, tokens.info.pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
     attention_mask = np.zeros(shape, dtype=np.int64)

@@ -76,21 +76,31 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class TokenSet:
-    """All samples of a data set. `trained_bits` is uint8, `offsets` int64: see the module. `notices` are for people."""
+    """Samples of a data set: all, or those that are `picked`, in this order. `trained_bits` is uint8, `offsets` int64: see the
+    module. `notices` are for people. `held_out` are samples of the same data set that are not to be trained.
+    """
 
     tokens: BlockArray[np.int32]
     trained_bits: BlockArray[np.uint8]
     offsets: NDArray[np.int64]
     info: TokenInfo
     notices: tuple[str, ...] = ()
+    picked: NDArray[np.int64] | None = None
+    held_out: "TokenSet | None" = None
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return len(self.offsets) - 1 if self.picked is None else len(self.picked)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sample, shape `(samples,)`."""
-        return np.diff(self.offsets)
+        lengths = np.diff(self.offsets)
+        return lengths if self.picked is None else lengths[self.picked]
+
+    def length(self, index: int) -> int:
+        """Return the tokens of sample `index`."""
+        place = index if self.picked is None else int(self.picked[index])
+        return int(self.offsets[place + 1] - self.offsets[place])
 
     def sample(self, index: int) -> Sample:
         """Return sample `index`.
@@ -98,7 +108,8 @@ class TokenSet:
         Raises:
             CorruptData: the files are no longer what was written.
         """
-        start, stop = int(self.offsets[index]), int(self.offsets[index + 1])
+        place = index if self.picked is None else int(self.picked[index])
+        start, stop = int(self.offsets[place]), int(self.offsets[place + 1])
         bits = np.unpackbits(self.trained_bits.read(start // 8, -(-stop // 8)))
         return Sample(self.tokens.read(start, stop), bits[start % 8 : start % 8 + stop - start].astype(np.bool_))
 

@@ -125,7 +125,7 @@ def begin(
         directories = ssd or (directory,)
         subject = _subject(closers, model, options, seams, lambda files: lie_together(files, directories))
         planner = RunPlanner(options, _planned(subject), replace(ways, packed=whole.packed))
-        beside = Beside("the finished model", whole.final, subject.finished_bytes) if whole.final else None
+        beside = Beside.models(options.models_at_once, whole.final, subject.finished_bytes) if whole.final else None
         plan = None
         if options.tokens_per_step is not None:
             step = options.tokens_per_step, options.sequence_length or options.tokens_per_step

@@ -10,6 +10,7 @@ import torch
 
 from headrace.engine.crowd import Crowd, Setup, digest_of
 from headrace.engine.trainer import Engine
+from headrace.flow.step_batch import with_idle_rows
 from headrace.flow.steps import Schedule, Steps
 from headrace.model import persistent_buffers
 from headrace.plan.ledger import Snapshot
@@ -17,7 +18,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.serve import build_scoring, build_serving, build_serving_tail
 from headrace.plan.serving import grouping_of, serving_plan, with_grouping
 from headrace.terms.errors import ConfigError, DataError
-from headrace.terms.events import Notice, Planned
+from headrace.terms.events import Evaluation, Notice, Planned
 from headrace.terms.options import Options
 from headrace.terms.program import Program
 from headrace.update.combinations import refuse_combination
@@ -66,6 +67,15 @@ class NodeEngine(Engine):
             # A lane that failed sends no more, so workers push no more: who waits for them must be told.
             self._steps.heed(lambda failure: self._crowd.break_off(f"the node's step failed: {failure}"))
         return self._steps
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
+        """Return the mean loss of a batch, as `Engine.evaluate`. Each worker gets rows: where there are too few, rows without
+        labels are added.
+        """
+        if self.plan is not None and "input_ids" in batch:
+            least = (self._crowd.num_workers - 1) * self.plan.micro_batch_sequences + 1
+            batch = with_idle_rows(batch, least)
+        return super().evaluate(batch)
 
     def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Refused: workers send losses, not logits.

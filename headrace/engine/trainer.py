@@ -318,6 +318,8 @@ class Engine(Closing):
     def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
         check_apart(batch, self.chain)
         steps = self._ready(*(shape := batch["input_ids"].shape))
+        if self.options.compile_blocks:
+            batch = filled_up(batch, steps.parts.plan.sequence_length, needs_mask=False)
         data = step_batch(batch, self._rows(steps.parts.plan, *shape), self.machine.device)
         state = steps.score(data, self._verdict(self.position))
         self._traffic.moved()  # belongs to no step

@@ -21,6 +21,12 @@ class Beside:
     path: Path
     num_bytes: int
 
+    @classmethod
+    def models(cls, count: int, path: Path, num_bytes: int) -> "Beside":
+        """Return `count` finished models of so many bytes each, of which one will be at `path`."""
+        what = "the finished model" if count == 1 else "the best model, and a better one until that is whole,"
+        return cls(what, path, count * num_bytes)
+
     @property
     def there(self) -> Path:
         """The directory that is there and holds it, or holds what will."""

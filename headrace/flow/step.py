@@ -21,6 +21,7 @@ from headrace.flow import commit, compute, drain, serve, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.step_state import StepState
 from headrace.flow.weights import WEIGHT_VERBS
+from headrace.terms.events import NO_STEP
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Program, Verb
 
@@ -64,4 +65,4 @@ def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Ru
             else:
                 HANDLERS[op.verb](state, op)
 
-    return interpreter.run(program, perform, state.verdict.step)
+    return interpreter.run(program, perform, state.verdict.step if state.learns else NO_STEP)

@@ -105,3 +105,13 @@ def filled_up(batch: dict[str, torch.Tensor], length: int, *, needs_mask: bool) 
     fillings["labels"] += IGNORED
     fillings["position_ids"] = torch.arange(more).expand(rows, more)  # padding counts as a sample of its own
     return {name: torch.cat([tensor, fillings[name]], dim=1) for name, tensor in batch.items()}
+
+
+def with_idle_rows(batch: Mapping[str, torch.Tensor], least: int) -> Mapping[str, torch.Tensor]:
+    """Return the batch with at least so many rows: copies of its last one, without labels."""
+    more = least - len(batch["input_ids"])
+    if more <= 0:
+        return batch
+    idle = {name: tensor[-1:].repeat(more, 1) for name, tensor in batch.items()}
+    idle["labels"] = torch.full_like(idle["input_ids"], IGNORED)
+    return {name: torch.cat([tensor, idle[name]]) for name, tensor in batch.items()}

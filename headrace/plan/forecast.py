@@ -20,6 +20,7 @@ from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.rates import Rates
 from headrace.plan.results import Results
+from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.plan.simulate import Timeline, simulate, step_seconds_of
 from headrace.terms.ceilings import Ceilings
@@ -144,6 +145,23 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     coarse = coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo(coarse))
     timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
+    return timeline.step_seconds
+
+
+def scoring_seconds(plan: Plan, ceilings: Ceilings) -> float:
+    """Return the seconds of one pass that evaluates as many rows as a step has, one pass after the other.
+
+    A pass uses the buffers of a step's forward, so it takes no memory that the plan does not have.
+    """
+    simulated, machine = _asked(plan, ceilings, _MOST_OPERATIONS)
+    programs: list[Program] = []
+    before = Snapshot()
+    while len(programs) < _MOST_PROGRAMS and (len(programs) < 2 or programs[-1] != programs[-2]):
+        program, before = build_forward(simulated, simulated.num_micro_batches, before)
+        programs.append(program)
+    timeline = simulate(
+        [*programs, programs[-1]], machine, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads
+    )
     return timeline.step_seconds
 
 

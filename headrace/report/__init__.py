@@ -5,6 +5,7 @@ from headrace.report.card import model_card as model_card
 from headrace.report.lanes import LanesFile as LanesFile
 from headrace.report.lanes import read_recording as read_recording
 from headrace.report.metrics import MetricsFile as MetricsFile
+from headrace.report.metrics import evaluation_record as evaluation_record
 from headrace.report.metrics import metrics_record as metrics_record
 from headrace.report.metrics import read_metrics as read_metrics
 from headrace.report.metrics import ssd_bytes as ssd_bytes

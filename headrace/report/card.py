@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.report.metrics import Record
+from headrace.report.metrics import Record, best_of
 from headrace.terms.optimizer import ALL
 
 
@@ -23,6 +23,7 @@ class CardFacts:
     options: Mapping[str, Any]
     records: Sequence[Record]
     notes: Sequence[str] = ()
+    evaluations: Sequence[Record] = ()
 
 
 def model_card(facts: CardFacts) -> str:
@@ -40,7 +41,7 @@ def model_card(facts: CardFacts) -> str:
         f"the rule `{facts.options['optimizer']}`.",
         "",
         *(f"Note: {note}.\n" for note in facts.notes),
-        *_results(facts.records),
+        *_results(facts.records, facts.evaluations),
         "## Training options",
         "",
         "| option | value |",
@@ -63,9 +64,16 @@ def _trained(options: Mapping[str, Any]) -> str:
     return what if options["gradient"] == "dense" else f"{what}, in what `{options['gradient']}` keeps of gradients"
 
 
-def _results(records: Sequence[Record]) -> list[str]:
+def _results(records: Sequence[Record], evaluations: Sequence[Record]) -> list[str]:
     if not records:
         return []
+    best = best_of(evaluations)
+    held_out = []
+    if best is not None:
+        newest = evaluations[-1]
+        lowest = f"{best['eval_loss']:.4f} after step {best['step']}, the lowest"
+        last_one = "" if newest is best else f"; {newest['eval_loss']} after step {newest['step']}, the last"
+        held_out = [f"- loss of held-out data ({best['eval_tokens']} tokens): {lowest}{last_one}"]
     first, last = records[0], records[-1]
     skipped = sum("skipped" in record for record in records)
     return [
@@ -74,5 +82,6 @@ def _results(records: Sequence[Record]) -> list[str]:
         f"- steps: {last['step']}" + (f" ({skipped} skipped)" if skipped else ""),
         f"- tokens: {sum(record['tokens'] for record in records)}",
         f"- training loss: {first['loss']} in the first step, {last['loss']} in the last",
+        *held_out,
         "",
     ]

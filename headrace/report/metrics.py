@@ -1,21 +1,22 @@
-"""`metrics.jsonl`: one JSON object for each step, the record of the run from which everything else is drawn.
+"""`metrics.jsonl`: one JSON object for each step, the record of the run from which everything else is drawn. An evaluation has
+a line of its own, after that of its step.
 
-Invariant: each step occurs once, in order, also after crashes. A resumed run drops the lines of steps that were not committed
-(and a half-written last line) before it writes its first own.
+Invariant: each step occurs once, in order, also after crashes, and so does each evaluation. A resumed run drops the lines of
+steps that were not committed (and a half-written last line) before it writes its first own.
 """
 
 import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 from headrace.files.durable import write_whole
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.events import Committed, Event, Flushed, StepResult
+from headrace.terms.events import Committed, Evaluated, Event, Flushed, StepResult
 
 Record = dict[str, Any]
 
@@ -49,18 +50,52 @@ def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:
     return record
 
 
+def evaluation_record(result: Evaluated) -> Record:
+    """Return the line of one evaluation. Its loss is null if it is not finite."""
+    return {
+        "step": result.step,
+        "eval_loss": _finite(result.loss),
+        "eval_tokens": result.tokens,
+        "eval_seconds": round(result.seconds, 6),
+    }
+
+
+def is_evaluation(record: Record) -> bool:
+    """Return whether a line of the file is that of an evaluation."""
+    return "eval_loss" in record
+
+
+def best_of(evaluations: Iterable[Record]) -> Record | None:
+    """Return the evaluation with the lowest loss, the first of equal ones; None if no loss is finite."""
+    return min(
+        (each for each in evaluations if each["eval_loss"] is not None), key=lambda each: each["eval_loss"], default=None
+    )
+
+
+def evaluations_since_best(evaluations: Sequence[Record]) -> int:
+    """Return how many evaluations in a row, up to the newest, had no lower loss than all before them."""
+    best = best_of(evaluations)
+    return sum(best is None or each["step"] > best["step"] for each in evaluations)
+
+
 def read_metrics(path: Path) -> list[Record]:
-    """Return the records of `path` in order, an empty list if there is no such file.
+    """Return the records of steps in `path` in order, an empty list if there is no such file. Raises as `read_records`."""
+    return [record for record in read_records(path) if not is_evaluation(record)]
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of steps and evaluations in `path` in order, an empty list if there is no such file.
 
     What follows the last good line is left out: a process killed while writing leaves half a line, a power cut may leave zeros.
 
     Raises:
-        RunDirectoryError: a line before the last good one is not JSON, or is no record of a later step than the line before.
+        RunDirectoryError: a line before the last good one is not JSON. Or it is no record of a later step than the line before,
+            nor the only evaluation after that step.
     """
     if not path.exists():
         return []
     records: list[Record] = []
-    last = -1
+    last, is_scored = -1, False
     bad: tuple[int, str] | None = None
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         if not line.strip():
@@ -73,19 +108,29 @@ def read_metrics(path: Path) -> list[Record]:
         if bad is not None:
             raise RunDirectoryError(f"{path}, line {bad[0]}: not JSON ({bad[1]}); restore the file or remove the line")
         step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is not int or step <= last:
-            found = "no step" if step is None else f"step {json.dumps(step)}"
-            after = f" after step {last}" if records else ""
+        scored = isinstance(record, dict) and is_evaluation(record)
+        if type(step) is not int or not (step == last and not is_scored if scored else step > last):
+            found = "no step" if step is None else f"{'an evaluation of ' if scored else ''}step {json.dumps(step)}"
+            after = f" after {'the evaluation of ' if is_scored else ''}step {last}" if records else ""
             raise RunDirectoryError(
                 f"{path}, line {number}: {found}{after}, expected a later one; restore the file or remove the line"
             )
-        last = step
+        if scored and not _is_sound(record):
+            raise RunDirectoryError(f"{path}, line {number}: no evaluation ({line[:80]}); restore the file or remove the line")
+        last, is_scored = step, scored
         records.append(record)
     return records
 
 
+def _is_sound(evaluation: Record) -> bool:
+    """Return whether the figures of an evaluation are numbers; a loss may be null."""
+    figures: list[Any] = [evaluation.get(name) for name in ("eval_loss", "eval_tokens", "eval_seconds")]
+    figures[0] = 0 if figures[0] is None else figures[0]
+    return all(type(each) in (int, float) and math.isfinite(each) for each in figures)
+
+
 class MetricsFile:
-    """Appends one line for each `StepResult`.
+    """Appends one line for each `StepResult` and each `Evaluated`. `records` are those of steps, `evaluations` the others.
 
     `committed_steps` is the number of steps whose effect is durable: lines of later steps are removed, because these steps will
     be done again. `steps_per_epoch` gives each line its epoch. The first line that a resumed process writes is marked as
@@ -95,10 +140,21 @@ class MetricsFile:
     def __init__(self, path: Path, *, committed_steps: int = 0, steps_per_epoch: float | None = None) -> None:
         self._path, self._steps_per_epoch = path, steps_per_epoch
         self._changed = False  # what a flush moved belongs to the last step, whose line is already written
-        self.records = [record for record in read_metrics(path) if record["step"] <= committed_steps]
+        self._lines = [record for record in read_records(path) if record["step"] <= committed_steps]
+        self.records = [record for record in self._lines if not is_evaluation(record)]
+        self.evaluations = [record for record in self._lines if is_evaluation(record)]
         self._resumed = bool(self.records)  # and no line has been written since
-        write_whole(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        write_whole(path, self._text())
         self._file: TextIO = path.open("a", encoding="utf-8")
+
+    def _text(self) -> str:
+        return "".join(json.dumps(record) + "\n" for record in self._lines)
+
+    def _append(self, record: Record, to: list[Record]) -> None:
+        to.append(record)
+        self._lines.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
 
     def __call__(self, event: Event) -> None:
         """Write the line of a step at once, so that a reader (or a crash) sees every finished step."""
@@ -106,9 +162,10 @@ class MetricsFile:
             record = metrics_record(event, epoch=event.step / self._steps_per_epoch if self._steps_per_epoch else None)
             if self._resumed:
                 record["resumed"], self._resumed = True, False
-            self.records.append(record)
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            self._append(record, self.records)
+        elif isinstance(event, Evaluated):
+            self._append(evaluation_record(event), self.evaluations)
+            os.fsync(self._file.fileno())  # its step is durable, too
         elif isinstance(event, Flushed) and self.records:
             _add(self.records[-1], event)
             self._changed = True
@@ -122,7 +179,7 @@ class MetricsFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
             if self._changed:
-                write_whole(self._path, "".join(json.dumps(record) + "\n" for record in self.records))
+                write_whole(self._path, self._text())
 
 
 def ssd_bytes(record: Record, name: str) -> int:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 
-from headrace.terms.events import Event, Notice, OpDone, StepResult
+from headrace.terms.events import Evaluated, Event, Notice, OpDone, StepResult
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 
@@ -31,6 +31,11 @@ class StepClock:
         self._total_steps = total_steps
         self._first_seconds: float | None = None
         self._later_seconds: deque[float] = deque(maxlen=_ETA_WINDOW_STEPS)
+        self._steps, self._evaluating_seconds = 0, 0.0
+
+    def evaluated(self, seconds: float) -> None:
+        """Take the seconds of an evaluation: others will follow as often as so far."""
+        self._evaluating_seconds += seconds
 
     def remaining_seconds(self, result: StepResult) -> float:
         """Take a finished step and return the seconds that the rest of the run is expected to take."""
@@ -38,13 +43,21 @@ class StepClock:
             self._first_seconds = result.seconds
         else:
             self._later_seconds.append(result.seconds)
+        self._steps += 1
         step_seconds = statistics.median(self._later_seconds or [self._first_seconds])
+        step_seconds += self._evaluating_seconds / self._steps
         return max(0, self._total_steps - result.step) * step_seconds
 
 
 def step_words(result: StepResult, *, total_steps: int, remaining_seconds: float) -> str:
     """Return the line of one step: step, loss, gradient norm, learning rate, speed, time left, bytes over the SSDs (10^9)."""
     return "  ".join(_words(result, total_steps, remaining_seconds).values())
+
+
+def evaluation_words(result: Evaluated, *, total_steps: int) -> str:
+    """Return the line of one evaluation: step, loss, tokens, seconds."""
+    step = f"step {result.step:>{len(str(total_steps))}}/{total_steps}"
+    return f"{step}  eval loss {result.loss:.4f}  {result.tokens} tokens  {format_seconds(result.seconds)}"
 
 
 def live_words(result: StepResult, *, total_steps: int, remaining_seconds: float, width: int) -> str:
@@ -99,7 +112,7 @@ def _decimal(num_bytes: float) -> str:
 
 
 class LineProgress:
-    """Writes one line for each step and each notice to `stream`: for logs, pipes and continuous integration."""
+    """Writes one line for each step, evaluation and notice to `stream`: for logs, pipes and continuous integration."""
 
     def __init__(self, stream: TextIO, total_steps: int) -> None:
         self._stream, self._total_steps, self._clock = stream, total_steps, StepClock(total_steps)
@@ -109,6 +122,9 @@ class LineProgress:
         if isinstance(event, StepResult):
             remaining = self._clock.remaining_seconds(event)
             self._write(step_words(event, total_steps=self._total_steps, remaining_seconds=remaining))
+        elif isinstance(event, Evaluated):
+            self._clock.evaluated(event.seconds)
+            self._write(evaluation_words(event, total_steps=self._total_steps))
         elif isinstance(event, Notice):
             self._write(f"{event.level}: {event.text}")
 
@@ -122,7 +138,9 @@ class LineProgress:
 
 
 class LiveProgress:
-    """One line at the bottom of a terminal: a bar and the words of the last step. Notices and skipped steps scroll above it."""
+    """One line at the bottom of a terminal: a bar and the words of the last step. Notices, evaluations and skipped steps scroll
+    above it.
+    """
 
     def __init__(self, console: Console, total_steps: int, *, done_steps: int = 0) -> None:
         self._total_steps, self._clock = total_steps, StepClock(total_steps)
@@ -139,6 +157,10 @@ class LiveProgress:
         if isinstance(event, Notice):
             style = "yellow" if event.level == "warning" else "dim"
             self._progress.console.print(f"[{style}]{event.level}: {escape(event.text)}[/]", highlight=False)
+            return
+        if isinstance(event, Evaluated):
+            self._clock.evaluated(event.seconds)
+            self._progress.console.print(evaluation_words(event, total_steps=self._total_steps), highlight=False)
             return
         if not self._started and isinstance(event, OpDone | StepResult):  # the first step has begun
             self._progress.start()

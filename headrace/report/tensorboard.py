@@ -8,17 +8,18 @@ import itertools
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.events import Event, StepResult
+from headrace.terms.events import Evaluated, Event, StepResult
 
 _FILE_VERSION = "brain.Event:2"  # readers expect this in the first record
 
 
 class TensorBoard:
-    """Writes scalars under the names that people search for: `train/loss`, `train/grad_norm`, `train/learning_rate`, ...
+    """Writes scalars under the names that people search for: `train/loss`, `eval/loss`, `train/grad_norm`, ...
 
     Raises:
         ConfigError: the package `tensorboard` is not installed.
@@ -43,7 +44,10 @@ class TensorBoard:
         self._file.flush()
 
     def __call__(self, event: Event) -> None:
-        """Take the end of a step."""
+        """Take the end of a step or of an evaluation."""
+        if isinstance(event, Evaluated):
+            self._write(event.step, {"eval/loss": event.loss, "eval/seconds": event.seconds})
+            return
         if not isinstance(event, StepResult):
             return
         scalars = {
@@ -56,10 +60,13 @@ class TensorBoard:
             **{f"bytes_written/{tier}": size for tier, size in event.bytes_written.items()},
             **{f"peak_bytes/{tier}": size for tier, size in event.peak_bytes.items()},
         }
+        self._write(event.step, scalars)
+
+    def _write(self, step: int, scalars: Mapping[str, float | None]) -> None:
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items() if value is not None
         ]
-        self._put(step=event.step, summary=self._summaries.Summary(value=values))
+        self._put(step=step, summary=self._summaries.Summary(value=values))
         self._file.flush()
 
     def close(self) -> None:

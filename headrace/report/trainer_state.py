@@ -5,30 +5,37 @@ and is never half written.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.report.metrics import Record
+from headrace.report.metrics import Record, best_of
 from headrace.terms.events import Event, StepResult
 
 
 def trainer_state(
-    records: Sequence[Record], *, max_steps: int, num_train_epochs: float, train_batch_size: int
+    records: Sequence[Record],
+    evaluations: Sequence[Record] = (),
+    *,
+    max_steps: int,
+    num_train_epochs: float,
+    train_batch_size: int,
+    eval_steps: int | None = None,
 ) -> dict[str, Any]:
     """Return the fields of `transformers.TrainerState`; `train_batch_size` counts rows of a step."""
     last = records[-1] if records else {}
+    best = best_of(evaluations) or {}
     return {
-        "best_global_step": None,
-        "best_metric": None,
+        "best_global_step": best.get("step"),
+        "best_metric": best.get("eval_loss"),
         "best_model_checkpoint": None,
         "epoch": last.get("epoch") or 0.0,
-        "eval_steps": 500,
+        "eval_steps": eval_steps or 500,
         "global_step": last.get("step", 0),
         "is_hyper_param_search": False,
         "is_local_process_zero": True,
         "is_world_process_zero": True,
-        "log_history": [_log_entry(record) for record in records],
+        "log_history": list(_log_history(records, evaluations)),
         "logging_steps": 1,
         "max_steps": max_steps,
         "num_input_tokens_seen": sum(record["tokens"] for record in records),
@@ -40,6 +47,16 @@ def trainer_state(
         "trial_name": None,
         "trial_params": None,
     }
+
+
+def _log_history(records: Sequence[Record], evaluations: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    """Yield the entry of each step, and after it that of its evaluation."""
+    scored = {each["step"]: each for each in evaluations}
+    for record in records:
+        yield _log_entry(record)
+        if found := scored.get(record["step"]):
+            entry = {"epoch": record.get("epoch"), "step": record["step"]}
+            yield entry | {"eval_loss": found["eval_loss"], "eval_runtime": found["eval_seconds"]}
 
 
 def _log_entry(record: Record) -> dict[str, Any]:
@@ -54,9 +71,17 @@ class TrainerStateFile:
     """
 
     def __init__(
-        self, path: Path, records: Sequence[Record], clock: Callable[[], float], *, every_seconds: float = 30.0, **of_run: Any
+        self,
+        path: Path,
+        records: Sequence[Record],
+        clock: Callable[[], float],
+        *,
+        evaluations: Sequence[Record] = (),
+        every_seconds: float = 30.0,
+        **of_run: Any,
     ) -> None:
         """Write to `path`. `of_run` is what `trainer_state` is told besides."""
+        self._evaluations = evaluations
         self._path, self._records, self._clock, self._every_seconds, self._of_run = path, records, clock, every_seconds, of_run
         self._written_at = float("-inf")
 
@@ -70,7 +95,7 @@ class TrainerStateFile:
         self._write()
 
     def _write(self) -> None:
-        state = trainer_state(self._records, **self._of_run)
+        state = trainer_state(self._records, self._evaluations, **self._of_run)
         beside = self._path.with_name(self._path.name + ".new")
         beside.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
         beside.replace(self._path)

@@ -19,6 +19,7 @@ from headrace.files import file_systems
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.report.metrics import Record
+from headrace.runs.evaluating import Evaluations
 from headrace.runs.protocols import Display
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
@@ -34,7 +35,7 @@ _REFINED_AFTER_STEPS = 3
 class Account:
     """The report of a run's plan, and when it is shown."""
 
-    def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, *, total_steps: int) -> None:
+    def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, evaluations: Evaluations) -> None:
         spaces = config.budget.ssd or (directory.path,)
         ceilings = _ceilings(config, directory, file_systems(spaces))
         self._directory, self._ceilings = directory, ceilings
@@ -42,7 +43,8 @@ class Account:
             plan,
             ceilings,
             model=_architecture(config.model),
-            num_steps=total_steps,
+            num_steps=evaluations.total_steps,
+            evaluating=evaluations.asked(),
         )
         self._plan = plan
 
@@ -78,13 +80,13 @@ class Account:
         if self._ceilings is not None:
             self._directory.write_machine(self._ceilings.to_json())
 
-    def sum_up(self, records: Sequence[Record], *, host_peak_bytes: int) -> str:
+    def sum_up(self, records: Sequence[Record], evaluations: Sequence[Record], *, host_peak_bytes: int) -> str:
         """Write planned beside measured figures into `summary.json`; return them in words, "" without a step.
         `host_peak_bytes` is the peak of the process's whole life.
         """
         if not records:
             return ""
-        outcome = outcome_of(self._report, records, host_peak_bytes=host_peak_bytes)
+        outcome = outcome_of(self._report, records, evaluations, host_peak_bytes=host_peak_bytes)
         self._directory.write_summary(outcome.to_json())
         return explain_outcome(outcome)
 

@@ -4,17 +4,18 @@ Invariant: the state is removed only after the model lies complete in `final/`; 
 `final/` is the last that a run writes: once it exists, card and summary exist, too.
 """
 
-import json
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from headrace.data.turn_end import turn_end_file
+from headrace.files.durable import sync, write_whole
 from headrace.report import CardFacts, model_card
-from headrace.report.metrics import Record
+from headrace.report.metrics import Record, best_of
+from headrace.runs.evaluating import provenance_of, remove_checkpoint
 from headrace.runs.protocols import RunningEngine
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
-from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.run_options import RunOptions
 
 _CARD_NAME = "README.md"
@@ -22,12 +23,17 @@ _CARD_NAME = "README.md"
 _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
 
 
-def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, records: list[Record]) -> str:
+def write_final(
+    engine: RunningEngine, run: RunDirectory, config: RunOptions, records: list[Record], evaluations: list[Record]
+) -> str:
     """Export the model to `final/` with its card; return a note about it, or "". The state may be removed then.
+
+    If the run asks for the best model, that is the one of the evaluation with the lowest loss.
 
     Raises:
         ExportFailed: there is no space for both, or they cannot be written; the state is as it was.
     """
+    wanted, best = engine.provenance, best_of(evaluations) if config.load_best_model_at_end else None
     facts = CardFacts(
         name=run.path.name,
         base_model=config.model.name,
@@ -36,11 +42,18 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
         options={key: value for key, value in config.to_json().items() if key not in _NOT_ON_CARD},
         records=records,
         notes=engine.export_notes,
+        evaluations=evaluations,
     )
     files, note = turn_end_file(config)
     try:
         # The export appears complete or not at all, and says what it is: if it is there, it is done.
-        if _provenance(run.final) != engine.provenance:
+        if best is not None and provenance_of(run.final) != wanted:
+            kept, of_best = run.checkpoint(best["step"]), {**wanted, "steps": best["step"]}
+            if provenance_of(run.final) == of_best or _became_final(kept, of_best, run, _card_of(facts, best)):
+                wanted = of_best
+            else:
+                note = " ".join((note, f"{kept} is gone, so {run.final.name} is the model of the last step")).strip()
+        if provenance_of(run.final) != wanted:
             _refuse_another(run.final)
             engine.save_pretrained(run.final, {**files, _CARD_NAME: model_card(facts)})
         elif not (run.final / _CARD_NAME).exists():  # an export of version 0.1 could end without it
@@ -51,15 +64,39 @@ def write_final(engine: RunningEngine, run: RunDirectory, config: RunOptions, re
             f"{error}. All steps are committed and the run is intact: `headrace resume {run.path}` then writes the model, "
             f"`headrace export {run.path} OUT` writes it elsewhere"
         ) from error
+    for path in run.checkpoints().values():
+        remove_checkpoint(path, engine.provenance["run_id"])
     return note
 
 
-def _provenance(model: Path) -> object:
-    """Return what the export in `model` says it is; None if there is none, or it says nothing."""
+def _card_of(facts: CardFacts, best: Record) -> str:
+    """Return the card of the best model, which is rarely that of the last step."""
+    words = f"These are the weights after step {best['step']}, whose evaluation loss was the lowest"
+    return model_card(replace(facts, notes=(*facts.notes, words)))
+
+
+def keep_model(engine: RunningEngine, path: Path, config: RunOptions) -> None:
+    """Write the newest model of a run that goes on into the directory `path`, which appears whole.
+
+    Raises:
+        ExportFailed: there is no space, or it cannot be written; the state is as it was.
+    """
     try:
-        return json.loads((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+        engine.save_pretrained(path, turn_end_file(config)[0])
+    except ExportFailed as error:
+        raise ExportFailed(f"{error}. All steps are committed: `headrace resume {path.parent}` goes on") from error
+
+
+def _became_final(kept: Path, wanted: object, run: RunDirectory, card: str) -> bool:
+    """Give the model that was kept its card and the name `final`; return False if it is not there."""
+    if provenance_of(kept) != wanted:
+        return False
+    _refuse_another(run.final)
+    with run.writing():
+        write_whole(kept / _CARD_NAME, card)
+        kept.replace(run.final)
+        sync(run.path)
+    return True
 
 
 def _refuse_another(final: Path) -> None:

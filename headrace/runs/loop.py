@@ -20,7 +20,8 @@ from headrace.plan.plan import Plan
 from headrace.plan.serving import explain_serving, grouping_of
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
-from headrace.runs.finish import write_final
+from headrace.runs.evaluating import Evaluations, Evaluator
+from headrace.runs.finish import keep_model, write_final
 from headrace.runs.measuring import MachineOfRun
 from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
@@ -28,7 +29,7 @@ from headrace.runs.signals import Interrupted, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError, StorageError
-from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, Sink, StepResult
+from headrace.terms.events import NO_STEP, Committed, Event, Notice, OpDone, Planned, Sink, StepResult
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
@@ -56,6 +57,7 @@ class _Run:
     display: Display
     engines: Engines
     meter: MemoryMeter
+    evaluations: Evaluations
 
 
 def train(config: RunOptions, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
@@ -164,7 +166,11 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     def summary() -> str:
         """Write the figures of the whole run; return them in words."""
         told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else account
-        return told.sum_up(metrics.records, host_peak_bytes=run.meter.peak_bytes()) if told is not None else ""
+        return (
+            told.sum_up(metrics.records, metrics.evaluations, host_peak_bytes=run.meter.peak_bytes())
+            if told is not None
+            else ""
+        )
 
     started, taken = time.monotonic(), list[float]()
     with StopRequest() as stop:
@@ -174,13 +180,22 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
                 raise _interrupted(run, engine.step_index, stop.received)
 
         run.engines.heed(heed)
-        while engine.step_index < run.total_steps and stop.received is None and reporters.failure is None:
+        evaluator = _evaluator(run, engine, reporters, metrics, lambda: stop.received is not None)
+        evaluator.evaluate_if_due()  # a run that was killed in an evaluation does it again first
+        while (
+            engine.step_index < run.total_steps
+            and stop.received is None
+            and reporters.failure is None
+            and not evaluator.plan.over(metrics.evaluations)
+        ):
             batch = tensors_of(run.stream.next_batch())
             result = engine.step(batch, position={"data": run.stream.state()})
             reporters(replace(result, step=engine.step_index))
             taken.append(result.seconds)
             if account is not None and (words := account.refined(taken, steps_left=run.total_steps - engine.step_index)):
                 reporters(Notice(text=words, level="info"))
+            if stop.received is None and reporters.failure is None:
+                evaluator.evaluate_if_due()
         engine.flush()
         reporters.close()
         if reporters.failure is not None:
@@ -189,9 +204,12 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             _say(run, summary())
             raise _interrupted(run, engine.step_index, stop.received)
     steps = engine.step_index
+    if steps < run.total_steps:
+        patience = run.config.early_stopping_patience
+        run.display.say(f"stopped early: {patience} evaluations in a row had no lower loss than the best before them")
     words = summary()  # before the model, which is the last that may fail
     try:
-        if note := write_final(engine, run.directory, run.config, metrics.records):
+        if note := write_final(engine, run.directory, run.config, metrics.records, metrics.evaluations):
             run.display.say(f"note: {note}")
         with suppress(StorageError):  # the figures before the model are there
             words = summary()  # writing the model also takes memory
@@ -201,6 +219,21 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _evaluator(
+    run: _Run, engine: RunningEngine, reporters: Reporters, metrics: MetricsFile, heed: Callable[[], bool]
+) -> Evaluator:
+    """Return what evaluates between steps; `heed` says whether the run is to stop."""
+    return Evaluator(
+        run.evaluations,
+        engine,
+        run.directory,
+        metrics.evaluations,
+        reporters,
+        heed,
+        lambda path: keep_model(engine, path, run.config),
+    )
 
 
 def _say(run: _Run, words: str) -> None:
@@ -221,7 +254,7 @@ def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Accoun
     from headrace.runs.account import Account  # late, for the same reason as the engine
 
     config = run.config if measured is None else replace(run.config, machine=measured)
-    return Account(plan, config, run.directory, total_steps=run.total_steps)
+    return Account(plan, config, run.directory, run.evaluations)
 
 
 def _run(
@@ -237,7 +270,8 @@ def _run(
     display = display or NoDisplay()
     for notice in stream.notices:
         display.say(f"note: {notice}")
-    return _Run(config, directory, stream, config.max_steps, display, engines, meter)
+    evaluations = Evaluations(config, stream, config.max_steps)
+    return _Run(config, directory, stream, config.max_steps, display, engines, meter, evaluations)
 
 
 def _reporters(run: _Run, stack: ExitStack) -> Reporters:
@@ -257,6 +291,8 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
         TrainerStateFile(
             directory.trainer_state,
             metrics.records,
+            evaluations=metrics.evaluations,
+            eval_steps=config.eval_steps,
             max_steps=run.total_steps,
             num_train_epochs=run.total_steps / steps_per_epoch,
             train_batch_size=(config.tokens_per_step or 0) // (config.sequence_length or 1),
@@ -280,6 +316,8 @@ def _for_people(reporters: Reporters, tell: Callable[[Plan], None] = lambda plan
     def emit(event: Event) -> None:
         if isinstance(event, Planned):
             tell(event.plan)
+        elif isinstance(event, OpDone) and event.step == NO_STEP:
+            return  # of an evaluation, whose time belongs to no step
         elif isinstance(event, OpDone | Committed):
             reporters(replace(event, step=event.step + 1))
         elif not isinstance(event, StepResult):

@@ -68,12 +68,17 @@ def default_output(config: RunOptions) -> Path:
 def _absolute_paths(config: RunOptions) -> dict[str, Any]:
     return {
         "model": config.model.absolute(),
-        # A name that is no path here may be a data set of the Hub.
-        "data": tuple(str(Path(name).absolute()) if Path(name).exists() else name for name in config.data),
+        "data": tuple(map(_absolute, config.data)),
+        "eval_data": tuple(map(_absolute, config.eval_data)),
         "ssd": tuple(path.absolute() for path in config.budget.ssd),
         "cache": config.cache.absolute(),
         "plan": config.plan and Path(config.plan).absolute(),
     }
+
+
+def _absolute(name: str) -> str:
+    """Return the path of a file of data. A name that is no path here may be a data set of the Hub."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 def _said_later(event: Event) -> None:

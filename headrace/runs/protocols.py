@@ -15,7 +15,7 @@ import torch
 
 from headrace.plan.plan import Plan
 from headrace.report import Reporter
-from headrace.terms.events import StepResult
+from headrace.terms.events import Evaluation, StepResult
 
 
 class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
@@ -43,6 +43,9 @@ class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
 
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """Take one optimizer step."""
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
+        """Return the mean loss of a batch under the newest weights, and change nothing."""
 
     def flush(self) -> None:
         """Finish and commit everything under way."""

@@ -1,7 +1,7 @@
 """What lies where in a run directory, and when a directory may become one.
 
     config.yaml          every option as it was resolved
-    metrics.jsonl        one line for each step
+    metrics.jsonl        one line for each step, and one for each evaluation
     trainer_state.json   the same in Hugging Face's form
     plan.json            the plan that the engine ran inside
     summary.json         planned beside measured figures, after the last step
@@ -9,6 +9,7 @@
     timeline.json        the operations of the last two steps
     report.html          on request: `headrace report`
     tensorboard/, trace.json    on request
+    checkpoint-N/        the best model so far, after step N (load_best_model_at_end)
     final/               the finished model, an ordinary Hugging Face directory
 
 The engine keeps its records beside these. Invariant: a directory that contains anything is never taken for a new run.
@@ -16,6 +17,7 @@ The engine keeps its records beside these. Invariant: a directory that contains 
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +65,15 @@ class RunDirectory:
     def final(self) -> Path:
         """The finished model."""
         return self.path / "final"
+
+    def checkpoint(self, step: int) -> Path:
+        """The model after `step`, where a run keeps it."""
+        return self.path / f"checkpoint-{step}"
+
+    def checkpoints(self) -> dict[int, Path]:
+        """Return the models that are kept, by step."""
+        found = (re.fullmatch(r"checkpoint-([0-9]+)", path.name) for path in self.path.iterdir() if path.is_dir())
+        return {int(name[1]): self.path / name[0] for name in found if name}
 
     def trace(self, done_steps: int) -> Path:
         """The timeline; a resumed run writes another file and leaves the first."""

@@ -29,3 +29,23 @@ def refuse_adapters_and_parts(train: str) -> None:
     """Refuse to train adapters and parts of a model's own parameters."""
     if train != ALL:
         raise ConfigError(f"train: {train} and adapter: adapters are trained, and everything else is frozen; give one of them")
+
+
+_OF_EVALUATIONS = ("eval_steps", "load_best_model_at_end", "early_stopping_patience")
+
+
+def refuse_evaluation_of_nothing(options: Declared) -> None:
+    """See that what is asked of evaluations has data to evaluate, from one place.
+
+    Raises:
+        ConfigError: it has none, or two; or a number of samples is no whole number.
+    """
+    given = vars(options)
+    split, data = given["eval_split"], given["eval_data"]
+    if split is not None and data:
+        raise ConfigError("eval_split and eval_data: both say what is held out; give one of them")
+    if split is not None and split >= 1 and split != int(split):
+        raise ConfigError(f"eval_split: expected a share below 1 or a whole number of samples, found {split:g}")
+    asked = [key for key in _OF_EVALUATIONS if given[key]]
+    if asked and split is None and not data:
+        raise ConfigError(f"{asked[0]}: nothing is held out to evaluate; give eval_split or eval_data, too")

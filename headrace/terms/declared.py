@@ -37,6 +37,7 @@ class Group(StrEnum):
     CALIBRATION = "Calibration"
     MEMORY = "Memory"
     LEARNING = "Learning"
+    EVALUATION = "Evaluation"
     METHOD = "Method"
     RUN = "Run"
     CLUSTER = "Several machines"
@@ -253,6 +254,9 @@ _ELSEWHERE = {
     "cutoff_len": "sequence_length",
     "dataset": "data",
     "dtype": "compute_dtype",
+    "eval_dataset": "eval_data",
+    "eval_file": "eval_data",
+    "evals_per_epoch": "eval_steps",
     "gradient_accumulation_steps": "tokens_per_step",
     "lr": "learning_rate",
     "lr_scheduler_type": "lr_schedule",
@@ -267,6 +271,11 @@ _ELSEWHERE = {
     "per_device_train_batch_size": "tokens_per_step",
     "precision": "compute_dtype",
     "save_steps": "checkpoint_every",
+    "test_datasets": "eval_data",
+    "val_set_size": "eval_split",
+    "val_size": "eval_split",
+    "validation_file": "eval_data",
+    "validation_split": "eval_split",
 }
 
 

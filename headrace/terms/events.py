@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+NO_STEP = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpDone:
-    """An operation of a step ran on `lane` from `start_seconds` to `stop_seconds` (one monotonic clock for all lanes)."""
+    """An operation of a step ran on `lane` from `start_seconds` to `stop_seconds` (one monotonic clock for all lanes). Those of
+    a pass that scores rows have the `step` `NO_STEP`.
+    """
 
     step: int
     label: str
@@ -64,6 +68,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """Held-out data were evaluated after step `step`: the mean loss over all their `tokens` that have labels."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """Something a person should know: a fall-back, a skipped step, a slow disk. `level` is `info` or `warning`."""
 
@@ -110,5 +124,5 @@ class GenerationPass:
     bytes_read: int
 
 
-Event = GenerationPass | OpDone | StepResult | Notice | Committed | Flushed | Planned
+Event = GenerationPass | OpDone | StepResult | Evaluated | Notice | Committed | Flushed | Planned
 Sink = Callable[[Event], None]

@@ -124,6 +124,11 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
 
     @property
+    def models_at_once(self) -> int:
+        """How many finished models lie beside the state at most."""
+        return 1
+
+    @property
     def schedule(self) -> Schedule:
         """The learning rate over the run's `max_steps`."""
         return Schedule(self.lr_schedule, self.warmup_steps, self.max_steps or 0)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.terms.contradictions import refuse_evaluation_of_nothing
 from headrace.terms.declared import Group, option
 from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
 from headrace.terms.options import Options
@@ -42,6 +43,50 @@ class RunOptions(Options):
         group=Group.DATA,
     )
     shuffle: bool = option(True, Flag(), "Take the data in another order in each pass.", cli=False, group=Group.DATA)
+    eval_split: float | None = option(
+        None,
+        Number(0, 1e9, above=True),
+        "Hold out this share of the samples (0.02), or this many (200), for evaluation.",
+        row="hold out this share of the samples (0.02), or this many (200), and measure their loss during the run. Samples are "
+        "drawn by `seed`, before packing, and never trained",
+        words="none",
+        plan=True,
+        group=Group.EVALUATION,
+    )
+    eval_data: tuple[str, ...] = option(
+        (),
+        Listed(PlaceOrName()),
+        "Held-out data to evaluate on during the run; may be given twice.",
+        row="one or more files whose loss is measured during the run, in the forms of `data`",
+        plan=True,
+        group=Group.EVALUATION,
+    )
+    eval_steps: int | None = option(
+        None,
+        Whole(),
+        "Evaluate every so many steps, and at the last step.",
+        row="evaluate every so many steps, and at the last step",
+        words="at the end of each epoch and of the run",
+        plan=True,
+        group=Group.EVALUATION,
+    )
+    load_best_model_at_end: bool = option(
+        False,
+        Flag(),
+        "Make final/ the model with the lowest evaluation loss.",
+        row="`final/` is the model with the lowest evaluation loss. Until the end it lies in the run directory as "
+        "`checkpoint-N`, which takes space for two models",
+        plan=True,
+        group=Group.EVALUATION,
+    )
+    early_stopping_patience: int | None = option(
+        None,
+        Whole(),
+        "Stop after so many evaluations in a row without a lower loss.",
+        row="stop after so many evaluations in a row without a lower loss",
+        words="never",
+        group=Group.EVALUATION,
+    )
     template_date: str | None = option(
         None,
         Day(),
@@ -81,6 +126,20 @@ class RunOptions(Options):
         plan=True,
         group=Group.DATA,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_evaluation_of_nothing(self)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out data are evaluated during the run."""
+        return self.eval_split is not None or bool(self.eval_data)
+
+    @property
+    def models_at_once(self) -> int:
+        """How many finished models lie beside the state at most: a new best one is whole before the last one goes."""
+        return 2 if self.load_best_model_at_end else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,33 @@ def test_held_out_rows_are_scored_between_steps_and_change_nothing(
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_few_held_out_rows_are_scored_by_two_workers_and_a_model_is_kept_between_steps(
+    rows: int, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As a run evaluates whose last batch is small: each worker gets rows, and the loss is that of one machine."""
+    path, plans, expected = model_dir("llama"), list[Plan](), list[float]()
+    batches, held_out = [batch_of(4, LENGTH, seed) for seed in range(2)], batch_of(rows, LENGTH, 99, padded=rows == 2)
+    split = {**SPLIT, "num_micro_batches": 2, "loss_chunk_tokens": 2 * LENGTH}
+
+    def adjusted(engine: Engine) -> None:
+        plans.append(engine.plan)
+        expected.append(engine.evaluate(held_out).loss)
+
+    _, weights = short_run(path, tmp_path / "local", batches, adjust=split, inspect=adjusted, **CLIPPED)
+    with crew(2) as made:
+        options = node_options(tmp_path / "node", batches, **CLIPPED)
+        with NodeEngine.open(path, options, plan=plans[0], seams=Seams(workers=made.crowd)) as engine:
+            for number, batch in enumerate(batches):
+                engine.step(batch)
+                found = engine.evaluate(held_out)
+                engine.save_pretrained(tmp_path / f"kept-{number}")
+            engine.save_pretrained(out := tmp_path / "out")
+    assert found.tokens == int((held_out["labels"][:, 1:] != -100).sum())
+    assert found.loss == pytest.approx(expected[0], rel=1e-6)
+    assert all(torch.equal(weights_of(each)[name], weights[name]) for each in (out, tmp_path / "kept-1") for name in weights)
+
+
 def test_micro_batches_of_a_tree_are_dealt_by_speed(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

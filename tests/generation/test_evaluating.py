@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saved_models import add_unused
+from saved_models import add_unused, own_loss
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import headrace
@@ -32,19 +32,6 @@ def chats(path: Path) -> str:
 
 def texts(path: Path) -> str:
     return write(path, [{"text": "water and turbine "[: 5 + 2 * each]} for each in range(7)])
-
-
-def own_loss(model: Path, samples: Sequence[tuple[list[int], list[bool]]]) -> tuple[float, int]:
-    """Return the mean loss of marked tokens, and their number, of stock transformers in float32, one sample at a time."""
-    stock = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    total, tokens = 0.0, 0
-    with torch.no_grad():
-        for ids, trained in samples:
-            logits = stock(torch.tensor([ids])).logits[0, :-1].double()
-            picked = torch.tensor(trained[1:])
-            losses = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
-            total, tokens = total + float(losses[picked].sum()), tokens + int(picked.sum())
-    return total / tokens, tokens
 
 
 def options(data: str, cache: Path, **more: Any) -> EvalOptions:

@@ -18,7 +18,7 @@ from headrace.plan.results import Results
 from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind
-from headrace.terms.events import Committed, Event, Notice, OpDone, Planned, StepResult
+from headrace.terms.events import Committed, Evaluation, Event, Notice, OpDone, Planned, StepResult
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.options import Options
 from headrace.update import rule_of
@@ -114,6 +114,9 @@ class FakeEngine:
     def __init__(self, directory: Path, state: dict[str, Any], sink: Any, script: Mapping[int, Any]) -> None:
         self.directory, self.state, self.sink, self.script = directory, state, sink, script
         self.plan, self.batches, self.closed = fake_plan(), [], False
+        self.evaluated: list[Mapping[str, torch.Tensor]] = []
+        self.evaluating: Mapping[int, Any] = {}
+        self.losses: Mapping[int, float] = {}
 
     @property
     def step_index(self) -> int:
@@ -155,6 +158,13 @@ class FakeEngine:
         self.sink(result)
         return result
 
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
+        self.evaluated.append(batch)
+        if self.step_index in self.evaluating:
+            self.evaluating[self.step_index]()
+        loss = self.losses.get(self.step_index, 2.0 - self.step_index / 100)
+        return Evaluation(loss=loss, tokens=int((batch["labels"][:, 1:] != -100).sum()))
+
     def flush(self) -> None:
         (self.directory / "fake.json").write_text(json.dumps(self.state))
 
@@ -186,6 +196,8 @@ class FakeHost:
     def __init__(self, *, packing: bool = True, script: Mapping[int, Any] | None = None, fail: Exception | None = None) -> None:
         self.packing, self.script, self.fail = packing, script or {}, fail
         self.while_importing: Callable[[], None] = lambda: None
+        self.evaluating: dict[int, Any] = {}  # what happens in an evaluation after so many steps
+        self.losses: dict[int, float] = {}  # what it finds
         self.opened: list[tuple[Path, Options]] = []
         self.made: list[FakeEngine] = []
         self.discarded: list[Path] = []
@@ -218,6 +230,7 @@ class FakeHost:
 
     def _make(self, directory: Path, state: dict[str, Any], sink: Any) -> FakeEngine:
         engine = FakeEngine(directory, state, sink, self.script)
+        engine.evaluating, engine.losses = self.evaluating, self.losses
         self.made.append(engine)
         return engine
 

@@ -11,6 +11,7 @@ from headrace.files.durable import write_whole
 from headrace.plan.results import PLAN_NAME
 from headrace.plan.words import explain_plan
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
+from headrace.report.metrics import best_of
 from headrace.report.pages.findings import Findings, find
 from headrace.report.pages.gauges import measured_peaks, memory_bars, rate_gauges
 from headrace.report.pages.lane_chart import lane_chart
@@ -102,6 +103,8 @@ def _tiles(run: RunFiles, found: Findings) -> str:
         tiles.append(("steps", f"{last['step']}{of}"))
         if last.get("loss") is not None:
             tiles.append(("last loss", figure(last["loss"], 4)))
+        if (best := best_of(run.evaluations)) is not None:
+            tiles.append(("best eval loss", f"{figure(best['eval_loss'], 4)} (step {best['step']})"))
         tiles.append(("tokens", figure(sum(record["tokens"] for record in run.metrics), 4)))
         seconds = sum(float(record["seconds"]) for record in run.metrics)
         tiles.append(("time in steps", format_seconds(seconds)))
@@ -211,7 +214,7 @@ def _steps(run: RunFiles) -> str:
         skipped={int(record["step"]): str(record["skipped"]) for record in run.metrics if "skipped" in record},
         resumed=tuple(int(record["step"]) for record in run.lanes if record.get("resumed")),
     )
-    return _section("steps", "Steps", step_charts(run.metrics, marks))
+    return _section("steps", "Steps", step_charts(run.metrics, marks, run.evaluations))
 
 
 def _wear(found: Findings) -> str:

@@ -16,7 +16,7 @@ import yaml
 from headrace.plan.plan import Plan
 from headrace.plan.results import PLAN_NAME
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME, Recording, read_recording
-from headrace.report.metrics import Record, read_metrics
+from headrace.report.metrics import Record, is_evaluation, read_metrics, read_records
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError, RunDirectoryError
 
@@ -37,6 +37,7 @@ class RunFiles:
 
     directory: Path
     metrics: tuple[Record, ...] = ()
+    evaluations: tuple[Record, ...] = ()
     lanes: tuple[Record, ...] = ()
     recording: Recording | None = None
     plan: Plan | None = None
@@ -84,9 +85,12 @@ def read_run(directory: str | Path) -> RunFiles:
 
     steps = partial(_records, fields=_STEP_FIELDS, needed=("step", "seconds", "tokens"))
     lanes = partial(_records, fields=_LANE_FIELDS, needed=_LANE_FIELDS)
+    metrics = tuple(read(METRICS_NAME, steps, "a run writes it when its first step is done") or ())
     return RunFiles(
         directory=path,
-        metrics=tuple(read(METRICS_NAME, steps, "a run writes it when its first step is done") or ()),
+        metrics=metrics,
+        # Where steps could be read, evaluations can be, too.
+        evaluations=tuple(each for each in read_records(path / METRICS_NAME) if is_evaluation(each)) if metrics else (),
         lanes=tuple(read(LANES_NAME, lanes, "a run writes it when its lanes are recorded") or ()),
         recording=read(TIMELINE_NAME, read_recording, "a run writes it when its lanes are recorded"),
         plan=read(PLAN_NAME, _plan, "a run on one machine writes it when it starts"),

@@ -1,4 +1,4 @@
-"""Loss, gradient norm, learning rate and speed over steps, with marks for skipped steps and resumes.
+"""Loss, evaluation loss, gradient norm, learning rate and speed over steps, with marks for skipped steps and resumes.
 
 Invariant: every value drawn was recorded. A long run is thinned by keeping the least and the greatest value of each stretch of
 steps, so that no spike is lost.
@@ -14,6 +14,7 @@ _MOST_POINTS = 1200
 _WIDTH, _HEIGHT = 1000.0, 150.0
 _CHARTS = (
     ("loss", "Loss", ""),
+    ("eval_loss", "Evaluation loss", ""),
     ("grad_norm", "Gradient norm", ""),
     ("lr", "Learning rate", ""),
     ("tokens_per_second", "Speed", " tokens/s"),
@@ -30,12 +31,13 @@ class Marks:
     resumed: tuple[int, ...]
 
 
-def step_charts(records: Sequence[Record], marks: Marks) -> str:
+def step_charts(records: Sequence[Record], marks: Marks, evaluations: Sequence[Record] = ()) -> str:
     """Return a card for each quantity that was recorded, and the data for the page's script."""
     first, last = int(records[0]["step"]), int(records[-1]["step"])
     cards, series = [], {}
     for field, title, unit in _CHARTS:
-        points = [(int(record["step"]), float(record[field])) for record in records if record.get(field) is not None]
+        drawn = (*records, *evaluations)
+        points = [(int(record["step"]), float(record[field])) for record in drawn if record.get(field) is not None]
         if points:
             thinned = thin(points, _MOST_POINTS)
             low, high = _range([value for _, value in points])

@@ -5,6 +5,7 @@ Invariant: the figures are those of the page; unknown ones are null.
 
 from typing import Any
 
+from headrace.report.metrics import best_of
 from headrace.report.pages.findings import find
 from headrace.report.pages.gauges import measured_peaks
 from headrace.report.pages.run_files import RunFiles
@@ -16,11 +17,16 @@ def summary(run: RunFiles) -> dict[str, Any]:
     found = find(run)
     plan, ahead, written = run.plan, found.forecast, found.written
     last = run.metrics[-1] if run.metrics else {}
+    scored = run.evaluations[-1] if run.evaluations else {}
+    best = best_of(run.evaluations) or {}
     return {
         "run_directory": str(run.directory),
         "steps": last.get("step"),
         "total_steps": run.total_steps,
         "loss": last.get("loss"),
+        "eval_loss": scored.get("eval_loss"),
+        "best_eval_loss": best.get("eval_loss"),
+        "best_eval_step": best.get("step"),
         "skipped_steps": [record["step"] for record in run.metrics if "skipped" in record],
         "resumed_before_steps": [record["step"] for record in run.lanes if record.get("resumed")],
         "step_seconds": found.step_seconds,

@@ -1,0 +1,149 @@
+"""Evaluation within a run: when, over which rows, and what follows from it.
+
+Everything follows from the step and from the recorded evaluations. So a resumed run does an evaluation that was broken off
+again before its next step, keeps the same best model, and stops at the same step.
+Invariant: an evaluation changes nothing of training; what it records is of a durable step.
+"""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from headrace.ask.plan_report import Evaluating
+from headrace.data import BatchStream
+from headrace.data.held_out import HeldOutRows
+from headrace.data.open_data import tensors_of
+from headrace.report.metrics import Record, best_of, evaluations_since_best
+from headrace.runs.protocols import RunningEngine
+from headrace.store.run_directory import RunDirectory
+from headrace.terms.events import Evaluated, Notice, Sink
+from headrace.terms.provenance import PROVENANCE_NAME
+from headrace.terms.run_options import RunOptions
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The evaluations of a run of `total_steps` steps: after which steps they are, and their rows."""
+
+    config: RunOptions
+    stream: BatchStream
+    total_steps: int
+
+    @cached_property
+    def rows(self) -> HeldOutRows | None:
+        """The rows that are evaluated; None if there are none."""
+        return HeldOutRows(self.stream.held_out, self.stream.spec) if self.stream.held_out is not None else None
+
+    def due(self, step: int) -> bool:
+        """Return whether held-out rows are evaluated after `step`: by the interval, else after an epoch; and after the last."""
+        if self.rows is None or step == 0:
+            return False
+        if step == self.total_steps:
+            return True
+        if self.config.eval_steps is not None:
+            return step % self.config.eval_steps == 0
+        return self.stream.epochs_ended(step) > self.stream.epochs_ended(step - 1)
+
+    @property
+    def count(self) -> int:
+        """How many evaluations the whole run has."""
+        if self.rows is None:
+            return 0
+        total, every = self.total_steps, self.config.eval_steps
+        before_last = (total - 1) // every if every is not None else min(total - 1, self.stream.epochs_ended(total - 1))
+        return before_last + 1
+
+    def asked(self) -> Evaluating | None:
+        """Return the run's evaluations, for its plan; None if there are none."""
+        if self.rows is None:
+            return None
+        return Evaluating(times=self.count, rows=len(self.rows), passes=self.rows.num_batches)
+
+    def over(self, evaluations: Sequence[Record]) -> bool:
+        """Return whether the run stops early, because of what these evaluations say."""
+        patience = self.config.early_stopping_patience
+        return patience is not None and evaluations_since_best(evaluations) >= patience
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates the model of `engine` between steps, and keeps the best one if the run asks for that.
+
+    `evaluations` are the records so far; `sink` gets new ones, and adds them. `heed` says whether to break off. `keep` writes
+    the newest model into a directory.
+    """
+
+    plan: Evaluations
+    engine: RunningEngine
+    directory: RunDirectory
+    evaluations: Sequence[Record]
+    sink: Sink
+    heed: Callable[[], bool]
+    keep: Callable[[Path], None]
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate after the newest step if that is due and not done; then keep the model if it is the best one.
+
+        Raises:
+            StepFailed: a lane failed; the last committed step is untouched.
+            ExportFailed: there is no space for the best model; the state is as it was.
+        """
+        step = self.engine.step_index
+        if not self.plan.due(step):
+            return
+        if not self.evaluations or self.evaluations[-1]["step"] < step:
+            self.engine.flush()  # what the step still moves belongs to it
+            if (found := self._evaluated(step)) is None:
+                return
+            self.sink(found)
+            if not math.isfinite(found.loss):
+                self.sink(Notice(text=f"the evaluation after step {step} has no finite loss"))
+        if self.plan.config.load_best_model_at_end:
+            self._keep_best(step)
+
+    def _evaluated(self, step: int) -> Evaluated | None:
+        """Return the mean loss over all held-out rows; None if it was broken off."""
+        assert self.plan.rows is not None, "an evaluation that is due has rows"
+        started, total, tokens = time.perf_counter(), 0.0, 0
+        for batch in self.plan.rows.batches():
+            if self.heed():
+                return None
+            found = self.engine.evaluate(tensors_of(batch))
+            total, tokens = total + found.loss * found.tokens, tokens + found.tokens
+        return Evaluated(step=step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - started)
+
+    def _keep_best(self, step: int) -> None:
+        best = best_of(self.evaluations)
+        if best is None or best["step"] != step:
+            return
+        kept = self.directory.checkpoint(step)
+        if provenance_of(kept) != self.engine.provenance:
+            self.keep(kept)
+        for other, path in self.directory.checkpoints().items():
+            if other != step:
+                remove_checkpoint(path, self.engine.provenance["run_id"])
+
+
+def provenance_of(model: Path) -> object:
+    """Return what the model in a directory says it is; None if there is none, or it says nothing."""
+    try:
+        return json.loads((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def remove_checkpoint(path: Path, run_id: str) -> None:
+    """Remove a model that run `run_id` kept; what others put there stays. It takes another name first: a checkpoint is whole or
+    not there.
+    """
+    found = provenance_of(path)
+    if isinstance(found, dict) and found.get("run_id") == run_id:
+        away = path.with_name(f".{path.name}.removed")
+        shutil.rmtree(away, ignore_errors=True)
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
