@@ -152,8 +152,7 @@ def report_of(
 ) -> PlanReport:
     """Return the report of a plan that a run already has: the same figures as `plan_model` gives for it.
 
-    `ceilings` is the machine of the plan, None for a nominal one; `model` is a name for people; `evaluating` are the run's
-    evaluations. A node's plan has no times: these depend on its workers.
+    `ceilings` is the machine of the plan, None for a nominal one; `model` is a name for people. A node's plan has no times.
     """
     machine = ceilings or nominal_machine_of(plan)
     report = PlanReport(

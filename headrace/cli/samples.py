@@ -14,6 +14,7 @@ from rich.text import Text
 
 from headrace.cli.environment import cache_directory
 from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize, trained_stretches
+from headrace.data.held_out import split_off
 from headrace.data.open_data import open_tokenizer, with_lengths
 from headrace.runs import RunDirectory, RunOptions, open_tokens
 from headrace.terms.errors import ConfigError
@@ -33,6 +34,8 @@ def show_samples(source: str, changes: Mapping[str, Any], *, model: Path | None,
     config = with_lengths(_config(source, model, changes))
     tokenizer = open_tokenizer(config.model)
     tokens, spec = open_tokens(config, tokenizer)
+    if config.eval_split is not None:
+        tokens = dataclasses.replace(tokens, notices=split_off(tokens, config.eval_split, config.seed).notices)
     samples = render_samples(tokens, tokenizer, count)
     if as_json:
         trained = [trained_stretches(tokens, tokenizer, index) for index in range(len(samples))]

@@ -1,7 +1,8 @@
 """What each lane did in each step: busy and idle seconds, bytes, and the operations of the last two steps.
 
 `lanes.jsonl` has a line for each step, `timeline.json` has the operations of the two newest. A step is the window from
-compute's first operation to the first one of the next step, so every moment of a run belongs to one step. Work that continues
+compute's first operation to the first one of the next step, so every moment of a run belongs to one step, except that
+evaluations belong to none. Work that continues
 during the next forward is counted where it happens. Invariants: busy and idle seconds of a lane add up to the window. The bytes
 of an operation count once, in the window in which it ended. Operations that end after the last window are only in the timeline.
 At most four steps are held in memory.
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 from headrace.plan.simulate import union_seconds
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.events import Event, OpDone
+from headrace.terms.events import Evaluated, Event, OpDone
 from headrace.terms.lanes import Lane
 from headrace.terms.program import label_of
 
@@ -88,6 +89,7 @@ class LanesFile:
         self._open: dict[int, _Step] = {}
         self._kept: deque[_Step] = deque(maxlen=_KEPT_STEPS)
         self._newest_finished = -1
+        self._evaluated: set[int] = set()  # of the steps at hand: their windows end before the evaluation begins
         self._memory, self._memory_every_seconds = memory, memory_every_seconds
         self._samples: deque[tuple[float, Mapping[str, int]]] = deque(maxlen=_MOST_SAMPLES)
         self._next_sample_seconds = float("-inf")
@@ -99,7 +101,10 @@ class LanesFile:
         self._resumed = bool(kept)
 
     def __call__(self, event: Event) -> None:
-        """Take an operation that has ended; other events are ignored."""
+        """Take an operation that has ended, or note an evaluation; other events are ignored."""
+        if isinstance(event, Evaluated):
+            with self._lock:
+                self._evaluated = {step for step in self._evaluated if step >= self._newest_finished} | {event.step}
         if not isinstance(event, OpDone):
             return
         with self._lock:
@@ -134,8 +139,10 @@ class LanesFile:
         step = self._open.pop(number)
         begin, end = step.span()
         following = self._open.get(number + 1)
-        if not self._kept or self._kept[-1].step != number - 1:
+        if not self._kept or self._kept[-1].step != number - 1 or number - 1 in self._evaluated:
             begin = min(op.start_seconds for op in step.ops)  # the first step: what was fetched ahead belongs to it
+        if number in self._evaluated:
+            following, end = None, max(op.stop_seconds for op in step.ops)
         step.window = (begin, max(end, following.span()[0]) if following is not None else end)
         before = self._kept[-1].ops if self._kept else []
         # This includes what was done for the next step before its first computation: all of it has been reported by now.

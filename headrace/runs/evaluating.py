@@ -7,7 +7,6 @@ Invariant: an evaluation changes nothing of training; what it records is of a du
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from headrace.ask.plan_report import Evaluating
 from headrace.data import BatchStream
 from headrace.data.held_out import HeldOutRows
 from headrace.data.open_data import tensors_of
+from headrace.files.scratch import remove_tree
 from headrace.report.metrics import Record, best_of, evaluations_since_best
 from headrace.runs.protocols import RunningEngine
 from headrace.store.run_directory import RunDirectory
@@ -124,9 +124,7 @@ class Evaluator:
         kept = self.directory.checkpoint(step)
         if provenance_of(kept) != self.engine.provenance:
             self.keep(kept)
-        for other, path in self.directory.checkpoints().items():
-            if other != step:
-                remove_checkpoint(path, self.engine.provenance["run_id"])
+        remove_checkpoints(self.directory, self.engine.provenance["run_id"], but=step)
 
 
 def provenance_of(model: Path) -> object:
@@ -137,13 +135,13 @@ def provenance_of(model: Path) -> object:
         return None
 
 
-def remove_checkpoint(path: Path, run_id: str) -> None:
-    """Remove a model that run `run_id` kept; what others put there stays. It takes another name first: a checkpoint is whole or
-    not there.
+def remove_checkpoints(directory: RunDirectory, run_id: str, *, but: int | None = None) -> None:
+    """Remove the models that run `run_id` kept, except that of one step; what others put there stays. Each takes another name
+    first: a checkpoint is whole or not there.
     """
-    found = provenance_of(path)
-    if isinstance(found, dict) and found.get("run_id") == run_id:
-        away = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(away, ignore_errors=True)
-        path.rename(away)
-        shutil.rmtree(away, ignore_errors=True)
+    for step, path in directory.checkpoints().items():
+        found = provenance_of(path)
+        if step != but and isinstance(found, dict) and found.get("run_id") == run_id:
+            path.rename(path.with_name(f".{path.name}.removed"))
+    for path in directory.path.glob(".checkpoint-*.removed"):
+        remove_tree(path)

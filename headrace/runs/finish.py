@@ -12,7 +12,7 @@ from headrace.data.turn_end import turn_end_file
 from headrace.files.durable import sync, write_whole
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record, best_of
-from headrace.runs.evaluating import provenance_of, remove_checkpoint
+from headrace.runs.evaluating import provenance_of, remove_checkpoints
 from headrace.runs.protocols import RunningEngine
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
@@ -64,8 +64,7 @@ def write_final(
             f"{error}. All steps are committed and the run is intact: `headrace resume {run.path}` then writes the model, "
             f"`headrace export {run.path} OUT` writes it elsewhere"
         ) from error
-    for path in run.checkpoints().values():
-        remove_checkpoint(path, engine.provenance["run_id"])
+    remove_checkpoints(run, engine.provenance["run_id"])
     return note
 
 

@@ -16,7 +16,7 @@ from headrace.plan.simulate import union_seconds
 from headrace.report.lanes import LanesFile, read_recording, summarise
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.events import Notice, OpDone
+from headrace.terms.events import Evaluated, Notice, OpDone
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Verb
 
@@ -39,12 +39,15 @@ def op(step: int, verb: Verb, lane: Lane, start: float, stop: float, **changes: 
 def run(recorder: LanesFile, steps: range) -> None:
     """Steps of 10 s: compute for 6 s, its update and write running on into the next step."""
     for step in steps:
-        at = 1000.0 + 10 * step
-        recorder(op(step, Verb.FETCH, Lane.SSD_READ, at - 0.5, at + 1, unit=1, bytes=30))
-        recorder(op(step, Verb.FORWARD, Lane.COMPUTE, at, at + 2, unit=1, micro=0))
-        recorder(op(step, Verb.BACKWARD, Lane.COMPUTE, at + 4, at + 8, unit=1, micro=0))
-        recorder(op(step, Verb.UPDATE, Lane.UPDATE, at + 7, at + 9, unit=1, chunk=0, bytes=26))
-        recorder(op(step, Verb.WRITE_STATES, Lane.SSD_WRITE, at + 9, at + 12, unit=1, chunk=0, bytes=20))
+        run_at(recorder, step, 1000.0 + 10 * step)
+
+
+def run_at(recorder: LanesFile, step: int, at: float) -> None:
+    recorder(op(step, Verb.FETCH, Lane.SSD_READ, at - 0.5, at + 1, unit=1, bytes=30))
+    recorder(op(step, Verb.FORWARD, Lane.COMPUTE, at, at + 2, unit=1, micro=0))
+    recorder(op(step, Verb.BACKWARD, Lane.COMPUTE, at + 4, at + 8, unit=1, micro=0))
+    recorder(op(step, Verb.UPDATE, Lane.UPDATE, at + 7, at + 9, unit=1, chunk=0, bytes=26))
+    recorder(op(step, Verb.WRITE_STATES, Lane.SSD_WRITE, at + 9, at + 12, unit=1, chunk=0, bytes=20))
 
 
 def lines(directory: Path) -> list[Record]:
@@ -70,6 +73,18 @@ def test_busy_idle_and_bytes_of_each_lane(tmp_path: Path) -> None:
     # The first step begins with what was fetched ahead; the last one has no successor and ends with its last computation.
     assert written[0]["seconds"] == 10.5
     assert written[3]["seconds"] == 8
+
+
+def test_the_time_of_an_evaluation_belongs_to_no_step(tmp_path: Path) -> None:
+    """Steps wait 50 s for each other, for an evaluation: each ends with its last write and begins with its first fetch."""
+    recorder = LanesFile(tmp_path)
+    for step in range(1, 7):
+        run_at(recorder, step, 1000.0 + 60 * step)
+        recorder(Evaluated(step=step, loss=1.0, tokens=1, seconds=48.0))
+    recorder.close()
+    assert [line["seconds"] for line in lines(tmp_path)] == [12.5] * 6
+    assert [line["lanes"]["ssd-write"]["bytes"] for line in lines(tmp_path)] == [20] * 6
+    assert [line["lanes"]["compute"]["idle_seconds"] for line in lines(tmp_path)] == [6.5] * 6
 
 
 @given(st.lists(st.tuples(st.floats(0, 15), st.floats(0.001, 15)), min_size=1, max_size=8))

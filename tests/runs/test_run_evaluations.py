@@ -5,8 +5,10 @@ Run: pytest tests/runs/test_run_evaluations.py
 
 import json
 import math
+import re
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from training_fakes import FakeHost, Screen, run_options, write_data
 from transformers import TrainerState
 
 from headrace.data.open_data import open_stream, with_lengths
-from headrace.report.metrics import best_of, evaluations_since_best, read_metrics, read_records
+from headrace.report.metrics import MetricsFile, best_of, evaluations_since_best, read_metrics, read_records
 from headrace.runs import Interrupted, RunOptions, resume, train
 from headrace.runs.evaluating import Evaluations
-from headrace.terms.errors import ConfigError, DataError, ExportFailed, StepFailed
-from headrace.terms.events import Evaluated, Notice
+from headrace.terms.errors import ConfigError, DataError, ExportFailed, RunDirectoryError, StepFailed
+from headrace.terms.events import Evaluated, Notice, StepResult
 
 
 @pytest.fixture
@@ -313,7 +315,7 @@ class TestTheBest:
         names = {
             "keep": "headrace.runs.loop.keep_model",
             "move": "headrace.runs.finish._became_final",
-            "remove": "headrace.runs.evaluating.remove_checkpoint",
+            "remove": "headrace.runs.evaluating.remove_tree",
         }
         calls = []
 
@@ -396,3 +398,48 @@ class TestStoppingEarly:
         assert evaluations_since_best(records) == since
         found = best_of(records)
         assert (found["eval_loss"] if found else math.inf) == best
+
+
+class TestReaders:
+    STEP, SCORED = {"step": 1}, {"step": 1, "eval_loss": 2.5, "eval_tokens": 3, "eval_seconds": 0.5}
+
+    @pytest.mark.parametrize(
+        ("second", "words"),
+        [
+            ([SCORED, SCORED], "line 3: an evaluation of step 1 after the evaluation of step 1"),
+            ([SCORED, STEP], "line 3: step 1 after the evaluation of step 1"),
+            ([SCORED | {"step": 2}], "line 2: an evaluation of step 2 after step 1"),
+            ([SCORED | {"eval_loss": "low"}], "line 2: no evaluation"),
+            ([SCORED | {"eval_tokens": None}], "line 2: no evaluation"),
+            ([{"step": 1, "eval_loss": 2.5}], "line 2: no evaluation"),
+        ],
+    )
+    def test_refuse_what_no_run_writes(self, second: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in [self.STEP, *second, {"step": 9}]))
+        with pytest.raises(RunDirectoryError, match=re.escape(words)):
+            read_records(path)
+
+    @given(st.integers(0, 6), st.integers(0, 6), st.booleans())
+    def test_what_was_not_committed_is_purged_and_done_again(self, committed: int, every: int, torn: bool) -> None:
+        """Whatever the commit that a run resumes from, each step and each evaluation has one line in the end."""
+
+        def write(first: int, path: Path) -> None:
+            metrics = MetricsFile(path, committed_steps=first)
+            for step in range(first, 7):
+                if step > first:
+                    metrics(
+                        StepResult(step=step, loss=1.0, grad_norm=None, learning_rate=0, tokens=1, trained_tokens=1, seconds=1)
+                    )
+                if step and every and step % every == 0 and all(each["step"] != step for each in metrics.evaluations):
+                    metrics(Evaluated(step=step, loss=2.0, tokens=1, seconds=1))
+            metrics.close()
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "metrics.jsonl"
+            write(0, path)
+            whole = [(each["step"], "eval_loss" in each) for each in read_records(path)]
+            if torn:
+                path.write_text(path.read_text() + '{"step": 7, "eval_lo')
+            write(committed, path)
+            assert [(each["step"], "eval_loss" in each) for each in read_records(path)] == whole
