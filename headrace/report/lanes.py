@@ -1,10 +1,10 @@
 """What each lane did in each step: busy and idle seconds, bytes, and the operations of the last two steps.
 
 `lanes.jsonl` has a line for each step, `timeline.json` has the operations of the two newest. A step is the window from
-compute's first operation to the first one of the next step, so every moment of a run belongs to one step, except that
-evaluations belong to none. Work that continues
-during the next forward is counted where it happens. Invariants: busy and idle seconds of a lane add up to the window. The bytes
-of an operation count once, in the window in which it ended. Operations that end after the last window are only in the timeline.
+compute's first operation to the first one of the next step, so every moment of a run belongs to one step. Only the time of an
+evaluation belongs to none. Work that continues during the next forward is counted where it happens. Invariants: busy and idle
+seconds of a lane add up to the window. The bytes of an operation count once, in the window in which it ended. Operations that
+end after the last window are only in the timeline.
 At most four steps are held in memory.
 """
 
