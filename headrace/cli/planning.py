@@ -133,6 +133,7 @@ def _of_training(options: PlanOptions) -> frozenset[str]:
     """Return the keys that can change a plan of training."""
     acting = {each.key for each in PlanOptions.declarations() if each.plan}
     acting = acting - _OF_ONE_MACHINE if options.workers is not None else acting
+    acting = acting if options.evaluates else acting - _OF_EVALUATIONS
     if not _reads_data(options):
         return frozenset(acting - _OF_DATA)
     return frozenset(acting | {"data"}) - (frozenset() if options.max_steps is None else {"epochs"})

@@ -14,6 +14,7 @@ from headrace.plan.given import with_lengths_of_plan
 from headrace.runs.protocols import Engines
 from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
+from headrace.terms.contradictions import refuse_evaluation_of_nothing
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
 from headrace.terms.run_options import NodeOptions, RunOptions
@@ -31,6 +32,7 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     """
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     directory.check_new()
+    refuse_evaluation_of_nothing(config)
     refuse_combination(config, at_node=isinstance(config, NodeOptions))
     config = with_lengths(with_lengths_of_plan(config))
     if ssd := config.budget.ssd:

@@ -34,18 +34,25 @@ def refuse_adapters_and_parts(train: str) -> None:
 _OF_EVALUATIONS = ("eval_steps", "load_best_model_at_end", "early_stopping_patience")
 
 
-def refuse_evaluation_of_nothing(options: Declared) -> None:
-    """See that what is asked of evaluations has data to evaluate, from one place.
+def refuse_two_held_out(split: float | None, data: tuple[str, ...]) -> None:
+    """See that held-out samples come from one place, and are a share or a number.
 
     Raises:
-        ConfigError: it has none, or two; or a number of samples is no whole number.
+        ConfigError: they come from two; or a number of samples is no whole number.
     """
-    given = vars(options)
-    split, data = given["eval_split"], given["eval_data"]
     if split is not None and data:
         raise ConfigError("eval_split and eval_data: both say what is held out; give one of them")
     if split is not None and split >= 1 and split != int(split):
         raise ConfigError(f"eval_split: expected a share below 1 or a whole number of samples, found {split:g}")
+
+
+def refuse_evaluation_of_nothing(options: Declared) -> None:
+    """See that a run that is to use evaluations has some.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    given = vars(options)
     asked = [key for key in _OF_EVALUATIONS if given[key]]
-    if asked and split is None and not data:
+    if asked and given["eval_split"] is None and not given["eval_data"]:
         raise ConfigError(f"{asked[0]}: nothing is held out to evaluate; give eval_split or eval_data, too")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.terms.contradictions import refuse_evaluation_of_nothing
+from headrace.terms.contradictions import refuse_two_held_out
 from headrace.terms.declared import Group, option
 from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
 from headrace.terms.options import Options
@@ -129,7 +129,7 @@ class RunOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_evaluation_of_nothing(self)
+        refuse_two_held_out(self.eval_split, self.eval_data)
 
     @property
     def evaluates(self) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.forecast import StepSeconds, forecast, redo_seconds
+from headrace.plan.forecast import StepSeconds, forecast, redo_seconds, scoring_seconds
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import build_program
@@ -254,3 +254,14 @@ def test_updates_that_are_done_again_take_what_they_take_in_a_step(moments: str)
     plan = small_plan(moments=moments, update_policy="speculative", late_units=(1,), chunk_elements=1 << 22)
     plan = replace(plan, units=tuple(replace(unit, num_elements=1 << 24) for unit in plan.units))
     assert redo_seconds(plan, profile) == pytest.approx(forecast(plan, profile).work[Lane.UPDATE], rel=0.1)
+
+
+def test_a_pass_that_scores_takes_the_operations_of_forward_and_head() -> None:
+    plan = small_plan(forward_flops=(0.0, *(1e12,) * 4, 0.0), epilogue_flops=1e12)
+    assert scoring_seconds(plan, machine(compute=1e12)) == pytest.approx(2 * (4 + 1), rel=1e-3)
+
+
+@given(plans())
+@settings(max_examples=10, deadline=None)
+def test_a_pass_that_scores_takes_less_than_a_step(plan: Plan) -> None:
+    assert 0 < scoring_seconds(plan, machine()) <= forecast(plan, machine()).step_seconds * 1.01

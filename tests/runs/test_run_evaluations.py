@@ -145,7 +145,8 @@ class TestWhatIsHeldOut:
     )
     def test_what_cannot_be_is_refused(self, options: dict[str, Any], given: dict[str, Any], words: str) -> None:
         with pytest.raises(ConfigError, match=words):
-            RunOptions.of(options | given)
+            train(RunOptions.of(options | given), engines=FakeHost().engines())
+        assert not options["output"].exists()
 
 
 def _info(samples: int) -> Any:
