@@ -188,6 +188,7 @@ def test_where_space_is_short_a_plan_that_writes_less_is_found(
     assert states <= found.needed_bytes["ssd"] <= found.allowed_bytes["ssd"] < whole.needed_bytes["ssd"]
 
 
+@pytest.mark.deep
 def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_planned(small: Path, rig: Ceilings) -> None:
     asked: dict[str, Any] = {"tokens_per_step": 1024}
     whole = plan_model(small, Options(machine=rig, **asked), here=False)
@@ -240,8 +241,9 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
 
 @pytest.mark.parametrize(
     ("config", "parameters"),
-    [(llama_70b(), 70_553_706_496), pytest.param(gpt3_175b(), 174_604_259_328, marks=pytest.mark.deep)],
+    [(llama_70b(), 70_553_706_496), (gpt3_175b(), 174_604_259_328)],
 )
+@pytest.mark.deep
 def test_the_largest_models_are_answered_in_time(tmp_path: Path, rig: Ceilings, config: Any, parameters: int) -> None:
     model = saved(tmp_path / "large", config)
     options = Options(host_memory="110GiB", machine=rig)

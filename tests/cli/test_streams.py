@@ -112,7 +112,7 @@ def test_a_reader_that_went_away_in_mid_run_is_said_to_be_stdout(world: World) -
         process.stdout.close()
         said = process.stderr.read()
     check_refusal(process.returncode, said)
-    assert said.startswith("error: stdout: cannot be written (Broken pipe). The last committed step is safe")
+    assert said.startswith("error: stdout: cannot be written (Broken pipe); the last committed step is safe")
     assert f"headrace resume {world.run}" in said
     records = [json.loads(line) for line in (world.run / "metrics.jsonl").read_text().splitlines()]
     assert os.path.exists(world.run / "plan.json")

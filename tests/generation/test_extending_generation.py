@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from extending import apply, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,6 +44,7 @@ def test_an_option_of_generation_is_one_file(model: Path, tmp_path: Path) -> Non
     assert answers == [without, with_it]
 
 
+@pytest.mark.deep
 def test_a_kind_of_run_is_three_files(model: Path, tmp_path: Path) -> None:
     assert apply("A kind of run", tmp_path) == {
         f"headrace/{name}.py" for name in ("cli/app", "cli/embedding", "generate/embedding")

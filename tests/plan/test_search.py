@@ -433,6 +433,7 @@ def test_where_the_host_is_faster_it_updates(changes: dict[str, float]) -> None:
     assert make_plan(made, machine(made, **{**FAST, **changes})).device_update_every == 0
 
 
+@pytest.mark.deep
 def test_updates_on_the_device_are_left_out_where_their_buffers_do_not_fit() -> None:
     roomy = problem(400 * MIB, device_bytes=400 * MIB)
     ceilings = machine(roomy, **FAST, **cores(5e9))
@@ -450,6 +451,7 @@ def test_a_cpu_that_plays_a_device_updates_on_the_host() -> None:
     assert make_plan(made, ceilings).device_update_every == 0
 
 
+@pytest.mark.deep
 def test_compute_and_updates_get_cores_of_their_own_where_sharing_costs_more() -> None:
     made = replace(problem(400 * MIB), allowance=replace(problem(400 * MIB).allowance, cores=16))
     shared = replace(machine(made, flops=1e12), cores=16, **cores(4e9))
