@@ -106,14 +106,8 @@ def plan_model(
     )
     if not allowance.device_overhead_bytes and not multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
-    question = Question.of(
-        options,
-        allowance,
-        tokens_per_step=tokens,
-        sequence_length=length,
-        packed=packed,
-        offered_bytes=place.offered_bytes,
-    )
+    lengths: dict[str, Any] = {"tokens_per_step": tokens, "sequence_length": length}
+    question = Question.of(options, allowance, **lengths, packed=packed, offered_bytes=place.offered_bytes)
     workload, planner = question.workload, _ModelPlans(chain, stored, question, ceilings, here=here)
     question = planner.chosen(question)
     report = PlanReport(
@@ -131,10 +125,7 @@ def plan_model(
     try:
         plan = planner.plan(question, load_plan(Path(options.plan)) if options.plan else None)
     except PlanInfeasible as error:
-        deadline = time.monotonic() + variants_seconds
-        found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
-        variants = tuple(planner.alternative(*variant) for variant in found)
-        return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
+        return _unfit(report, error, question, planner, variants_seconds)
     of_wire = question.wire.of(chain).notes
     more = (*([] if whole is None else [note_on(whole)]), *of_wire, *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
@@ -145,6 +136,16 @@ def plan_model(
         *planner.sparing_the_ssd(question, plan, report.forecast),
     )
     return replace(report, alternatives=alternatives)
+
+
+def _unfit(
+    report: PlanReport, error: PlanInfeasible, question: Question, planner: "_ModelPlans", variants_seconds: float
+) -> PlanReport:
+    """Return the report of a model that does not fit, with the variants that do."""
+    deadline = time.monotonic() + variants_seconds
+    found = nearest_variants(question, error, planner.quick_plan, lambda: time.monotonic() > deadline)
+    variants = tuple(planner.alternative(*variant) for variant in found)
+    return replace(report, reason=str(error), needed_bytes={error.tier: error.needed_bytes}, alternatives=variants)
 
 
 def report_of(
