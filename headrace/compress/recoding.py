@@ -7,7 +7,7 @@ an undisturbed one.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from headrace.codec.table import code_to_write
 from headrace.codec.targets import DirectTarget
 from headrace.compress.coded_files import CodedFiles, Spool, Written
-from headrace.compress.work import MODEL, Record, appear, held, identity_of, place_of, refuse_coded, unfinished
+from headrace.compress.work import MODEL, Record, appear, held, identity_of, left_lines, place_of, refuse_coded, unfinished
 from headrace.model import Chain, Checkpoint
 from headrace.model.coded import read_tensor
 from headrace.model.export import export_bytes
@@ -196,11 +196,4 @@ def recoded_table(result: Recoded) -> str:
         f"({result.bytes_before / result.bytes_after:.2f}x)",
         f"  coded  {result.tensors} matrices{_bits_of(result.coded_bytes, result.weights)}; every bit comes back",
     ]
-    for reason in dict.fromkeys(result.left.values()):
-        names = [name for name, other in result.left.items() if other == reason]
-        lines.append(f"  left as they are ({reason}): {_listed(names)}")
-    return "\n".join(lines)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:6])}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+    return "\n".join([*lines, *left_lines(result.left)])

@@ -17,7 +17,18 @@ from headrace.compress.calibration import CalibrationData, open_calibration
 from headrace.compress.coded_files import CodedFiles, quantisation_config
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.rounding import ParameterReport
-from headrace.compress.work import RECORD, Record, appear, held, identity_of, place_of, refuse_coded, unfinished
+from headrace.compress.work import (
+    RECORD,
+    Record,
+    appear,
+    held,
+    identity_of,
+    left_lines,
+    listed,
+    place_of,
+    refuse_coded,
+    unfinished,
+)
 from headrace.machine.limits import default_host_bytes
 from headrace.model import Chain, Checkpoint
 from headrace.model.export import export_bytes
@@ -255,16 +266,9 @@ def result_table(result: Compressed) -> str:
         lines.append(f"  {kind:{width}}  error {error:.4f}, rounding {rounding:.4f}, zeros {zeros:.2f}  ({len(reports)} times)")
     for report in result.reports:
         if report.plain:
-            lines.append(f"  {report.name}: experts without tokens, rounded plainly: {_listed(report.plain)}")
+            lines.append(f"  {report.name}: experts without tokens, rounded plainly: {listed(report.plain)}")
         if report.failed:
-            lines.append(f"  {report.name}: without a factor, rounded plainly: {_listed(report.failed)}")
+            lines.append(f"  {report.name}: without a factor, rounded plainly: {listed(report.failed)}")
         if report.unsorted:
             lines.append(f"  {report.name}: padding, template and special tokens could not be told apart, and count")
-    for reason in dict.fromkeys(result.left.values()):
-        names = [name for name, other in result.left.items() if other == reason]
-        lines.append(f"  left as they are ({reason}): {_listed(names)}")
-    return "\n".join(lines)
-
-
-def _listed(names: Sequence[Any]) -> str:
-    return f"{', '.join(map(str, names[:6]))}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+    return "\n".join([*lines, *left_lines(result.left)])

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,3 +163,16 @@ def _check_space(work: Path, needed_bytes: int) -> None:
             f"{work}: compressing needs up to {format_bytes(needed_bytes)} there, free are {format_bytes(free)}; free some "
             "space, or name another directory"
         )
+
+
+def listed(names: Sequence[Any]) -> str:
+    """Return the first names in words, and how many more there are."""
+    return f"{', '.join(map(str, names[:6]))}{f' and {len(names) - 6} more' if len(names) > 6 else ''}"
+
+
+def left_lines(left: Mapping[str, str]) -> list[str]:
+    """Return a line for each reason for which weights stay as they are; `left` has the reasons by name."""
+    return [
+        f"  left as they are ({reason}): {listed([name for name, other in left.items() if other == reason])}"
+        for reason in dict.fromkeys(left.values())
+    ]
