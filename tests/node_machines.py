@@ -17,7 +17,7 @@ POLICIES: dict[str, dict[str, Any]] = {"deferred": {"max_grad_norm": 0.5}, "imme
 class Machines:
     """A node, and workers that come to it; `output` names the run, whose options are `policy`'s and `more`."""
 
-    def __init__(self, folder: Path, output: str, workers: int, policy: str, **more: Any) -> None:
+    def __init__(self, folder: Path, output: str, workers: int | str, policy: str, **more: Any) -> None:
         self.folder, self.output, self.num_workers, self.more = folder, folder / output, workers, POLICIES[policy] | more
         self.port, self.workers, self.names = 0, list[BaseProcess](), 0
         self.scratch = folder / f"{output}-scratch"

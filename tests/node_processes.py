@@ -43,7 +43,7 @@ def write_texts(folder: Path, samples: int = 64) -> None:
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, texts)) + "\n")
 
 
-def node(folder: str, output: str, port: int, workers: int, more: dict[str, Any]) -> None:
+def node(folder: str, output: str, port: int, workers: int | str, more: dict[str, Any]) -> None:
     """Be the node; the file `output`.port has the port when it listens."""
     torch.set_num_threads(1)
     place = Path(folder)

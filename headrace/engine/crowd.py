@@ -8,7 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from headrace.terms.errors import ConfigError, DataError, PeerLost
 from headrace.terms.events import OpDone
 from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UnitLayout
+from headrace.terms.muster import Muster
 from headrace.terms.summing import SEQUENTIAL, TREE, Dealing, Order, order_of, shares_of
 from headrace.update.tensors import as_tensor
 
@@ -46,6 +47,7 @@ class Setup:
     layouts: str
     total_steps: int
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    spares: bool = False  # a worker without room for the grouping stays a spare
 
     def send(self, generation: Generation, rank: int) -> None:
         """Send it to a worker."""
@@ -57,6 +59,7 @@ class Setup:
             "grouping": self.grouping.to_json() if self.grouping else None,
             "layouts": self.layouts,
             "total_steps": self.total_steps,
+            "spares": self.spares,
             "buffers": [
                 [name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in self.buffers.items()
             ],
@@ -83,10 +86,11 @@ def digest_of(layouts: Sequence[UnitLayout]) -> str:
 
 
 class Crowd:
-    """The `num_workers` workers of `listener`."""
+    """The workers of `listener`, as many as `muster` says. Under `SEQUENTIAL` sums their number is fixed."""
 
-    def __init__(self, listener: Listener, num_workers: int) -> None:
-        self.listener, self.num_workers = listener, num_workers
+    def __init__(self, listener: Listener, muster: Muster) -> None:
+        self.listener, self.muster = listener, muster
+        self._expected = 0  # workers that were there before
         self._check: Callable[[], None] = lambda: None
         self._generation: Generation | None = None
         self._terms: Terms | None = None
@@ -99,18 +103,55 @@ class Crowd:
     def gather(self, setup: Setup, tell: Callable[[str], None]) -> "Terms":
         """Wait for workers, and return what was agreed upon with them; at once where they are there."""
         self._way = str(setup.options["gradient_sum"])
+        hint = ""
+        if self._way == TREE and not self.muster.is_elastic and self.muster.least > 1:
+            hint = f"; with --workers 1:{self.muster.least} the run would go on with fewer"
         while self._generation is None:
-            generation = self.listener.gather(self.num_workers, tell, self._check)
+            generation = self.listener.gather(self.muster, tell, self._check, expected=self._expected, hint=hint)
+            self._expected = max(self._expected, generation.num_workers)
             try:
                 self._terms, self._generation = _agreed(setup, generation), generation
                 self._seconds.clear()
                 self._order = None
+            except _CannotFollow as spares:
+                for rank, reason in spares.reasons.items():
+                    self.listener.keep_as_spare(rank, reason)
+                    tell(f"{generation.names[rank]} stays a spare: {reason}")
+                self._expected = generation.num_workers - len(spares.reasons)
+                self.part("who can follow begins again")
+            except _TooMany as found:
+                self.limit_to(found.most, str(found))
+                tell(f"{found.most} workers take part: {found}")
+                self.part(str(found))
             except PeerLost as lost:
                 words = str(lost)
                 self.part(words)
                 tell(f"{words}; waiting for another worker")
         assert self._terms is not None, "a generation has agreed"
+        self._expected = self._generation.num_workers
         return self._terms
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether somebody waits who could take part from the next step on."""
+        generation = self._generation
+        return generation is not None and generation.num_workers < self.muster.most and self.listener.num_waiting() > 0
+
+    def grow(self) -> None:
+        """End the generation between two steps, so that the next one has those that wait, too."""
+        self._expected = self.generation.num_workers + self.listener.num_waiting()
+        self.part("another worker joins the run")
+
+    def limit_to(self, most: int, reason: str) -> None:
+        """Take no more than `most` workers, for this reason.
+
+        Raises:
+            ConfigError: the run was asked to begin with more.
+        """
+        if most < self.muster.least:
+            raise ConfigError(f"workers: {self.muster.least} were asked for, but {reason}")
+        if most < self.muster.most:
+            self.muster = replace(self.muster, most=most, limit=reason)
 
     def heed(self, check: Callable[[], None]) -> None:
         """Call `check` while waiting for workers: it may raise an error that ends the waiting, such as a stop signal."""
@@ -203,6 +244,22 @@ class Crowd:
         return Report(loss_sum=sum(sums) if sums else None, aside_loss=asides[0] if asides else None, ops=ops)
 
 
+class _TooMany(Exception):
+    """There are more workers than the `most` that a step has work for."""
+
+    def __init__(self, most: int, words: str) -> None:
+        super().__init__(words)
+        self.most = most
+
+
+class _CannotFollow(Exception):
+    """Some workers cannot take part: the `reasons`, by rank."""
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        super().__init__()
+        self.reasons = reasons
+
+
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What is the same for all workers of a generation: how sums are grouped, and the turns of a step and of a forward pass.
@@ -216,7 +273,12 @@ class Terms:
 
 
 def _agreed(setup: Setup, generation: Generation) -> Terms:
-    """Agree with the workers of a generation."""
+    """Agree with the workers of a generation.
+
+    Raises:
+        _TooMany, _CannotFollow: not all of them can take part; the others can without them.
+        PeerLost: a worker is gone.
+    """
     ranks = range(1, generation.num_workers + 1)
     for rank in ranks:
         setup.send(generation, rank)
@@ -224,19 +286,23 @@ def _agreed(setup: Setup, generation: Generation) -> Terms:
     if grouping is None:
         grouping = Grouping.from_json(generation.up.receive_message(1)["grouping"])
     if (num_micro := -(-setup.sequences // grouping.rows)) < len(ranks):
-        raise ConfigError(
-            f"workers: {len(ranks)} were asked for, but a step has {num_micro} micro-batches of {grouping.rows} rows; give "
-            "fewer workers, or more tokens_per_step"
+        raise _TooMany(
+            num_micro,
+            f"a step has {num_micro} micro-batches of {grouping.rows} rows; give fewer workers, or more tokens_per_step",
         )
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)
     said = [generation.up.receive_message(rank) for rank in ranks]
+    unable = {rank: str(each["cannot"]) for rank, each in enumerate(said, start=1) if "cannot" in each}
+    first = min((rank for rank in ranks if rank not in unable), default=0)
     for rank in ranks:
-        if said[rank - 1]["turns"] != said[0]["turns"]:
-            raise PeerLost(
-                f"{generation.names[rank]}: would fetch weights in another order than {generation.names[1]}; "
-                "give both the same --host-memory and --device-memory"
+        if rank not in unable and said[rank - 1]["turns"] != said[first - 1]["turns"]:
+            unable[rank] = (
+                f"it would fetch weights in another order than {generation.names[first]}; give both the same --host-memory "
+                "and --device-memory"
             )
+    if unable:
+        raise _CannotFollow(unable)
     turns, scoring = (tuple(Turn(*each) for each in turns) for turns in said[0]["turns"])
     return Terms(grouping, turns, scoring, tuple(int(each["most"]) for each in said))
 

@@ -37,19 +37,22 @@ class NodeEngine(Engine):
         plan = self.plan
         if plan is None:
             plan = self._planner.plan(sequences * length, length, state=self.store.manifest)
-        rows, workers = plan.tokens_per_step // plan.sequence_length, self._crowd.num_workers
-        if workers > 1 and self.chain.collects_asides:
-            raise ConfigError(
-                f"workers: {workers} were asked for, but {type(self.chain.model).__name__} has router losses of a whole "
-                "step, which are not gathered from workers yet. Use one worker, or set output_router_logits to false in "
-                "config.json"
+        rows = plan.tokens_per_step // plan.sequence_length
+        if self.chain.collects_asides:
+            self._crowd.limit_to(
+                1,
+                f"{type(self.chain.model).__name__} has router losses of a whole step, which are not gathered from workers "
+                "yet. Use one worker, or set output_router_logits to false in config.json",
             )
-        if rows < workers:
-            raise ConfigError(f"workers: {workers} were asked for, but a step has {rows} rows; give fewer workers")
+        self._crowd.limit_to(rows, f"a step has {rows} rows; give fewer workers")
         if sequences > max(rows, rows * plan.sequence_length // length):
             raise DataError(
                 f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {plan.sequence_length} at most"
             )
+        if self._steps is not None and self._crowd.may_grow:
+            self.flush()
+            self._drop_buffers()
+            self._crowd.grow()
         if self._steps is None:
             terms = self._crowd.gather(self._setup(plan), lambda text: self._emit(Notice(text=text, level="info")))
             self.plan = plan = with_grouping(plan, terms.grouping)
@@ -73,7 +76,7 @@ class NodeEngine(Engine):
         labels are added.
         """
         if self.plan is not None and "input_ids" in batch:
-            least = (self._crowd.num_workers - 1) * self.plan.micro_batch_sequences + 1
+            least = (self._crowd.muster.most - 1) * self.plan.micro_batch_sequences + 1
             batch = with_idle_rows(batch, least)
         return super().evaluate(batch)
 
@@ -101,4 +104,5 @@ class NodeEngine(Engine):
             layouts=digest_of(self.chain.layouts),
             total_steps=self.options.max_steps or 0,
             buffers=persistent_buffers(self.chain.model),
+            spares=self._crowd.muster.is_elastic,
         )

@@ -42,7 +42,7 @@ from headrace.plan.serving import grouping_of
 from headrace.store import StateStore, StoreRequest
 from headrace.terms.closing import Closing
 from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import ConfigError, HeadraceError, ModelError, PlanInfeasible, StorageError
+from headrace.terms.errors import ConfigError, HeadraceError, ModelError, PeerLost, PlanInfeasible, StorageError
 from headrace.terms.events import Planned, Sink, StepResult
 from headrace.terms.grouping import Grouping
 from headrace.terms.options import Options
@@ -163,9 +163,13 @@ class Worker(Closing):
             try:
                 plan = self._planner.plan(most * grouping.rows * setup.length, setup.length, state=self._options.budget.ssd)
                 break
-            except PlanInfeasible:
-                if most == even:
+            except PlanInfeasible as error:
+                if most > even:
+                    continue
+                if not setup.spares:
                     raise
+                up.send_message({"cannot": str(error)}, NODE)
+                raise PeerLost(f"stays a spare: {error}") from None
         # Nothing is updated here, and so nothing taken back: what is to be skipped, the node skips.
         plan = replace(plan, update_policy="deferred", late_units=())
         program, _ = build_program(plan, plan.num_micro_batches, Snapshot())

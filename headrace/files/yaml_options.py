@@ -3,6 +3,7 @@
 Invariant: text that is not YAML, or has a key twice, is refused in one line that names the place.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,7 +69,7 @@ def parse_changes(words: Sequence[str]) -> dict[str, Any]:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML's own loader would silently take the last of several values of one key."""
+    """YAML's own loader would silently take the last of several values of one key, and 1:4 for 64 (to base 60)."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """Return the mapping's node. Here it is as written; later, what `<<` merges into it looks like keys of its own.
@@ -87,6 +88,12 @@ class _OnceLoader(yaml.SafeLoader):
                 raise ConfigError(f"{shown(key.value)} stands twice, {where}; keep one of them")
             lines[name] = line
         return node
+
+
+_OnceLoader.yaml_implicit_resolvers = {
+    first: [("tag:yaml.org,2002:str", re.compile(r"^[0-9]+(?::[0-9]+)+$")), *rows]
+    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _loaded(text: str) -> Any:

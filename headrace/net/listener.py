@@ -22,6 +22,7 @@ from headrace.net.generation import Generation
 from headrace.net.link import NODE, answer_link, visitors_lane
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
+from headrace.terms.muster import Muster
 
 # The number of heartbeats after which a silent peer counts as lost; the seconds between two looks at membership; the seconds in
 # which a living peer accepts an invitation.
@@ -32,6 +33,8 @@ GONE, AWAY = "gone: ", "away: "
 OVER = "over"
 # The reason for which the node ended a generation, by its number: a connection that does not break tells nobody.
 ENDED = "ended/"
+# Why a worker that waits is not invited, by its ticket.
+SPARE = "spare/"
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -43,6 +46,7 @@ class _Ticket:
     info: Mapping[str, Any]
     beat: bytes = b""
     beat_seconds: float = field(default_factory=time.monotonic)
+    told: str = ""  # why it is not invited
 
     @property
     def peer(self) -> str:
@@ -84,7 +88,9 @@ class Listener:
         self._store.set("challenge", self._challenge)
         self._waiting: dict[int, _Ticket] = {}
         self._members: tuple[_Ticket, ...] = ()
+        self._before: frozenset[str] = frozenset()  # the peers of the newest generation
         self._peers: dict[str, _Ticket] = {}  # the newest ticket of each that has not left for good
+        self._spares: dict[str, str] = {}  # the peers that cannot take part, and why
         self._generation: Generation | None = None
         self._seen, self._number, self._closing = 0, 0, threading.Event()
         self._refused: list[str] = []
@@ -93,26 +99,56 @@ class Listener:
         self._thread = threading.Thread(target=self._watch, name="headrace membership", daemon=True)
         self._thread.start()
 
-    def gather(self, num_workers: int, tell: Callable[[str], None], check: Callable[[], None] = lambda: None) -> Generation:
-        """Wait until `num_workers` live workers are there, and return a generation with them. The previous one has then ended.
+    def gather(
+        self,
+        muster: Muster,
+        tell: Callable[[str], None],
+        check: Callable[[], None] = lambda: None,
+        *,
+        expected: int = 0,
+        hint: str = "",
+    ) -> Generation:
+        """Wait for live workers, and return a generation with them. The previous one has then ended.
 
-        `tell` gets messages while it waits; `check` may raise an error, which ends the waiting.
+        Where `expected` workers were there before, those that are missing are waited for, as `muster` says. Who belonged to the
+        previous generation comes before others. `tell` gets messages while it waits, with the `hint`; `check` may raise an
+        error, which ends the waiting.
         """
         self.part("a new generation begins")
-        told = -1
+        told, begun_seconds, wanted = -1, time.monotonic(), max(muster.least, min(expected, muster.most))
         while True:
             check()
             with self._lock:
-                ready = sorted(self._waiting)[:num_workers]
+                able = [each for each in self._waiting.values() if each.peer not in self._spares]
+                able.sort(key=lambda each: (each.peer not in self._before, each.number))
                 for words in self._refused:
                     tell(words)
                 self._refused.clear()
-            if len(ready) != told and len(ready) < num_workers:
+            ready, crowded = able[: muster.most], able[muster.most :]
+            for ticket in crowded:
+                self._tell_spare(ticket, muster.limit)
+            if len(ready) != told and len(ready) < wanted:
                 told = len(ready)
-                tell(f"waiting at {self.address} for workers: {told} of {num_workers} are there")
-            if len(ready) == num_workers and (made := self._form(ready)) is not None:
+                tell(f"waiting at {self.address} for workers: {told} of {wanted} are there{hint}")
+            enough = muster.enough(len(ready), expected, time.monotonic() - begun_seconds)
+            if enough and (made := self._form([ticket.number for ticket in ready])) is not None:
                 return made
             time.sleep(LOOK_SECONDS)
+
+    def keep_as_spare(self, rank: int, reason: str) -> None:
+        """Do not invite the worker of this rank of the present generation again; it is told the reason."""
+        with self._lock:
+            self._spares[self._members[rank - 1].peer] = reason
+
+    def num_waiting(self) -> int:
+        """Return how many workers wait that could be invited."""
+        with self._lock:
+            return sum(each.peer not in self._spares for each in self._waiting.values())
+
+    def _tell_spare(self, ticket: _Ticket, reason: str) -> None:
+        if reason and ticket.told != reason:
+            ticket.told = reason
+            self._put(f"{SPARE}{ticket.number}", reason)
 
     def part(self, reason: str) -> None:
         """End the present generation."""
@@ -184,6 +220,7 @@ class Listener:
             ticket.beat_seconds = time.monotonic()
         with self._lock:
             self._generation, self._members = generation, tickets
+            self._before = frozenset(ticket.peer for ticket in tickets)
         return generation
 
     # -- the watchman ---------------------------------------------------------------------------------------------------
@@ -212,6 +249,7 @@ class Listener:
                     ticket = _Ticket(number, hello)
                     with self._lock:
                         self._waiting[number] = self._peers[ticket.peer] = ticket
+                    self._tell_spare(ticket, self._spares.get(ticket.peer, ""))
                 answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
                 self._put(f"answer/{number}", answer)
                 if hello.get("visits"):

@@ -14,7 +14,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from headrace.net.address import Address
 from headrace.net.generation import Generation
 from headrace.net.link import VISITOR, Link, measure_link, visitors_lane
-from headrace.net.listener import AWAY, BEATS, ENDED, GONE, LOOK_SECONDS, OVER
+from headrace.net.listener import AWAY, BEATS, ENDED, GONE, LOOK_SECONDS, OVER, SPARE
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -41,7 +41,7 @@ class Member:
         visits: bool = False,
         peer: str | None = None,
     ) -> None:
-        self._address, self._secret = address, secret or b""
+        self._address, self._secret, self.peer = address, secret or b"", peer or nonce()
         self._store = self._connect()
         self._generation: Generation | None = None
         self._lost: str | None = None
@@ -50,7 +50,7 @@ class Member:
             self._ticket = self._store.add("tickets", 1)
             challenge, own = self._store.get("challenge").decode(), nonce()
             said = proof(self._secret, "worker", challenge, str(self._ticket), own)
-            hello = {"name": name, "version": version, "nonce": own, "proof": said, "visits": visits, "peer": peer or own}
+            hello = {"name": name, "version": version, "nonce": own, "proof": said, "visits": visits, "peer": self.peer}
             self._beats = self._connect()
             self._beats.set(f"beat/{self._ticket}", "0")
             self._store.set(f"hello/{self._ticket}", json.dumps(hello))
@@ -63,14 +63,26 @@ class Member:
         self._thread = threading.Thread(target=self._beat, name="headrace heartbeat", daemon=True)
         self._thread.start()
 
-    def enter(self, check: Callable[[], None] = lambda: None) -> Generation | None:
+    def enter(
+        self, check: Callable[[], None] = lambda: None, tell: Callable[[str], None] = lambda text: None
+    ) -> Generation | None:
         """Wait to be invited, and return the generation; None where the node's work is done without this worker. `check` may
-        raise what ends the waiting.
+        raise what ends the waiting; `tell` gets the reason why this worker is not invited, if the node gives one.
 
         Raises:
             PeerLost: the node is gone; or not all who were invited came, and this worker should come again.
         """
-        invitation = self._wait_for(f"invite/{self._ticket}", check)
+        told = ""
+
+        def look() -> None:
+            nonlocal told
+            check()
+            with self._plainly():
+                if self._store.check([key := f"{SPARE}{self._ticket}"]) and (words := json.loads(self._store.get(key))) != told:
+                    told = words
+                    tell(words)
+
+        invitation = self._wait_for(f"invite/{self._ticket}", look)
         if invitation is None:
             return None
         with self._plainly():

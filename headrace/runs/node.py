@@ -60,7 +60,7 @@ def serve(
         listening(listener.address)
         from headrace.engine.crowd import Crowd  # late, because it imports the model library: workers may come meanwhile
 
-        crowd = Crowd(listener, config.workers)
+        crowd = Crowd(listener, config.muster)
         finished = _run(config, crowd, display)
         crowd.dismiss()
         return finished
@@ -212,7 +212,7 @@ def _work_once(
     met = True
     try:
         display.say(f"node {address}: joined; waiting to be given work")
-        generation = member.enter()
+        generation = member.enter(tell=lambda words: display.say(f"waits as a spare: {words}"))
         if generation is None:
             return 0
         from headrace.engine.worker import Worker  # late, because it imports the model library

@@ -76,6 +76,24 @@ class Whole(Kind):
         return number
 
 
+@dataclass(frozen=True)
+class Span(Kind):
+    """A whole number `N` up to `most`, or a span `MIN:MAX`; a span of one number is that number."""
+
+    most: int = MOST_COUNT
+
+    def read(self, value: Any, key: str) -> int | str:
+        """Return the number, or the span as text."""
+        words = str(value).split(":") if isinstance(value, int | str) and not isinstance(value, bool) else []
+        try:
+            low, high = (Whole(1, self.most).read(word, key) for word in (words[0], words[-1]))
+        except (ConfigError, IndexError):
+            low, high = 1, 0
+        if len(words) > 2 or low > high:
+            raise _wrong(key, f"a whole number from 1 to {self.most}, or MIN:MAX", value)
+        return low if low == high else f"{low}:{high}"
+
+
 class Flag(Kind):
     """Yes or no."""
 

@@ -1,12 +1,17 @@
 """The options of a whole run, and of a node that keeps its state."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from headrace.terms.contradictions import refuse_two_held_out
 from headrace.terms.declared import Group, option
-from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Text, Whole
+from headrace.terms.errors import ConfigError
+from headrace.terms.muster import Muster
+from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Span, Text, Whole
 from headrace.terms.options import Options
+from headrace.terms.summing import SEQUENTIAL, TREE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +159,20 @@ class NodeOptions(RunOptions):
         fixed=False,
         group=Group.CLUSTER,
     )
-    workers: int = option(
+    workers: int | str = option(
         1,
-        Whole(),
-        "Number of workers to wait for.",
-        row="workers that the run waits for; others wait joined, as spares",
+        Span(4096),
+        "Number of workers N, or MIN:MAX to begin with MIN and take in up to MAX.",
+        row="workers that the run waits for; others wait joined, as spares. `MIN:MAX`: begin once MIN are there, take in up to "
+        "MAX, go on with those that are left; needs `gradient_sum: tree`, which is then the default",
+        fixed=False,
+        group=Group.CLUSTER,
+    )
+    grace: float = option(
+        10.0,
+        Number(0, 1e6),
+        "Seconds to wait for a missing worker before the run goes on with fewer.",
+        row="seconds that a run with `workers: MIN:MAX` waits for a lost worker, before it goes on with fewer",
         fixed=False,
         group=Group.CLUSTER,
     )
@@ -170,3 +184,23 @@ class NodeOptions(RunOptions):
         fixed=False,
         group=Group.CLUSTER,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.muster.is_elastic and self.gradient_sum == SEQUENTIAL:
+            raise ConfigError(
+                f"gradient_sum: sequential rounds otherwise for each number of workers, and workers is {self.workers}; give "
+                f"gradient_sum {TREE}, or one number of workers"
+            )
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, source: str = "options") -> Self:
+        """Return the options in `values`. A number of workers that may change takes the tree, unless a sum is given."""
+        if ":" in str(values.get("workers", "")):
+            values = {"gradient_sum": TREE, **values}
+        return super().of(values, source=source)
+
+    @property
+    def muster(self) -> Muster:
+        """How many workers the node begins with, takes in, and goes on with."""
+        return Muster.of(self.workers, self.grace)

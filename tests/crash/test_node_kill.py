@@ -83,6 +83,28 @@ def test_a_worker_that_is_stopped_is_replaced_and_may_come_back(place: Path, und
     assert "it went on without this worker, which shows no sign of life for 3 s; waiting for it" in said
 
 
+@pytest.mark.parametrize("seed", sampled([3, 5, 9], [3]))
+def test_a_run_is_killed_to_one_worker_of_four_and_gets_three_more(seed: int, place: Path) -> None:
+    """Under a tree it ends with the bytes of a run with one worker, whom nobody disturbed."""
+    steps, dice = 40, random.Random(seed)
+    how: dict[str, Any] = {"max_steps": steps, "tokens_per_step": 512, "gradient_sum": "tree"}
+    machines = Machines(place, f"elastic-{seed}", "1:4", "deferred", grace=2.0, **how)
+    machines.hire(4)
+    machines.wait_for_step(3)
+    time.sleep(dice.random() * 0.2)
+    for victim in dice.sample(range(4), 3):
+        kill(machines.workers[victim])
+    machines.wait_for_step(machines.steps_done() + 2)
+    machines.hire(3)
+    machines.wait_for_step(machines.steps_done() + 2)
+    time.sleep(dice.random() * 0.2)
+    kill(machines.workers[4])
+    found = machines.finish()
+    whole = Machines(place, f"elastic-whole-{seed}", 1, "deferred", plan=str(machines.output), **how)
+    whole.hire()
+    assert found == whole.finish()
+
+
 @pytest.mark.deep
 def test_a_second_node_on_one_directory_is_refused(place: Path) -> None:
     """The first one waits for workers, with its run made."""

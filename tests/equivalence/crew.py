@@ -17,6 +17,7 @@ from headrace.net import Address, Listener
 from headrace.plan.plan import Plan
 from headrace.runs.node import work
 from headrace.terms.events import Sink
+from headrace.terms.muster import Muster
 
 
 class Crew:
@@ -25,9 +26,9 @@ class Crew:
     Workers are threads: what one raises is raised by `join`.
     """
 
-    def __init__(self, num_workers: int = 1, silence_seconds: float = 60.0, **own: Any) -> None:
+    def __init__(self, num_workers: int = 1, silence_seconds: float = 60.0, muster: Muster | None = None, **own: Any) -> None:
         self.listener = Listener(Address("127.0.0.1", 0), version=headrace.__version__, silence_seconds=silence_seconds)
-        self.crowd = Crowd(self.listener, num_workers)
+        self.crowd = Crowd(self.listener, muster or Muster.of(num_workers))
         self._own, self._threads, self.errors = {"host_memory": "4GiB"} | own, list[threading.Thread](), list[BaseException]()
         self.crowd.heed(self._raise)
         for number in range(num_workers):

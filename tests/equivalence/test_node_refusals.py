@@ -17,6 +17,7 @@ from headrace.store import RunLock
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Event, Notice
+from headrace.terms.muster import Muster
 from headrace.terms.run_options import NodeOptions
 
 
@@ -33,7 +34,7 @@ def test_what_is_not_possible_is_said(
 ) -> None:
     path, batches = model_dir(model, "bfloat16"), [batch_of(ROWS, LENGTH, 0)]
     with crew(0) as nobody:
-        nobody.crowd.num_workers = workers
+        nobody.crowd.muster = Muster.of(workers)
         with pytest.raises(ConfigError, match=words):
             node_run(path, tmp_path / "node", batches, nobody, **options)
 
@@ -41,7 +42,7 @@ def test_what_is_not_possible_is_said(
 def test_workers_that_cannot_take_part_are_not_waited_for(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """They leave while the node is about to send them something that nobody takes."""
     told, made = list[Event](), Crew(0)
-    made.crowd.num_workers = 2
+    made.crowd.muster = Muster.of(2)
     made.hire("able")
     made.hire("poor", host_memory="1MiB")
     with pytest.raises(PlanInfeasible):
@@ -60,7 +61,7 @@ def test_a_worker_s_file_must_be_of_the_node_s_run(model_dir: Callable[..., Path
         (same | {"seed": 5, "weight_decay": 0.2}, "seed 5 here, 0 at the node; weight_decay 0.2"),
     ):
         made = Crew(0)
-        made.crowd.num_workers = 1
+        made.crowd.muster = Muster.of(1)
         made.hire("asking", asked=asked)
         if words is None:
             node_run(path, tmp_path / "same", batches, made)

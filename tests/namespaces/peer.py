@@ -10,6 +10,7 @@ import torch
 
 from headrace.net import Address, Generation, Listener, Member
 from headrace.net.exchange import add_up, spread_out, take_in, take_sum
+from headrace.terms.muster import Muster
 from headrace.terms.summing import SEQUENTIAL, order_of
 
 PORT, SECRET, VERSION = 29500, b"of this test", "test"
@@ -20,7 +21,7 @@ def main(rank: int, workers: int, host: str, elements: int) -> None:
     if rank == 0:
         listener = Listener(address, version=VERSION, secret=SECRET)
         print("listening", flush=True)
-        generation = listener.gather(workers, lambda text: None)
+        generation = listener.gather(Muster(workers, workers), lambda text: None)
     else:
         member = Member(address, name=str(rank), version=VERSION, secret=SECRET)
         entered = member.enter()

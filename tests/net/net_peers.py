@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.net import Address, Generation, Listener, Member
+from headrace.terms.muster import Muster
 
 VERSION = "test"
 
@@ -69,7 +70,7 @@ def joined(
     ]
     with ThreadPoolExecutor(num_workers) as pool:
         entered = [pool.submit(member.enter) for member in members]
-        node = listener.gather(num_workers, lambda text: None)
+        node = listener.gather(Muster(num_workers, num_workers), lambda text: None)
         generations = [generation for each in entered if (generation := each.result()) is not None]
     ordered = sorted(zip(generations, members, strict=True), key=lambda pair: pair[0].rank)
     return node, [member for _, member in ordered], [generation for generation, _ in ordered]

@@ -13,6 +13,7 @@ from net_peers import VERSION, Clock, at_once, joined, listening
 from headrace.net import Address, Lane, Listener, Member
 from headrace.net.proof import is_proof, proof
 from headrace.terms.errors import ConfigError, PeerLost
+from headrace.terms.muster import Muster
 
 
 def stop_heart(member: Member) -> None:
@@ -76,6 +77,53 @@ def test_workers_without_the_secret_or_of_another_version_are_refused() -> None:
                 Member(listener.address, name="x", version=version, secret=secret)
         member = Member(listener.address, name="x", version=VERSION, secret=b"one")
         member.close()
+
+
+def test_who_cannot_take_part_is_told_why_and_not_invited_again() -> None:
+    """A spare by name, who comes again; and one too many, where the run itself has a limit."""
+    with listening() as listener:
+        said = list[str]()
+        node, members, _ = joined(listener, 2)
+        listener.keep_as_spare(2, "it has no room")
+        del node
+        for member in members:
+            member.close(again=True)
+        unable = members[1].peer
+        again = [
+            Member(listener.address, name=name, version=VERSION, peer=peer)
+            for name, peer in (("b", unable), ("c", None), ("d", None))
+        ]
+        at_once(
+            lambda: listener.gather(Muster(1, 1, limit="one is enough"), lambda text: None),
+            again[1].enter,
+            lambda: waits(again[0], said),
+            lambda: waits(again[2], said),
+        )
+        assert sorted(said) == ["it has no room", "one is enough"]
+        for member in again:
+            member.close()
+
+
+def waits(member: Member, said: list[str]) -> None:
+    """Wait to be invited until a reason comes why not."""
+
+    def stop(words: str) -> None:
+        said.append(words)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        member.enter(tell=stop)
+
+
+@pytest.mark.parametrize(
+    ("present", "expected", "waited_seconds", "enough"),
+    [(0, 0, 99.0, False), (1, 0, 0.0, True), (1, 3, 9.0, False), (1, 3, 10.0, True), (3, 3, 0.0, True), (4, 9, 0.0, True)],
+)
+def test_who_is_missing_is_waited_for_as_long_as_asked(
+    present: int, expected: int, waited_seconds: float, enough: bool
+) -> None:
+    assert Muster.of("1:4", 10.0).enough(present, expected, waited_seconds) == enough
+    assert Muster.of(4).enough(present, expected, waited_seconds) == (present >= 4)
 
 
 def test_a_proof_is_of_all_its_words() -> None:
