@@ -18,14 +18,14 @@ def serve_model(model: str, given: Mapping[str, Any]) -> None:
     """
     options = ServeOptions.of(given)
     try:
-        from headrace.serve.server import serve  # late: it brings torch
+        from headrace.serve.server import Serving, serve  # late: it brings torch
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client", "anyio"):
             raise
         raise ConfigError(f"serve: needs {error.name}, which is not installed; pip install 'headrace[serve]'") from error
 
-    def ready(name: str, address: str) -> None:
-        sys.stderr.write(f"{name} answers at {address}; Ctrl-C ends it after what is under way\n")
+    def ready(found: Serving) -> None:
+        sys.stderr.write(f"{found.name} answers at {found.address}; Ctrl-C ends it after what is under way\n")
         sys.stderr.flush()
 
     serve(Path(model), options, ceilings_of(options.machine), sink=say, tell_plan=tell_plan, ready=ready)

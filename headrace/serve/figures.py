@@ -17,9 +17,7 @@ class Figures:
         self._requests = Counter("headrace_requests", "Requests by endpoint and status.", ("endpoint", "status"), registry=own)
         self._prompt_tokens = Counter("headrace_prompt_tokens", "Tokens of answered prompts.", registry=own)
         self._new_tokens = Counter("headrace_generated_tokens", "Tokens of answers.", registry=own)
-        self._first = Histogram(
-            "headrace_first_token_seconds", "Time to a stream's first text.", buckets=_SECONDS, registry=own
-        )
+        self._first = Histogram("headrace_first_token_seconds", "Time to the first text.", buckets=_SECONDS, registry=own)
         self._whole = Histogram("headrace_request_seconds", "Time to the end of an answer.", buckets=_SECONDS, registry=own)
         self._passes = Counter("headrace_passes", "Passes through the model.", registry=own)
         self._pass_seconds = Counter("headrace_pass_seconds", "Time of passes.", registry=own)

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -39,6 +40,16 @@ _LEAST_SPEED = 0.9
 _MORE_CONNECTIONS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A server that answers: the model's name, the address of the API, the plan. `end` ends it after what is under way."""
+
+    name: str
+    address: str
+    plan: GenerationPlan
+    end: Callable[[], None]
+
+
 def serve(
     place: Path,
     options: ServeOptions,
@@ -46,9 +57,9 @@ def serve(
     *,
     sink: Sink,
     tell_plan: Callable[[GenerationPlan], None],
-    ready: Callable[[str, str], None],
+    ready: Callable[["Serving"], None],
 ) -> None:
-    """Answer requests for the model at `place` until a signal ends it. `ready` gets the model's name and the address.
+    """Answer requests for the model at `place` until a signal ends it, or `ready`, which is told when clients can ask.
 
     Raises:
         InputError: the model, an option, the port or the keys cannot be used.
@@ -67,11 +78,11 @@ def serve(
         changes = changes_of(generator, options.generation, tokenizer)
         limits = limits_of(generator, options)
         copies = kept_copies(generator.model.settings(1, None, {**changes, "max_new_tokens": 1}))
-        generator.use(plan_of(generator, options, limits, copies))
-        assert generator.plan is not None, "just made"
-        tell_plan(generator.plan)
+        plan = plan_of(generator, options, limits, copies)
+        tell_plan(plan)
+        generator.use(plan)
         desk = Desk(generator, changes, options.max_requests)
-        figures.watch(desk, generator.plan.seats)
+        figures.watch(desk, plan.seats)
         name = place.resolve().name
         day = options.template_date or generator.model.template_date
         reader = Reader(name, Prompts(open_tokenizer(generator.model.directory), False, options.system, day), limits)
@@ -89,7 +100,7 @@ def serve(
             server_header=False,
         )
         with _answering(desk) as failed:
-            server = _Server(config, desk, lambda: ready(name, address))
+            server = _Server(config, desk, lambda: ready(Serving(name, address, plan, server.end)))
             failed.append(server.end)
             server.run(sockets=[listener])
 
@@ -203,6 +214,9 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """While entered, signals end the server; uvicorn's own would raise them once more at the end."""
+        if threading.current_thread() is not threading.main_thread():  # Python gives signals to that one alone
+            yield
+            return
         found = {number: signal.signal(number, self._end) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
