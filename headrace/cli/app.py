@@ -34,6 +34,7 @@ from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.plan_options import PlanOptions
 from headrace.terms.run_options import NodeOptions, RunOptions
+from headrace.terms.serve_options import ServeOptions
 
 app = typer.Typer(
     name="headrace",
@@ -165,6 +166,20 @@ def generate(
     from headrace.cli.generating import generate as run
 
     run(model, GenerateOptions.of(given))
+
+
+@command(USE)
+@plainly
+@with_options(ServeOptions.declarations())
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, or a run, finished or not.")],
+    **given: Any,
+) -> None:
+    """Answer requests of OpenAI's API: chat and completions, streaming."""
+    look_at_place(model)
+    from headrace.cli.serving import serve_model
+
+    serve_model(model, given)
 
 
 @command(USE, "eval")

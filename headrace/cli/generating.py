@@ -42,7 +42,7 @@ def generate(model: str, options: GenerateOptions) -> None:
     try:
         with Talk(open_generator(Path(model), options, ceilings_of(options.machine), say), options, say) as talk:
             if prompt is not None:
-                talk.answer(prompt, _write, _tell_plan)
+                talk.answer(prompt, _write, tell_plan)
                 _write("\n")
             else:
                 _converse(talk)
@@ -64,7 +64,7 @@ def _answer_file(model: str, options: GenerateOptions) -> None:
 
     try:
         with open_generator(Path(model), options, ceilings_of(options.machine), say) as generator:
-            refused = run_job(generator, options, sink=say, tell_plan=_tell_plan, progress=progress)
+            refused = run_job(generator, options, sink=say, tell_plan=tell_plan, progress=progress)
     except KeyboardInterrupt:
         leave("interrupted; the same command resumes it", INTERRUPTED)
     if refused:
@@ -96,12 +96,13 @@ def _converse(talk: Any) -> None:
         if not words.strip():
             continue
         messages.append({"role": "user", "content": words.rstrip("\n")})
-        answer = talk.answer(messages, _write, _tell_plan)
+        answer = talk.answer(messages, _write, tell_plan)
         _write("\n")
         messages.append({"role": "assistant", "content": answer.text})
 
 
-def _tell_plan(plan: Any) -> None:
+def tell_plan(plan: Any) -> None:
+    """Print a plan to stderr."""
     for line in plan.explain().splitlines():
         _line(sys.stderr, line)
 

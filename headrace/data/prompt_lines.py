@@ -8,21 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.data.api_bodies import SETTINGS, check_keys, conversation_of, settings_of
 from headrace.data.prompts import Prompts
-from headrace.terms.errors import HeadraceError, shortened
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.errors import HeadraceError
 
-# Settings that a line may give for its own generation, by the option's name.
-_SETTINGS = (*(each.key for each in GenerateOptions.declarations() if each.setting and each.setting.by_line), "seed")
 _BATCH_URL = "/v1/chat/completions"
-# Keys of a Batch body: those that are options here by another name, and those that have no effect; others are refused.
-_RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-_WITHOUT_EFFECT = frozenset({"model", "messages", "user", "metadata", "store", "service_tier"})
-
-
-def _is_off(key: str, value: Any) -> bool:
-    """Return whether a key has a value that changes nothing."""
-    return not value or (key == "n" and value == 1 and value is not True)
 
 
 class _Wrong(Exception):
@@ -87,12 +77,9 @@ def read_line(number: int, text: str, prompts: Prompts) -> PromptLine:
     if not isinstance(values, dict):
         return PromptLine(number, {"line": number}, error=f"line {number}: expected an object, found {type(values).__name__}")
     try:
-        if "custom_id" in values and "body" in values:
-            body = _batch_body(values)
-            given = {_RENAMED.get(key, key): value for key, value in body.items() if value is not None}
-        else:
-            body, given = values, values
-        settings = _settings({key: given[key] for key in _SETTINGS if given.get(key) is not None})
+        is_batch = "custom_id" in values and "body" in values
+        body = _batch_body(values) if is_batch else values
+        settings = settings_of(body if is_batch else {key: body[key] for key in SETTINGS if key in body})
         return PromptLine(number, values, tuple(_ids(body, prompts)), settings)
     except (_Wrong, HeadraceError) as error:
         return PromptLine(number, values, error=f"line {number}: {error}")
@@ -102,24 +89,14 @@ def _batch_body(values: Mapping[str, Any]) -> Mapping[str, Any]:
     url, body = values.get("url", _BATCH_URL), values["body"]
     if url != _BATCH_URL or not isinstance(body, dict):
         raise _Wrong(f"url is {url!r}; only {_BATCH_URL} with an object as body is answered")
-    known = {*_WITHOUT_EFFECT, *_RENAMED, *_SETTINGS, "tools"}
-    for key, value in body.items():
-        if key not in known and not _is_off(key, value):
-            raise _Wrong(f"{key} is {shortened(repr(value))}, which is not supported; leave it out")
+    check_keys(body, ("tools",))
     return body
-
-
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    options = GenerateOptions.of(given)
-    return {**options.settings, **({"seed": options.seed} if "seed" in given else {})}
 
 
 def _ids(body: Mapping[str, Any], prompts: Prompts) -> list[int]:
     messages, prompt = body.get("messages"), body.get("prompt")
     if isinstance(messages, list) and prompt is None:
-        if not messages or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in messages):
-            raise _Wrong("messages must be a list of objects with role and content")
-        return prompts.of_messages(messages, body.get("tools"))
+        return conversation_of(body, prompts)
     if isinstance(prompt, str) and messages is None:
         return prompts.of_text(prompt)
     raise _Wrong("expected prompt (a text) or messages (a list)")

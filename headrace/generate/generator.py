@@ -60,7 +60,7 @@ class Generator(Closing):
         sink: Sink | None,
         copying: Copying | None = None,
     ) -> None:
-        self.model, self._planner, self._copying = model, planner, copying
+        self.model, self.planner, self._copying = model, planner, copying
         self._sink, self._interpreter_name = sink, interpreter
         self.plan: GenerationPlan | None = None
         self._closers = contextlib.ExitStack()
@@ -117,7 +117,7 @@ class Generator(Closing):
         if self.plan is None or self._pass is None or not self.plan.holds(prompts, prompt_length, new_tokens, kept_copies):
             if self.plan is not None and self.plan.experts is not None:
                 self._drop()  # planning needs memory for whole blocks
-            plan = self._planner.plan(prompts, prompt_length, new_tokens, kept_copies)
+            plan = self.planner.plan(prompts, prompt_length, new_tokens, kept_copies)
             self.use(plan)
         assert self.plan is not None, "made above"
         return self.plan
@@ -132,7 +132,7 @@ class Generator(Closing):
     ) -> GenerationPlan:
         """Return the plan for so many prompts, without allocating. `fixed` is as for a planner. Raises as `prepare` does."""
         self.model.check_positions(prompt_length, new_tokens)
-        return self._planner.plan(prompts, prompt_length, new_tokens, kept_copies, **fixed)
+        return self.planner.plan(prompts, prompt_length, new_tokens, kept_copies, **fixed)
 
     def prepare_at_least(
         self, prompts: int, prompt_length: int, new_tokens: int, tokens: int, kept_copies: int = 0
@@ -150,7 +150,7 @@ class Generator(Closing):
         model = self.model
         if self._copying is not None:
             self._copying.settle(model.source, plan)
-        self._cache_file = CacheFile.make(plan, self._planner.directories, self._sink or _silent)
+        self._cache_file = CacheFile.make(plan, self.planner.directories, self._sink or _silent)
         self.plan = plan
         buffers = GenerationBuffers(plan, model.machine)
         if plan.experts is None:
@@ -210,20 +210,25 @@ class Generator(Closing):
             members = [index for index in batches[done.batch.number] for _ in range(config.num_return_sequences)]
             yield from zip(members, done.tokens, strict=True)
 
-    def run(self, batches: Iterable[MicroBatch]) -> Iterator[Generated]:
-        """Yield micro-batches as they are completed; they enter in order, as many together as planned.
+    def run(self, batches: Iterable[MicroBatch | None], *, contain: bool = False) -> Iterator[Generated]:
+        """Yield micro-batches as they are completed; they enter in order, as many together as planned. For None see `through`.
+
+        With `contain` an error of one micro-batch's `generate` is its result, and ends no other.
 
         Raises:
             StepFailed: a lane failed.
-            Whatever a seat's code raises.
+            Whatever a seat's code raises, unless it is contained.
         """
         with seat_taps(self.model.chain.runner, self._seat_context) as taps:
-            for batch, seat in self.through(batches, lambda batch: Seat(taps, self._call(batch), batch.seed)):
+            seated = self.through(batches, lambda batch: Seat(taps, self._call(batch), batch.seed, contain=contain))
+            for batch, seat in seated:
                 yield self._generated(batch, seat.result)
 
-    def through(self, items: Iterable[_Item], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:
+    def through(self, items: Iterable[_Item | None], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:
         """Yield each item with its seat, once the seat is done; `sit` seats an item. Items enter in order, as many together as
         planned.
+
+        Items may come while others are under way: None says that no more waits now, and is asked again before the next pass.
 
         Raises: as `run` does.
         """
@@ -330,6 +335,8 @@ class Generator(Closing):
         return config
 
     def _generated(self, batch: MicroBatch, raw: Any) -> Generated:
+        if isinstance(raw, Exception):
+            return Generated(batch, (), None, raw)
         sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
         config = batch.settings["generation_config"]
         tokens = tuple(until_end(row, config) for row in sequences[:, batch.length :].tolist())

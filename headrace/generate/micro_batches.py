@@ -33,11 +33,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The result of a micro-batch: per row the new tokens, without padding; `raw` is what `generate` returned."""
+    """The result of a micro-batch: per row the new tokens, without padding; `raw` is what `generate` returned.
+
+    `error` is what it raised instead, where errors are contained.
+    """
 
     batch: MicroBatch
     tokens: tuple[tuple[int, ...], ...]
     raw: Any
+    error: Exception | None = None
 
 
 def kept_copies(settings: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ Invariant: what `headrace plan --generate` answers is what `headrace generate` r
 
 import gc
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -91,6 +92,12 @@ class GenerationPlanner:
     def directories(self) -> tuple[Path, ...]:
         """The directories where caches may lie."""
         return self._budget.ssd
+
+    def with_seats(self, seats: int) -> "GenerationPlanner":
+        """Return a planner of the same for so many seats."""
+        found = copy(self)
+        found._options = replace(self._options, seats=seats)
+        return found
 
     def plan(
         self,

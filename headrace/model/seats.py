@@ -104,6 +104,8 @@ class SeatTaps:
 class Seat:
     """One micro-batch: `run` is its `generate`, called in a thread of its own with random numbers that begin at `seed`.
 
+    With `contain` an error of its own code between blocks ends it alone: it is `done`, and the error is its `result`.
+
     Attributes:
         calls: what each block is called with, while it is parked.
         hidden: the hidden states (rows, tokens, hidden) that go through the blocks; the code that runs the blocks replaces
@@ -112,13 +114,13 @@ class Seat:
         kept: what each block's modules keep for it from one pass to the next, None where they keep nothing.
     """
 
-    def __init__(self, taps: SeatTaps, run: Callable[[], Any], seed: int) -> None:
+    def __init__(self, taps: SeatTaps, run: Callable[[], Any], seed: int, *, contain: bool = False) -> None:
         self.calls: list[BlockCall] = []
         self.hidden: torch.Tensor | None = None
         self.result: Any = None
         self.done = False
         self.kept = taps.kept()
-        self._taps, self._run = taps, run
+        self._taps, self._run, self._contain = taps, run, contain
         self._work: Callable[[], None] | None = None
         self._random = _first_random_state(seed)
         self._modules = [(dict(vars(module)), dict(module._buffers)) for module in taps.outside]
@@ -196,6 +198,10 @@ class Seat:
             self._taps.sit(self)
             with self._taps.context(), torch.no_grad():
                 self.result = self._run()
+        except Exception as error:
+            if not self._contain or self._work is not None:  # within blocks it is everybody's
+                raise
+            self.result = error
         finally:
             self.done = True
             self.calls, self.hidden = [], None

@@ -30,6 +30,7 @@ class Group(StrEnum):
 
     OFTEN = "Most used"
     DATA = "Model and data"
+    SERVER = "Server"
     PROMPTS = "Prompts and answers"
     SAMPLING = "Sampling"
     DRAFTS = "Drafting"

@@ -23,11 +23,12 @@ from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.option_kinds import OneOf
 from headrace.terms.plan_options import PlanOptions
 from headrace.terms.run_options import NodeOptions, RunOptions
+from headrace.terms.serve_options import ServeOptions
 from headrace.update.rules.table import RULES
 from headrace.update.wires import WIRES
 
 MOST_WORDS = 30
-CLASSES = (RunOptions, NodeOptions, PlanOptions, GenerateOptions, EvalOptions, CompressOptions)
+CLASSES = (RunOptions, NodeOptions, PlanOptions, GenerateOptions, ServeOptions, EvalOptions, CompressOptions)
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -97,7 +98,9 @@ def test_the_page_of_commands_has_them_all() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize(("command", "often"), [("train", 10), ("plan", 10), ("node", 10), ("generate", 7), ("compress", 4)])
+@pytest.mark.parametrize(
+    ("command", "often"), [("train", 10), ("plan", 10), ("node", 10), ("generate", 7), ("serve", 6), ("compress", 4)]
+)
 def test_options_stand_in_groups_the_most_used_first(command: str, often: int) -> None:
     told = CliRunner().invoke(app, [command, "-h"]).output
     sections = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n|\n)+)", told, re.MULTILINE))

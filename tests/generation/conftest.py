@@ -7,18 +7,15 @@ from typing import Any
 import pytest
 import torch
 from saved_models import DTYPES
+from talking_model import save_talking_model
 from tiny_architectures import CONFIGS, make_config, make_plain
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 Prompts = Sequence[Sequence[int]]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
 
 
 @pytest.fixture(scope="session")
@@ -67,23 +64,4 @@ def stock() -> Iterator[Callable[..., torch.Tensor]]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a byte-level tokenizer and a chat template."""
-    directory = tmp_path_factory.mktemp("talks") / "model"
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=320, max_position_embeddings=64, eos_token_id=0, bos_token_id=None, **sizes)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for parameter in made.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    made.save_pretrained(directory, max_shard_size="30KB")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=260, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["water"], trainer)
-    whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    whole.chat_template = TEMPLATE
-    whole.save_pretrained(str(directory))
-    return directory
+    return save_talking_model(tmp_path_factory.mktemp("talks") / "model")

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ask",),
     ("engine",),
     ("compress", "generate", "runs"),
+    ("serve",),
     ("cli",),
     ("testing",),
     ("__main__",),

@@ -7,7 +7,7 @@ from house import imported
 from test_layers import FILES, ROOT, TREES, imports, package_of
 from wings import OPENER, of_training
 
-WINGS = ("generate", "compress")
+WINGS = ("generate", "compress", "serve")
 
 
 def modules() -> dict[str, Path]:

@@ -12,8 +12,9 @@ from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.option_kinds import Either, Listed, Place, PlaceOrName
 from headrace.terms.run_options import NodeOptions
+from headrace.terms.serve_options import ServeOptions
 
-CLASSES: tuple[type[Declared], ...] = (NodeOptions, EvalOptions, GenerateOptions, CompressOptions)
+CLASSES: tuple[type[Declared], ...] = (NodeOptions, EvalOptions, GenerateOptions, ServeOptions, CompressOptions)
 
 
 def is_place(each: Declaration) -> bool:

@@ -1,0 +1,31 @@
+"""`headrace serve`: stderr gets plan, address and notes; answers go to clients."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.cli.generating import ceilings_of, say, tell_plan
+from headrace.terms.errors import ConfigError
+from headrace.terms.serve_options import ServeOptions
+
+
+def serve_model(model: str, given: Mapping[str, Any]) -> None:
+    """Serve a model until a signal comes.
+
+    Raises:
+        InputError, PlanInfeasible, StorageError: see the functions that it calls.
+    """
+    options = ServeOptions.of(given)
+    try:
+        from headrace.serve.server import Serving, serve  # late: it brings torch
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client", "anyio"):
+            raise
+        raise ConfigError(f"serve: needs {error.name}, which is not installed; pip install 'headrace[serve]'") from error
+
+    def ready(found: Serving) -> None:
+        sys.stderr.write(f"{found.name} answers at {found.address}; Ctrl-C ends it after what is under way\n")
+        sys.stderr.flush()
+
+    serve(Path(model), options, ceilings_of(options.machine), sink=say, tell_plan=tell_plan, ready=ready)

@@ -1,0 +1,192 @@
+"""Where requests become seats: clients' threads hand them in, the engine's thread answers them.
+
+A request is a micro-batch of one row. Those that wait join the running passes as soon as a seat is free; so all that are under
+way share each reading of the weights.
+
+Invariant: a request's tokens are those of `generate` on it alone, whoever else is served.
+"""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from headrace.generate.answering import Answer, Printer, answers_of
+from headrace.generate.generator import Generator
+from headrace.generate.micro_batches import Generated, MicroBatch
+from headrace.terms.errors import HeadraceError, InputError
+
+
+class Full(HeadraceError):
+    """As many requests as allowed are under way."""
+
+
+class Closing(HeadraceError):
+    """The server ends: it answers what has begun, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request has its seat."""
+
+
+Told = Begun | str | Answer | Exception
+
+
+@dataclass(eq=False)
+class Request:
+    """One request: token ids, settings as `GenerateOptions.settings` has them, and the most new tokens.
+
+    `tell` is called from the engine's thread, in this order: `Begun`; pieces of text, if it `streams`; then an `Answer`. Or, at
+    any time, an error, which is the last.
+    """
+
+    ids: tuple[int, ...]
+    settings: Mapping[str, Any]
+    new_tokens: int
+    tell: Callable[[Told], None]
+    streams: bool = False
+    seed: int = field(default_factory=lambda: secrets.randbits(32))
+    is_gone: bool = False
+    came: float = field(default_factory=time.monotonic)
+
+
+class _Gone(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row whose client has gone away."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._request.is_gone, dtype=torch.bool, device=input_ids.device)
+
+
+class Desk:
+    """Takes requests for a `generator` that has its plan. `changes` are the settings that all have, the tokenizer among them.
+
+    At most `most` are under way at once, in seats and waiting.
+    """
+
+    def __init__(self, generator: Generator, changes: Mapping[str, Any], most: int) -> None:
+        self._generator, self._changes, self._most = generator, changes, most
+        self._tokenizer = changes["tokenizer"]
+        self._changed = threading.Condition()
+        self._waiting, self._seated = deque[Request](), dict[int, Request]()
+        self._entered, self._is_closing = 0, False
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a seat."""
+        return len(self._waiting)
+
+    @property
+    def seated(self) -> int:
+        """Requests in seats."""
+        return len(self._seated)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it takes no more."""
+        return self._is_closing
+
+    def hand_in(self, request: Request) -> None:
+        """Take a request, which is told what comes of it.
+
+        Raises:
+            Full: there are as many as allowed.
+            Closing: the server ends.
+        """
+        with self._changed:
+            if self._is_closing:
+                raise Closing("the server ends; ask again when it is back")
+            if len(self._waiting) + len(self._seated) >= self._most:
+                raise Full(f"{self._most} requests are under way, which is the most (--max-requests); ask again later")
+            self._waiting.append(request)
+            self._changed.notify()
+
+    def let_go(self, request: Request) -> None:
+        """Forget a request whose client has gone: its seat is free after the running pass."""
+        with self._changed:
+            request.is_gone = True
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    def close(self, *, at_once: bool = False) -> None:
+        """Take no more, refuse those that wait, and let the thread end when those in seats are answered, or `at_once`."""
+        with self._changed:
+            self._is_closing = True
+            refused = [*self._waiting]
+            self._waiting.clear()
+            for request in self._seated.values():
+                request.is_gone |= at_once
+            self._changed.notify()
+        for request in refused:
+            request.tell(Closing("the server ends; ask again when it is back"))
+
+    def answer(self) -> None:
+        """Answer requests until the desk is closed: the work of the engine's thread.
+
+        Raises:
+            Whatever a pass raises; all that were under way have been told.
+        """
+        try:
+            for done in self._generator.run(self._entering(), contain=True):
+                with self._changed:
+                    request = self._seated.pop(done.batch.number)
+                if not request.is_gone:
+                    request.tell(self._told(done))
+        except BaseException as error:
+            self.close()
+            for request in self._seated.values():
+                request.tell(error if isinstance(error, Exception) else Closing("the server was ended"))
+            self._seated.clear()
+            raise
+
+    def _entering(self) -> Iterator[MicroBatch | None]:
+        """Yield who takes the next free seat, None while nobody waits; wait for somebody where no seat is taken."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._seated or self._is_closing)
+                if not self._waiting and not self._seated:
+                    return
+                request = self._waiting.popleft() if self._waiting else None
+                if request is not None:
+                    number = self._entered = self._entered + 1
+                    self._seated[number] = request
+            if request is None:
+                yield None
+                continue
+            try:
+                batch = MicroBatch(number, (request.ids,), request.seed, self._settings(request))
+            except InputError as error:
+                with self._changed:
+                    del self._seated[number]
+                request.tell(error)
+                continue
+            request.tell(Begun())
+            yield batch
+
+    def _settings(self, request: Request) -> dict[str, Any]:
+        """Return the arguments of transformers' `generate`.
+
+        Raises:
+            InputError: the model cannot read the tokens, or a setting is refused.
+        """
+        model = self._generator.model
+        model.check_tokens(request.ids)
+        asked = {**self._changes, **request.settings, "max_new_tokens": request.new_tokens}
+        settings = model.settings(len(request.ids), None, asked)
+        config = settings["generation_config"]
+        settings["stopping_criteria"] = StoppingCriteriaList([_Gone(request)])
+        if request.streams and (config.num_beams or 1) == 1:
+            settings["streamer"] = Printer(self._tokenizer, config.stop_strings or (), request.tell)
+        return settings
+
+    def _told(self, done: Generated) -> Told:
+        return done.error or next(answers_of(self._tokenizer, done))

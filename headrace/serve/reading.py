@@ -1,0 +1,123 @@
+"""What a request asks: its body checked, its prompt as tokens, its lengths within those of the server.
+
+Invariant: whatever bytes a client sends, the outcome is a request or an `Refused` with a status of 4xx.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.data.api_bodies import check_keys, conversation_of, settings_of
+from headrace.data.prompts import Prompts
+from headrace.serve.shapes import CHAT, Shape
+from headrace.terms.errors import HeadraceError, InputError, shortened
+
+_READ = ("messages", "tools", "prompt", "stream", "stream_options")
+# Values with which a key asks for what is done anyway.
+_USUAL: Mapping[str, Any] = {"response_format": {"type": "text"}, "tool_choice": "none", "best_of": 1, "modalities": ["text"]}
+
+
+class Refused(HeadraceError):
+    """A request is refused with an HTTP `status`; `code` is OpenAI's word for the reason."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Lengths in tokens: of a prompt, of prompt and answer together, and of an answer whose request names none."""
+
+    prompt: int
+    together: int
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks; `seed` None: it names none."""
+
+    shape: Shape
+    ids: tuple[int, ...]
+    settings: Mapping[str, Any]
+    new_tokens: int
+    seed: int | None
+    streams: bool
+    tells_usage: bool
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the bodies of requests to the model called `name`. It is used by one thread at a time, as its tokenizer is."""
+
+    name: str
+    prompts: Prompts
+    limits: Limits
+
+    def read(self, shape: Shape, content: bytes) -> Asked:
+        """Return what the body `content` asks.
+
+        Raises:
+            Refused: it cannot be answered.
+        """
+        body = _object_of(content)
+        model = body.get("model")
+        if model is not None and model != self.name:
+            raise Refused(f"model {shortened(repr(model))} is not here; this server has {self.name!r}", 404, "model_not_found")
+        try:
+            check_keys({key: value for key, value in body.items() if _USUAL.get(key) != value}, _READ)
+            settings = settings_of(body)
+            streams, tells_usage = _stream_of(body)
+            ids = tuple(conversation_of(body, self.prompts) if shape is CHAT else self._prompt_of(body))
+        except InputError as error:
+            raise Refused(str(error)) from error
+        new, seed = settings.pop("max_new_tokens", None), settings.pop("seed", None)
+        return Asked(shape, ids, settings, self._new_tokens(len(ids), new), seed, streams, tells_usage)
+
+    def _prompt_of(self, body: Mapping[str, Any]) -> list[int]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return Prompts(self.prompts.tokenizer, raw=True).of_text(prompt)
+        if isinstance(prompt, list) and prompt and all(isinstance(each, int) and each is not True for each in prompt):
+            return prompt
+        raise Refused("prompt must be one text, or one list of tokens; send a request for each prompt")
+
+    def _new_tokens(self, prompt: int, asked: int | None) -> int:
+        limits = self.limits
+        if prompt > limits.prompt:
+            raise Refused(
+                f"the prompt has {prompt} tokens; this server takes {limits.prompt}, which --max-length sets",
+                code="context_length_exceeded",
+            )
+        room = limits.together - prompt
+        if asked is not None and asked > room:
+            raise Refused(
+                f"the prompt has {prompt} tokens and max_tokens is {asked}: more than the {limits.together} of this server "
+                f"(--max-length); ask for {room} or fewer",
+                code="context_length_exceeded",
+            )
+        return asked or min(limits.new, room)
+
+
+def _object_of(content: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"the body is not JSON ({error})") from error
+    if not isinstance(body, dict):
+        raise Refused(f"the body must be a JSON object, found {type(body).__name__}")
+    return body
+
+
+def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether a request streams, and whether its stream ends with the numbers of tokens."""
+    streams, options = body.get("stream") or False, body.get("stream_options") or {}
+    if not isinstance(streams, bool) or not isinstance(options, dict):
+        raise Refused("stream must be true or false, and stream_options an object")
+    if not options.keys() <= {"include_usage"}:
+        raise Refused(f"stream_options may have include_usage alone, found {shortened(repr(options))}")
+    return streams, bool(options.get("include_usage"))
