@@ -23,8 +23,8 @@ class Beside:
 
     @classmethod
     def models(cls, count: int, path: Path, num_bytes: int) -> "Beside":
-        """Return `count` finished models of so many bytes each, of which one will be at `path`."""
-        what = "the finished model" if count == 1 else "the best model, and a better one until that is whole,"
+        """Return `count` finished models of so many bytes each, of which the last will be at `path`."""
+        what = "the finished model" if count == 1 else f"keeping {count} finished models"
         return cls(what, path, count * num_bytes)
 
     @property

@@ -72,6 +72,15 @@ def best_of(evaluations: Iterable[Record]) -> Record | None:
     )
 
 
+def lowest_so_far(evaluations: Iterable[Record]) -> list[Record]:
+    """Return those evaluations that had a lower loss than all before them: each was the best once."""
+    found: list[Record] = []
+    for each in evaluations:
+        if best_of([*found[-1:], each]) is each:
+            found.append(each)
+    return found
+
+
 def evaluations_since_best(evaluations: Sequence[Record]) -> int:
     """Return how many evaluations in a row, up to the newest, had no lower loss than all before them."""
     best = best_of(evaluations)

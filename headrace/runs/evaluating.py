@@ -1,28 +1,23 @@
 """Evaluation within a run: when, over which rows, and what follows from it.
 
 Everything follows from the step and from the recorded evaluations. So a resumed run does an evaluation that was broken off
-again before its next step, keeps the same best model, and stops at the same step.
+again before its next step, and stops at the same step.
 Invariant: an evaluation changes nothing of training; what it records is of a durable step.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from headrace.ask.plan_report import Evaluating
 from headrace.data import BatchStream
 from headrace.data.held_out import HeldOutRows
 from headrace.data.open_data import tensors_of
-from headrace.files.scratch import remove_tree
-from headrace.report.metrics import Record, best_of, evaluations_since_best
+from headrace.report.metrics import Record, evaluations_since_best
 from headrace.runs.protocols import RunningEngine
-from headrace.store.run_directory import RunDirectory
 from headrace.terms.events import Evaluated, Notice, Sink
-from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.run_options import RunOptions
 
 
@@ -47,6 +42,10 @@ class Evaluations:
             return True
         if self.config.eval_steps is not None:
             return step % self.config.eval_steps == 0
+        return self.ends_epoch(step)
+
+    def ends_epoch(self, step: int) -> bool:
+        """Return whether a pass over the data ends in `step`."""
         return self.stream.epochs_ended(step) > self.stream.epochs_ended(step - 1)
 
     @property
@@ -72,39 +71,32 @@ class Evaluations:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the model of `engine` between steps, and keeps the best one if the run asks for that.
+    """Evaluates the model of `engine` between steps.
 
-    `evaluations` are the records so far; `sink` gets new ones, and adds them. `heed` says whether to break off. `keep` writes
-    the newest model into a directory.
+    `evaluations` are the records so far; `sink` gets new ones, and adds them. `heed` says whether to break off.
     """
 
     plan: Evaluations
     engine: RunningEngine
-    directory: RunDirectory
     evaluations: Sequence[Record]
     sink: Sink
     heed: Callable[[], bool]
-    keep: Callable[[Path], None]
 
     def evaluate_if_due(self) -> None:
-        """Evaluate after the newest step if that is due and not done; then keep the model if it is the best one.
+        """Evaluate after the newest step if that is due and not done.
 
         Raises:
             StepFailed: a lane failed; the last committed step is untouched.
-            ExportFailed: there is no space for the best model; the state is as it was.
         """
         step = self.engine.step_index
-        if not self.plan.due(step):
+        if not self.plan.due(step) or (self.evaluations and self.evaluations[-1]["step"] >= step):
             return
-        if not self.evaluations or self.evaluations[-1]["step"] < step:
-            self.engine.flush()  # what the step still moves belongs to it
-            if (found := self._evaluated(step)) is None:
-                return
-            self.sink(found)
-            if not math.isfinite(found.loss):
-                self.sink(Notice(text=f"the evaluation after step {step} has no finite loss"))
-        if self.plan.config.load_best_model_at_end:
-            self._keep_best(step)
+        self.engine.flush()  # what the step still moves belongs to it
+        if (found := self._evaluated(step)) is None:
+            return
+        self.sink(found)
+        if not math.isfinite(found.loss):
+            self.sink(Notice(text=f"the evaluation after step {step} has no finite loss"))
 
     def _evaluated(self, step: int) -> Evaluated | None:
         """Return the mean loss over all held-out rows; None if it was broken off."""
@@ -116,32 +108,3 @@ class Evaluator:
             found = self.engine.evaluate(tensors_of(batch))
             total, tokens = total + found.loss * found.tokens, tokens + found.tokens
         return Evaluated(step=step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - started)
-
-    def _keep_best(self, step: int) -> None:
-        best = best_of(self.evaluations)
-        if best is None or best["step"] != step:
-            return
-        kept = self.directory.checkpoint(step)
-        if provenance_of(kept) != self.engine.provenance:
-            self.keep(kept)
-        remove_checkpoints(self.directory, self.engine.provenance["run_id"], but=step)
-
-
-def provenance_of(model: Path) -> object:
-    """Return what the model in a directory says it is; None if there is none, or it says nothing."""
-    try:
-        return json.loads((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
-def remove_checkpoints(directory: RunDirectory, run_id: str, *, but: int | None = None) -> None:
-    """Remove the models that run `run_id` kept, except that of one step; what others put there stays. Each takes another name
-    first: a checkpoint is whole or not there.
-    """
-    for step, path in directory.checkpoints().items():
-        found = provenance_of(path)
-        if step != but and isinstance(found, dict) and found.get("run_id") == run_id:
-            path.rename(path.with_name(f".{path.name}.removed"))
-    for path in directory.path.glob(".checkpoint-*.removed"):
-        remove_tree(path)

@@ -12,7 +12,7 @@ from headrace.data.turn_end import turn_end_file
 from headrace.files.durable import sync, write_whole
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record, best_of
-from headrace.runs.evaluating import provenance_of, remove_checkpoints
+from headrace.runs.checkpoints import Checkpoints, link_model, provenance_of, remove_superseded
 from headrace.runs.protocols import RunningEngine
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
@@ -24,15 +24,17 @@ _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report
 
 
 def write_final(
-    engine: RunningEngine, run: RunDirectory, config: RunOptions, records: list[Record], evaluations: list[Record]
+    engine: RunningEngine, run: RunDirectory, plan: Checkpoints, records: list[Record], evaluations: list[Record]
 ) -> str:
     """Export the model to `final/` with its card; return a note about it, or "". The state may be removed then.
 
-    If the run asks for the best model, that is the one of the evaluation with the lowest loss.
+    If the run asks for the best model, that is the one of the evaluation with the lowest loss. A checkpoint that has the model
+    becomes `final/`; if it is kept, `final/` has the same files of weights.
 
     Raises:
         ExportFailed: there is no space for both, or they cannot be written; the state is as it was.
     """
+    config = plan.config
     wanted, best = engine.provenance, best_of(evaluations) if config.load_best_model_at_end else None
     facts = CardFacts(
         name=run.path.name,
@@ -49,11 +51,12 @@ def write_final(
         # The export appears complete or not at all, and says what it is: if it is there, it is done.
         if best is not None and provenance_of(run.final) != wanted:
             kept, of_best = run.checkpoint(best["step"]), {**wanted, "steps": best["step"]}
-            if provenance_of(run.final) == of_best or _became_final(kept, of_best, run, _card_of(facts, best)):
+            if provenance_of(run.final) == of_best or _became_final(kept, of_best, run, _card_of(facts, best), plan):
                 wanted = of_best
             else:
                 note = " ".join((note, f"{kept} is gone, so {run.final.name} is the model of the last step")).strip()
-        if provenance_of(run.final) != wanted:
+        last = run.checkpoint(wanted["steps"])
+        if provenance_of(run.final) != wanted and not _became_final(last, wanted, run, model_card(facts), plan):
             _refuse_another(run.final)
             engine.save_pretrained(run.final, {**files, _CARD_NAME: model_card(facts)})
         elif not (run.final / _CARD_NAME).exists():  # an export of version 0.1 could end without it
@@ -64,7 +67,7 @@ def write_final(
             f"{error}. All steps are committed and the run is intact: `headrace resume {run.path}` then writes the model, "
             f"`headrace export {run.path} OUT` writes it elsewhere"
         ) from error
-    remove_checkpoints(run, engine.provenance["run_id"])
+    remove_superseded(run, engine.provenance["run_id"], plan, evaluations)
     return note
 
 
@@ -86,15 +89,20 @@ def keep_model(engine: RunningEngine, path: Path, config: RunOptions) -> None:
         raise ExportFailed(f"{error}. All steps are committed: `headrace resume {path.parent}` goes on") from error
 
 
-def _became_final(kept: Path, wanted: object, run: RunDirectory, card: str) -> bool:
-    """Give the model that was kept its card and the name `final`; return False if it is not there."""
+def _became_final(kept: Path, wanted: object, run: RunDirectory, card: str, plan: Checkpoints) -> bool:
+    """Give the model that was kept its card and the name `final`, besides its own if it stays; return False if it is not
+    there.
+    """
     if provenance_of(kept) != wanted:
         return False
     _refuse_another(run.final)
     with run.writing():
-        write_whole(kept / _CARD_NAME, card)
-        kept.replace(run.final)
-        sync(run.path)
+        if plan.config.saves:
+            link_model(kept, run.final, {_CARD_NAME: card})
+        else:
+            write_whole(kept / _CARD_NAME, card)
+            kept.replace(run.final)
+            sync(run.path)
     return True
 
 

@@ -20,12 +20,13 @@ from headrace.plan.plan import Plan
 from headrace.plan.serving import explain_serving, grouping_of
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
+from headrace.runs.checkpoints import Checkpoints, CheckpointWriter
 from headrace.runs.evaluating import Evaluations, Evaluator
 from headrace.runs.finish import keep_model, write_final
 from headrace.runs.measuring import MachineOfRun
 from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
-from headrace.runs.signals import Interrupted, StopRequest
+from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError, StorageError
@@ -48,7 +49,9 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one process works with. `total_steps` is the decided `config.max_steps`; `meter` runs since the process began."""
+    """What one process works with. `total_steps` is the decided `config.max_steps`; `meter` and `saving` began with the
+    process.
+    """
 
     config: RunOptions
     directory: RunDirectory
@@ -57,7 +60,13 @@ class _Run:
     display: Display
     engines: Engines
     meter: MemoryMeter
-    evaluations: Evaluations
+    saving: SaveRequest
+    checkpoints: Checkpoints
+
+    @property
+    def evaluations(self) -> Evaluations:
+        """The run's evaluations."""
+        return self.checkpoints.evaluations
 
 
 def train(config: RunOptions, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
@@ -69,11 +78,11 @@ def train(config: RunOptions, *, display: Display | None = None, engines: Engine
         StorageError, StepFailed: the run broke, or a disk is full; `resume` goes on after the cause is removed.
         Interrupted: SIGINT or SIGTERM came; the run can be resumed.
     """
-    with MemoryMeter() as meter:
+    with MemoryMeter() as meter, SaveRequest() as saving:
         checked, directory = check(config)
         engines = engines or _engines()
         resolved, stream = prepare(checked, directory, engines)
-        run = _run(resolved, directory, stream, display, engines, meter)
+        run = _run(resolved, directory, stream, display, engines, meter, saving)
         made = directory.write_config(resolved)
         return _begin(run, on_failure=lambda: directory.forget(made))
 
@@ -87,11 +96,13 @@ def resume(run_directory: str | Path, *, display: Display | None = None, engines
         DataError: the data is not that with which the run began.
         Interrupted: as for `train`.
     """
-    with MemoryMeter() as meter:
-        return _resume(RunDirectory(Path(run_directory).absolute()), display, engines or _engines(), meter)
+    with MemoryMeter() as meter, SaveRequest() as saving:
+        return _resume(RunDirectory(Path(run_directory).absolute()), display, engines or _engines(), meter, saving)
 
 
-def _resume(directory: RunDirectory, display: Display | None, engines: Engines, meter: MemoryMeter) -> Finished:
+def _resume(
+    directory: RunDirectory, display: Display | None, engines: Engines, meter: MemoryMeter, saving: SaveRequest
+) -> Finished:
     config = directory.read_config()
     kind = engines.state_of(directory.path)
     if kind is StateKind.NONE and directory.final.exists():
@@ -102,7 +113,7 @@ def _resume(directory: RunDirectory, display: Display | None, engines: Engines, 
             f"{directory.path}: the run had taken {done} steps, but its state is gone (for example by headrace clean "
             "--unfinished); start a new run"
         )
-    run = _run(config, directory, open_stream(config, resumed=True), display, engines, meter)
+    run = _run(config, directory, open_stream(config, resumed=True), display, engines, meter, saving)
     if kind is not StateKind.COMMITTED:
         engines.discard(directory.path)  # killed while the model was imported: there is nothing to resume
         return _begin(run)
@@ -180,8 +191,15 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
                 raise _interrupted(run, engine.step_index, stop.received)
 
         run.engines.heed(heed)
-        evaluator = _evaluator(run, engine, reporters, metrics, lambda: stop.received is not None)
-        evaluator.evaluate_if_due()  # a run that was killed in an evaluation does it again first
+        evaluator, keeper = _between_steps(run, engine, reporters, metrics, lambda: stop.received is not None)
+
+        def look_after_step() -> None:
+            """Evaluate, and keep a checkpoint. What was broken off by a kill is done again first."""
+            evaluator.evaluate_if_due()
+            if stop.received is None:
+                keeper.keep_if_due()
+
+        look_after_step()
         while (
             engine.step_index < run.total_steps
             and stop.received is None
@@ -195,7 +213,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             if account is not None and (words := account.refined(taken, steps_left=run.total_steps - engine.step_index)):
                 reporters(Notice(text=words, level="info"))
             if stop.received is None and reporters.failure is None:
-                evaluator.evaluate_if_due()
+                look_after_step()
         engine.flush()
         reporters.close()
         if reporters.failure is not None:
@@ -209,7 +227,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         run.display.say(f"stopped early: {patience} evaluations in a row had no lower loss than the best before them")
     words = summary()  # before the model, which is the last that may fail
     try:
-        if note := write_final(engine, run.directory, run.config, metrics.records, metrics.evaluations):
+        if note := write_final(engine, run.directory, run.checkpoints, metrics.records, metrics.evaluations):
             run.display.say(f"note: {note}")
         with suppress(StorageError):  # the figures before the model are there
             words = summary()  # writing the model also takes memory
@@ -221,17 +239,17 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
 
 
-def _evaluator(
+def _between_steps(
     run: _Run, engine: RunningEngine, reporters: Reporters, metrics: MetricsFile, heed: Callable[[], bool]
-) -> Evaluator:
-    """Return what evaluates between steps; `heed` says whether the run is to stop."""
-    return Evaluator(
-        run.evaluations,
+) -> tuple[Evaluator, CheckpointWriter]:
+    """Return what evaluates, and what keeps models, between steps; `heed` says whether the run is to stop."""
+    return Evaluator(run.evaluations, engine, metrics.evaluations, reporters, heed), CheckpointWriter(
+        run.checkpoints,
         engine,
         run.directory,
         metrics.evaluations,
         reporters,
-        heed,
+        run.saving,
         lambda path: keep_model(engine, path, run.config),
     )
 
@@ -264,14 +282,15 @@ def _run(
     display: Display | None,
     engines: Engines,
     meter: MemoryMeter,
+    saving: SaveRequest,
 ) -> _Run:
     if config.max_steps is None:
         raise RunDirectoryError(f"{directory.config}: max_steps is missing; restore the file as the run wrote it")
     display = display or NoDisplay()
     for notice in stream.notices:
         display.say(f"note: {notice}")
-    evaluations = Evaluations(config, stream, config.max_steps)
-    return _Run(config, directory, stream, config.max_steps, display, engines, meter, evaluations)
+    checkpoints = Checkpoints(config, Evaluations(config, stream, config.max_steps))
+    return _Run(config, directory, stream, config.max_steps, display, engines, meter, saving, checkpoints)
 
 
 def _reporters(run: _Run, stack: ExitStack) -> Reporters:

@@ -9,7 +9,8 @@
     timeline.json        the operations of the last two steps
     report.html          on request: `headrace report`
     tensorboard/, trace.json    on request
-    checkpoint-N/        the best model so far, after step N (load_best_model_at_end)
+    checkpoint-N/        the model after step N (save_steps, load_best_model_at_end, or on request)
+    save                 somebody makes this file to ask for a checkpoint-N; it goes
     final/               the finished model, an ordinary Hugging Face directory
 
 The engine keeps its records beside these. Invariant: a directory that contains anything is never taken for a new run.
@@ -65,6 +66,11 @@ class RunDirectory:
     def final(self) -> Path:
         """The finished model."""
         return self.path / "final"
+
+    @property
+    def save_request(self) -> Path:
+        """The file with which somebody asks for a checkpoint."""
+        return self.path / "save"
 
     def checkpoint(self, step: int) -> Path:
         """The model after `step`, where a run keeps it."""

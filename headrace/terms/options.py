@@ -36,9 +36,9 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
     checkpoint_every: int | None = option(
         None,
         Whole(),
-        "Commit every so many steps.",
-        row="commit once in this many steps. More than 1 pays only if states live in memory (`headrace plan` says how much). "
-        "If updates do not wait for the norm, every step is committed",
+        "Commit every so many steps, for resuming; it makes no checkpoint-N (--save-steps).",
+        row="commit once in this many steps, for `resume`; `save_steps` makes directories. More than 1 pays only if states "
+        "live in memory (`headrace plan` says how much). If updates do not wait for the norm, every step is committed",
         words="1",
         plan=True,
         group=Group.RUN,

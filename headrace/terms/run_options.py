@@ -84,6 +84,26 @@ class RunOptions(Options):
         plan=True,
         group=Group.EVALUATION,
     )
+    save_steps: int | None = option(
+        None,
+        Whole(),
+        "Keep the model as checkpoint-N every so many steps, and at the last step.",
+        row="keep the model after every so many steps, and after the last, as an ordinary directory `checkpoint-N` "
+        "([checkpoints](checkpoints.md))",
+        words="none are kept",
+        plan=True,
+        group=Group.RUN,
+    )
+    save_total_limit: int | None = option(
+        None,
+        Whole(),
+        "Keep at most so many checkpoint-N; alone, one for each evaluation or epoch.",
+        row="keep the newest so many `checkpoint-N`, and among them the one with the lowest evaluation loss (two, if that is "
+        "older). Without `save_steps` there is one for each evaluation, else for each epoch",
+        words="all",
+        plan=True,
+        group=Group.RUN,
+    )
     early_stopping_patience: int | None = option(
         None,
         Whole(),
@@ -142,9 +162,20 @@ class RunOptions(Options):
         return self.eval_split is not None or bool(self.eval_data)
 
     @property
+    def saves(self) -> bool:
+        """Whether models are kept during the run, whatever becomes of them."""
+        return self.save_steps is not None or self.save_total_limit is not None
+
+    @property
     def models_at_once(self) -> int:
-        """How many finished models lie beside the state at most: a new best one is whole before the last one goes."""
-        return 2 if self.load_best_model_at_end else 1
+        """How many finished models lie beside the state at most: a new one is whole before another goes, `final/` is the last.
+        Without a limit and a number of steps, it is unknown how many are kept: two count.
+        """
+        best, most, every = int(self.load_best_model_at_end), self.save_total_limit, self.save_steps
+        if most is not None:
+            most = max(most, 2) if self.evaluates else most
+        kept = -(-(self.max_steps or every) // every) if every else most
+        return 1 + best if kept is None else min(kept + best, most or kept + best) + 1
 
 
 @dataclass(frozen=True, kw_only=True)

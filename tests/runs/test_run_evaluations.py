@@ -316,7 +316,7 @@ class TestTheBest:
         names = {
             "keep": "headrace.runs.loop.keep_model",
             "move": "headrace.runs.finish._became_final",
-            "remove": "headrace.runs.evaluating.remove_tree",
+            "remove": "headrace.runs.checkpoints.remove_tree",
         }
         calls = []
 
