@@ -22,6 +22,7 @@ from headrace.cli.first_look import (
     look_at_place,
     look_at_words,
 )
+from headrace.cli.migrating import migrate
 from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report
@@ -302,6 +303,7 @@ def clean(
 
 
 command(TRAIN)(report)
+command(TRAIN)(migrate)
 app.add_typer(bench_app, name="bench", rich_help_panel=PLAN)
 
 

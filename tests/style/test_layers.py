@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("measure",),
     ("ask",),
     ("engine",),
-    ("compress", "generate", "runs"),
+    ("compress", "generate", "migrate", "runs"),
     ("serve",),
     ("cli",),
     ("testing",),

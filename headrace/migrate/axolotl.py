@@ -1,0 +1,196 @@
+"""axolotl's YAML."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.migrate.training_arguments import (
+    LOGGED,
+    PLANNED,
+    REASONS,
+    names_of,
+    note_coded_base,
+    refuse_other_tasks,
+    take_adapter,
+    take_common,
+    take_optimizer,
+    take_rows,
+    take_saving,
+    take_schedule,
+)
+from headrace.migrate.source import Source, refuse
+from headrace.migrate.trl import set_data
+
+NAME = "axolotl"
+
+_TOKENIZER = "the tokenizer and the chat template of the model directory are used"
+_REASONS = REASONS | {
+    "auto_resume_from_checkpoints": "`headrace resume RUN_DIR` resumes a run",
+    "bnb_config_kwargs": "see load_in_4bit",
+    "curriculum_sampling": "see the option shuffle",
+    "hf_use_auth_token": "the token of the Hub's own login is used",
+    "model_quantization_config*": "a coded model is read as it is (docs/codes.md)",
+    "revision_of_model": "download that revision and name its directory",
+    "tiled_mlp": PLANNED,
+    "base_model_config": "the configuration of the model directory is used",
+    "base_model_ignore_patterns": "safetensors alone are read",
+    "activation_offloading": PLANNED,
+    "chat_template*": _TOKENIZER,
+    "context_parallel_size": PLANNED,
+    "cut_cross_entropy": PLANNED,
+    "dataset_*": PLANNED,
+    "device_map": PLANNED,
+    "dp_*": PLANNED,
+    "eot_tokens": "the end of turns is found in the chat template",
+    "eval_batch_size": PLANNED,
+    "eval_sample_packing": PLANNED,
+    "eval_table_size": LOGGED,
+    "evals_per_epoch": "one evaluation an epoch is the default; for more set eval_steps",
+    "experimental_skip_move_to_device": PLANNED,
+    "experts_implementation": PLANNED,
+    "expert_parallel*": PLANNED,
+    "flash_attn*": PLANNED,
+    "flash_attention": PLANNED,
+    "flex_attn*": PLANNED,
+    "group_by_length": "rows are filled best fit first",
+    "gptq*": "see docs/codes.md for coded models",
+    "is_*": "the architecture is read from config.json",
+    "liger_*": "see the option liger",
+    "local_rank": PLANNED,
+    "lora_*_kernel": PLANNED,
+    "lora_fan_in_fan_out": "it follows from the module",
+    "lora_mlp_kernel": PLANNED,
+    "lora_modules_to_save": "embeddings and head stay frozen beside an adapter",
+    "lora_o_kernel": PLANNED,
+    "lora_qkv_kernel": PLANNED,
+    "loss_watchdog_*": "a step with a gradient that is not finite is skipped",
+    "model_type": "the architecture is read from config.json",
+    "pad_to_sequence_len": PLANNED,
+    "plugins": PLANNED,
+    "processor_type": "words alone are trained",
+    "quantize_moe_experts": "see load_in_4bit",
+    "sample_packing_*": PLANNED,
+    "saves_per_epoch": "with save_total_limit a run keeps a model at the end of each epoch; for more set save_steps",
+    "shuffle_merged_datasets": "the order is shuffled in each pass; see the option shuffle",
+    "skip_prepare_dataset": PLANNED,
+    "special_tokens": _TOKENIZER,
+    "strict": "unknown keys are refused",
+    "swanlab_*": "there is no logger swanlab",
+    "tensor_parallel_size": PLANNED,
+    "tokenizer*": _TOKENIZER,
+    "tokens": _TOKENIZER,
+    "trackio_*": "see report_to",
+    "train_on_inputs": "everything is trained where data are text; of conversations the turns of the assistant",
+    "use_kernels": PLANNED,
+    "use_scattermoe": PLANNED,
+    "use_sonicmoe": PLANNED,
+    "wandb_*": "see report_to",
+    "xformers_attention": PLANNED,
+    "sdp_attention": PLANNED,
+}
+# What would train something else: refused by name if it is on.
+_REFUSED = (
+    "reward_model",
+    "process_reward_model",
+    "qat",
+    "diffusion",
+    "relora",
+    "lisa_n_layers",
+    "unfrozen_parameters",
+    "use_eaft",
+)
+_FORMS = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", "input_output")
+
+
+def recognises(values: Mapping[str, Any]) -> bool:
+    """Return whether these are the keys of an axolotl configuration."""
+    return "base_model" in values
+
+
+def translate(source: Source) -> None:
+    """Translate an axolotl configuration.
+
+    Raises:
+        ConfigError: it asks for a loss, a method or data that this version does not train.
+    """
+    refuse_other_tasks(source, "rl", ())
+    for key in _REFUSED:
+        if source.take(key):
+            raise refuse(key, source.values[key], "is not trained by this version")
+    source.rename("base_model", "model")
+    _take_data(source)
+    length = int(source.take("sequence_len", 512))
+    source.set("sequence_length", length, "sequence_len")
+    source.set("packing", bool(source.take("sample_packing", False)), "sample_packing")
+    if source.has("batch_size") and not source.has("gradient_accumulation_steps"):
+        take_rows(source, "batch_size", 1, length)
+        source.take("micro_batch_size")
+    else:
+        take_rows(source, "micro_batch_size", 1, length)
+    source.rename("learning_rate", "learning_rate", float)
+    source.set("epochs", float(source.take("num_epochs", 1)), "num_epochs")
+    source.rename("max_steps", "max_steps", int)
+    take_optimizer(source, source.take("optimizer", "adamw_torch_fused"), "optimizer")
+    take_schedule(source, source.take("lr_scheduler", "cosine"), "lr_scheduler")
+    if source.has("wandb_project"):
+        source.set("report_to", ["wandb"], "wandb_project")
+    take_common(source)
+    take_saving(source)
+    held_out = source.take("val_set_size", 0)
+    if float(held_out) > 0:
+        source.set("eval_split", held_out, "val_set_size")
+    source.rename("output_dir", "output")
+    _take_adapter(source)
+    source.finish(_REASONS)
+
+
+def _take_adapter(source: Source) -> None:
+    kind = source.take("adapter")
+    targets, experts = names_of(source.take("lora_target_modules")), names_of(source.take("lora_target_parameters"))
+    if source.take("lora_target_linear"):
+        targets = "all-linear"
+    if experts:
+        experts = "+".join(sorted({name[name.rfind("experts") :] for name in experts.split("+")}))
+        targets = f"{targets or 'all-linear'}+{experts}"
+    if kind in ("lora", "qlora"):
+        take_adapter(source, "lora", ("lora_r", "lora_alpha", "lora_dropout"), targets, (8, 16, 0.0))
+        if isinstance(source.values.get("lora_target_modules"), str) and targets is None:
+            source.leave("lora_target_modules", "a pattern; name the ends of module names in target_modules")
+    elif kind:
+        raise refuse("adapter", kind, "is not an adapter that this version trains; lora, dora and qlora are")
+    for key in ("lora_r", "lora_alpha", "lora_dropout"):
+        source.take(key)
+    if source.has("lora_model_dir"):
+        source.leave("lora_model_dir", "an adapter begins at zero; merge the other one first (`headrace export --merge`)")
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if source.take(key):
+            note_coded_base(source, key)
+
+
+def _take_data(source: Source) -> None:
+    """Take data sets, those of pre-training too, and held-out ones."""
+    for key, option in (("datasets", "data"), ("pretraining_dataset", "data"), ("test_datasets", "eval_data")):
+        several = source.take(key)
+        if not several:
+            continue
+        rows = [{"path": each} if isinstance(each, str) else _row(source, key, each) for each in several]
+        if option == "data":
+            set_data(source, rows, key)
+        else:
+            source.set(option, [row["path"] for row in rows], key)
+
+
+def _row(source: Source, key: str, each: Mapping[str, Any]) -> dict[str, Any]:
+    files = each.get("data_files")
+    split = each.get("split")
+    row = {"path": each["path"], "name": each.get("name"), "split": split if split != "train" else None}
+    if files and each["path"] in ("json", "csv", "parquet", "text", "arrow"):
+        row["path"] = files[0] if isinstance(files, list) else files
+    form = each.get("type")
+    name = str(form).partition(":")[0].partition(".")[0] if isinstance(form, str) else None
+    if form is not None and name not in _FORMS:
+        source.notes.append(f"{key}: {each['path']}: the form {form!r} is axolotl's; here columns decide (docs/data.md)")
+    renamed = {"text": each.get("field"), "messages": each.get("field_messages")}
+    columns = {ours: theirs for ours, theirs in renamed.items() if theirs and theirs not in (ours, "conversations")}
+    if columns:
+        row["columns"] = columns
+    return {name: value for name, value in row.items() if value is not None}

@@ -1,0 +1,163 @@
+"""LLaMA-Factory's YAML, with the names of `dataset_info.json` where that file is found."""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headrace.migrate.training_arguments import (
+    PLANNED,
+    REASONS,
+    names_of,
+    note_coded_base,
+    refuse_other_tasks,
+    take_adapter,
+    take_training_arguments,
+)
+from headrace.migrate.source import Source, refuse
+from headrace.migrate.trl import set_data
+
+NAME = "llama-factory"
+
+_REASONS = REASONS | {
+    "cache_dir": PLANNED,
+    "fp8*": "see the option compute_dtype",
+    "freeze_*": "words alone are trained; --train matrices or an adapter train less",
+    "kt_*": PLANNED,
+    "pipeline_model_parallel_size": PLANNED,
+    "tensor_model_parallel_size": PLANNED,
+    "use_distributed_optimizer": PLANNED,
+    "use_kt": PLANNED,
+    "use_v1_kernels": PLANNED,
+    "double_quantization": "see quantization_bit",
+    "flash_attn": PLANNED,
+    "image_*": "words alone are trained",
+    "include_*": PLANNED,
+    "overwrite_cache": PLANNED,
+    "plot_loss": "`headrace report RUN_DIR` has the picture",
+    "preprocessing_*": PLANNED,
+    "quantization_method": "see quantization_bit",
+    "run_name": "output names the run",
+    "template": "the chat template of the model directory is used",
+    "enable_liger_kernel": "see the option liger",
+    "video_*": "words alone are trained",
+    "disable_gradient_checkpointing": PLANNED,
+    "use_reentrant_gc": PLANNED,
+    "shift_attn": PLANNED,
+    "max_samples": "write a file with so many samples",
+    "resize_vocab": "a model directory is trained as it is",
+}
+# What would train something else: refused by name if it is on.
+_REFUSED = (
+    "freeze_trainable_layers",
+    "mixture_of_depths",
+    "pissa_init",
+    "use_apollo",
+    "use_asft_loss",
+    "use_badam",
+    "use_dft_loss",
+    "use_eaft_loss",
+    "use_galore",
+    "use_llama_pro",
+)
+
+
+def recognises(values: Mapping[str, Any]) -> bool:
+    """Return whether these are the keys of a LLaMA-Factory configuration."""
+    return "model_name_or_path" in values and any(
+        key in values for key in ("finetuning_type", "cutoff_len", "stage", "dataset_dir")
+    )
+
+
+def translate(source: Source) -> None:
+    """Translate a LLaMA-Factory configuration.
+
+    Raises:
+        ConfigError: it asks for a task, a loss or a method that this version does not train.
+    """
+    refuse_other_tasks(source, "stage", ("sft", "pt"))
+    for key in _REFUSED:
+        if source.take(key):
+            raise refuse(key, source.values[key], "is not trained by this version")
+    source.rename("model_name_or_path", "model")
+    _take_data(source)
+    length = int(source.take("cutoff_len", 2048))
+    source.set("sequence_length", length, "cutoff_len")
+    pretrains = source.values.get("stage") == "pt"
+    source.set("packing", bool(source.take("packing", pretrains) or source.take("neat_packing")), "packing")
+    if source.take("use_adam_mini"):
+        source.notes.append("use_adam_mini: AdamW stands in its place; moments=int8 takes less")
+    if source.take("use_muon"):
+        source.set("optimizer", "muon", "use_muon")
+    take_training_arguments(source, batch=8, rate=5e-5, epochs=3.0, length=length)
+    if source.has("use_muon"):
+        source.set("optimizer", "muon", "use_muon")
+    held_out = source.take("val_size", 0)
+    if float(held_out) > 0:
+        source.set("eval_split", held_out, "val_size")
+    source.rename("output_dir", "output")
+    _take_adapter(source)
+    source.finish(_REASONS)
+
+
+def _take_adapter(source: Source) -> None:
+    kind = source.take("finetuning_type", "lora")
+    if kind not in ("full", "lora"):
+        raise refuse("finetuning_type", kind, "is not trained by this version; full and lora are")
+    rank = int(source.values.get("lora_rank") or 8)
+    targets = names_of(source.take("lora_target", "all"))
+    if kind == "lora":
+        take_adapter(source, "lora", ("lora_rank", "lora_alpha", "lora_dropout"), targets, (8, 2.0 * rank, 0.0))
+    for key in ("lora_rank", "lora_alpha", "lora_dropout"):
+        source.take(key)
+    if source.has("loraplus_lr_ratio"):
+        source.leave("loraplus_lr_ratio", "both matrices of an adapter have one learning rate")
+    if source.has("adapter_name_or_path"):
+        source.leave("adapter_name_or_path", "an adapter begins at zero; merge the other one first (`headrace export --merge`)")
+    if source.has("quantization_bit"):
+        note_coded_base(source, "quantization_bit")
+
+
+def _take_data(source: Source) -> None:
+    """Take data sets by the names of `dataset_info.json`, which lies in `dataset_dir`."""
+    folder = Path(str(source.take("dataset_dir", "data")))
+    info = _info_in(folder)
+    for key, option in (("dataset", "data"), ("eval_dataset", "eval_data")):
+        names = source.take(key)
+        words = names.split(",") if isinstance(names, str) else names or []
+        rows = [_row(source, folder, info, str(word).strip()) for word in words]
+        if rows and option == "data":
+            set_data(source, rows, key)
+        elif rows:
+            source.set(option, [row["path"] for row in rows], key)
+
+
+def _info_in(folder: Path) -> Mapping[str, Any]:
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / "dataset_info.json").read_text("utf-8"))
+        if isinstance(found, Mapping):
+            return found
+    return {}
+
+
+def _row(source: Source, folder: Path, info: Mapping[str, Any], name: str) -> dict[str, Any]:
+    entry = info.get(name)
+    if not isinstance(entry, Mapping):
+        source.notes.append(
+            f"data: {name} is a name of {folder / 'dataset_info.json'}, which is not there or does not have it; write a file's"
+        )
+        return {"path": name}
+    if entry.get("ranking"):
+        raise refuse("dataset", name, "has pairs to rank, which this version does not train")
+    file = entry.get("file_name")
+    row = {
+        "path": str(folder / file) if file else entry.get("hf_hub_url"),
+        "name": entry.get("subset"),
+        "split": entry.get("split"),
+    }
+    columns = {ours: entry["columns"].get(ours) for ours in ("messages", "tools")} if "columns" in entry else {}
+    columns = {ours: theirs for ours, theirs in columns.items() if theirs and theirs not in (ours, "conversations")}
+    if columns:
+        row["columns"] = columns
+    return {key: value for key, value in row.items() if value is not None and not (key == "split" and value == "train")}

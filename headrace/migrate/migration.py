@@ -1,0 +1,95 @@
+"""Reads another trainer's file, finds whose it is, and writes `run.yaml`."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.files.yaml_options import read_yaml
+from headrace.migrate import axolotl, deepspeed, llama_factory, trl
+from headrace.migrate.source import Source
+from headrace.terms.errors import ConfigError
+from headrace.terms.run_options import RunOptions
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    recognises: Callable[[Mapping[str, Any]], bool]
+    translate: Callable[[Source], None]
+
+
+# In the order in which a file is looked at: what is most certain comes first.
+TOOLS = {each.NAME: _Tool(each.recognises, each.translate) for each in (axolotl, llama_factory, trl, deepspeed)}
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """What became of a file of `tool`.
+
+    `options` are a run's, `origins` the keys that they come from, `left_out` the reasons for other keys. `notes` say what to
+    look at.
+    """
+
+    tool: str
+    options: dict[str, Any]
+    origins: dict[str, str]
+    left_out: dict[str, str]
+    notes: tuple[str, ...]
+
+    def to_yaml(self) -> str:
+        """Return the text of `run.yaml`; keys that are required and unknown stand in it as comments."""
+        lines = [f"# From a file of {self.tool}. Behind each option stand the keys that it comes from."]
+        missing = [each.key for each in RunOptions.declarations() if each.required and each.key not in self.options]
+        lines += [f"# {key}:" for key in missing]
+        for key, value in self.options.items():
+            text = yaml.safe_dump({key: value}, default_flow_style=False, sort_keys=False, allow_unicode=True, width=1000)
+            first, *more = text.splitlines()
+            lines += [f"{first}  # {self.origins[key]}", *more]
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it for scripts."""
+        return {
+            "tool": self.tool,
+            "options": self.options,
+            "origins": self.origins,
+            "left_out": self.left_out,
+            "notes": list(self.notes),
+        }
+
+
+def migrate(path: Path, tool: str | None = None) -> Migration:
+    """Return what becomes of the file `path` of another trainer; `tool` says which one, if its keys do not.
+
+    Raises:
+        ConfigError: it cannot be read, is no tool's, or asks for something that is not trained here.
+    """
+    values = _read(path)
+    names = [tool] if tool is not None else [name for name, each in TOOLS.items() if each.recognises(values)]
+    if not names or names[0] not in TOOLS:
+        raise ConfigError(f"{path}: no keys of {', '.join(TOOLS)} were found; say whose file it is with --from")
+    source = Source(values)
+    try:
+        TOOLS[names[0]].translate(source)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{path}: a value is not of the type that {names[0]} has there ({error})") from error
+    order = {key: place for place, key in enumerate(RunOptions.keys())}
+    options = dict(sorted(source.options.items(), key=lambda item: order[item[0]]))
+    return Migration(names[0], options, source.origins, source.left_out, tuple(source.notes))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if path.suffix != ".json":
+        return read_yaml(path)
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found

@@ -1,0 +1,236 @@
+"""What the formats have in common: transformers' TrainingArguments, and the words for optimizers, schedules and adapters."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.migrate.source import Source, refuse
+
+_ADAMW = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_hf",
+    "adamw_apex_fused",
+    "adamw",
+    "adam",
+    "paged_adamw_32bit",
+    "paged_adamw",
+)
+_ADAMW_8BIT = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ademamix_8bit")
+_SAME = ("adafactor", "lomo", "adalomo", "muon")
+_SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+
+# Keys that say how a result is computed and not which: Headrace plans that itself.
+PLANNED = "Headrace plans memory, kernels and drives itself; the result does not depend on it"
+LOGGED = "each step is a line of metrics.jsonl"
+REASONS = {
+    "attn_implementation": PLANNED,
+    "bf16_full_eval": PLANNED,
+    "dataloader_*": PLANNED,
+    "dataset_num_proc": PLANNED,
+    "ddp_*": "one process trains; several machines: docs/node.md",
+    "deepspeed": PLANNED,
+    "do_eval": "held-out data decide that",
+    "do_train": "`headrace train` trains",
+    "eval_accumulation_steps": PLANNED,
+    "fsdp*": PLANNED,
+    "gradient_checkpointing*": PLANNED,
+    "hub_*": "`headrace export` writes a directory that can be uploaded",
+    "log_level": LOGGED,
+    "logging_*": LOGGED,
+    "low_cpu_mem_usage": PLANNED,
+    "overwrite_output_dir": "a run directory that is not empty is refused",
+    "per_device_eval_batch_size": PLANNED,
+    "push_to_hub": "`headrace export` writes a directory that can be uploaded",
+    "remove_unused_columns": "unused columns are ignored, and named",
+    "resume_from_checkpoint": "`headrace resume RUN_DIR` resumes a run",
+    "save_only_model": "kept models are model directories; the state stays on the SSDs",
+    "save_safetensors": "models are safetensors",
+    "tf32": PLANNED,
+    "torch_compile*": "see the option compile_blocks",
+    "trust_remote_code": "code of a model directory is never run",
+    "use_cpu": PLANNED,
+    "use_liger_kernel": "see the option liger",
+    "warmup_ratio": "count it: `headrace plan` says how many steps the run has; set warmup_steps",
+}
+
+
+def take_training_arguments(source: Source, *, batch: int, rate: float, epochs: float, length: int) -> None:
+    """Take transformers' TrainingArguments. The defaults of the trainer are written out where they differ from Headrace's."""
+    take_rows(source, "per_device_train_batch_size", batch, length)
+    source.set("learning_rate", float(source.take("learning_rate", rate)), "learning_rate")
+    if int(source.take("max_steps", -1)) > 0:
+        source.rename("max_steps", "max_steps", int)
+    source.set("epochs", float(source.take("num_train_epochs", epochs)), "num_train_epochs")
+    take_optimizer(source, source.take("optim", "adamw_torch_fused"), "optim")
+    take_schedule(source, source.take("lr_scheduler_type", "linear"), "lr_scheduler_type")
+    take_common(source)
+    take_saving(source)
+
+
+def take_common(source: Source) -> None:
+    """Take the keys that all formats but DeepSpeed's write alike."""
+    take_warmup(source)
+    for key in ("weight_decay", "max_grad_norm"):
+        source.rename(key, key, float)
+    source.set("seed", int(source.take("seed", 42)), "seed")
+    take_precision(source)
+    source.rename("early_stopping_patience", "early_stopping_patience", int)
+    source.rename("load_best_model_at_end", "load_best_model_at_end", bool)
+    loggers = source.take("report_to", [])
+    names = [loggers] if isinstance(loggers, str) else list(loggers)
+    if names := [name for name in names if name not in ("none", "all")]:
+        known = [name for name in names if _takes(name)]
+        if known:
+            source.set("report_to", known, "report_to")
+        if len(known) < len(names):
+            source.leave("report_to", f"there is no logger {', '.join(sorted(set(names) - set(known)))} yet")
+
+
+def _takes(logger: str) -> bool:
+    trial = Source({})
+    trial.set("report_to", [logger], "report_to")
+    return bool(trial.options)
+
+
+def take_rows(source: Source, batch_key: str, batch: int, length: int) -> None:
+    """Take rows of a batch, and how many batches are accumulated, as tokens of a step."""
+    rows = int(source.take(batch_key, batch)) * int(source.take("gradient_accumulation_steps", 1))
+    source.set("tokens_per_step", rows * length, f"{batch_key}, gradient_accumulation_steps")
+    source.notes.append(
+        f"tokens_per_step: {rows} rows of {length} tokens are the step of one GPU; multiply it by the number of GPUs"
+    )
+
+
+def take_warmup(source: Source) -> None:
+    """Take steps of warming up; a share of the run's steps, where the file says how many it has."""
+    steps, ratio = float(source.take("warmup_steps", 0)), source.values.get("warmup_ratio")
+    total = source.options.get("max_steps")
+    if 0 < steps < 1:
+        steps, ratio = 0.0, steps
+    if steps:
+        source.set("warmup_steps", int(steps), "warmup_steps")
+    elif ratio and total:
+        source.take("warmup_ratio")
+        source.set("warmup_steps", math.ceil(float(ratio) * total), "warmup_ratio, max_steps")
+    elif ratio and "warmup_ratio" not in source.values:
+        source.leave("warmup_steps", REASONS["warmup_ratio"])
+
+
+def take_precision(source: Source) -> None:
+    """Take the dtype of compute."""
+    automatic = source.values.get("bf16") == "auto"  # where it is possible, which it is here
+    bfloat16 = source.take("bf16", source.take("bfloat16")) or automatic
+    float16 = source.take("fp16", source.take("float16"))
+    if bfloat16:
+        source.set("compute_dtype", "bfloat16", "bf16")
+    elif float16:
+        source.set("compute_dtype", "float16", "fp16")
+    source.take("pure_bf16")
+    if source.has("torch_dtype") or source.has("dtype"):
+        source.leave(
+            "torch_dtype" if source.has("torch_dtype") else "dtype", "master weights are float32, compute is compute_dtype"
+        )
+
+
+def take_saving(source: Source) -> None:
+    """Take how often models are kept and data are held out."""
+    strategy = source.take("save_strategy", "steps")
+    if strategy == "steps" and source.has("save_steps"):
+        steps = source.take("save_steps")
+        if float(steps) < 1:
+            source.leave("save_steps", "a share of the steps; count it: `headrace plan` says how many steps the run has")
+        else:
+            source.set("save_steps", int(steps), "save_steps")
+    source.take("save_steps")
+    if source.has("save_total_limit") and strategy != "no":
+        source.rename("save_total_limit", "save_total_limit", int)
+    elif strategy == "epoch":
+        source.leave("save_strategy", "with save_total_limit a run keeps a model at the end of each epoch; give a limit")
+    source.take("save_total_limit")
+    how = source.take("eval_strategy", source.take("evaluation_strategy"))
+    if how in (None, "steps"):
+        source.rename("eval_steps", "eval_steps", int)
+    source.take("eval_steps")
+
+
+def take_schedule(source: Source, name: Any, key: str) -> None:
+    """Take the schedule of the learning rate."""
+    if name in _SCHEDULES:
+        source.set("lr_schedule", _SCHEDULES[name], key)
+    else:
+        source.set("lr_schedule", "cosine", key)
+        source.notes.append(f"{key}: {name} is not known here; cosine is the nearest")
+
+
+def take_optimizer(source: Source, name: Any, key: str) -> None:
+    """Take the rule of updates with its settings. Headrace's AdamW has another beta2 by default, so it is written out."""
+    name = str(name)
+    beta1, beta2 = source.take("adam_beta1", 0.9), source.take("adam_beta2", 0.999)
+    eps = source.take("adam_epsilon", source.take("adam_eps", 1e-8))
+    settings = {"beta1": float(beta1), "beta2": float(beta2), "eps": float(eps)}
+    if name in _ADAMW:
+        source.set("optimizer", _with("adamw", settings), key)
+    elif name in _ADAMW_8BIT:
+        source.set("optimizer", _with("adamw", settings | {"moments": "int8"}), key)
+        source.notes.append(f"{key}: {name} becomes AdamW with moments in int8, whose rounding is Headrace's own")
+    elif "lion" in name:
+        source.set("optimizer", "lion", key)
+    elif name == "sgd":
+        source.set("optimizer", "sgd:momentum=0", key)
+    elif name in _SAME:
+        source.set("optimizer", name, key)
+        source.notes.append(f"{key}: look at the learning rate that {name} wants here (docs/rules.md)")
+    else:
+        source.set("optimizer", _with("adamw", settings), key)
+        source.notes.append(f"{key}: {name} is not known here; AdamW stands in its place")
+
+
+def _with(name: str, settings: dict[str, Any]) -> str:
+    given = {"beta1": 0.9, "eps": 1e-8}
+    words = [f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in settings.items()]
+    told = [word for word, (key, value) in zip(words, settings.items(), strict=True) if given.get(key) != value]
+    return f"{name}:{','.join(told)}" if told else name
+
+
+def take_adapter(
+    source: Source, kind: str, keys: tuple[str, str, str], targets: Any, defaults: tuple[int, float, float]
+) -> None:
+    """Take a LoRA or DoRA adapter. `keys` name rank, alpha and dropout, `defaults` are theirs; `targets` the modules."""
+    rank = int(source.take(keys[0], defaults[0]))
+    alpha, dropout = (float(source.take(key, default)) for key, default in zip(keys[1:], defaults[1:], strict=True))
+    if source.take("peft_use_rslora", source.take("use_rslora")):  # scales by alpha / sqrt(rank)
+        alpha *= math.sqrt(rank)
+    settings = {"rank": rank, "alpha": f"{alpha:g}", "dropout": f"{dropout:g}" if dropout else None, "target_modules": targets}
+    words = ",".join(f"{key}={value}" for key, value in settings.items() if value is not None)
+    dora = source.take("peft_use_dora", source.take("use_dora"))
+    source.set("adapter", f"{'dora' if dora else kind}:{words}", ", ".join(keys))
+
+
+def names_of(modules: Any) -> str | None:
+    """Return module names as one word, None for a pattern or for none."""
+    if isinstance(modules, str):
+        modules = [word.strip() for word in modules.split(",")]
+    if not isinstance(modules, Sequence) or not modules or any(set(name) & set("[]()\\|*+^$") for name in map(str, modules)):
+        return None
+    return "all-linear" if list(modules) in (["all"], ["all-linear"]) else "+".join(map(str, modules))
+
+
+def note_coded_base(source: Source, key: str) -> None:
+    """Say how a base in few bits is trained here."""
+    source.leave(
+        key,
+        "the base is read in 16 bits. For QLoRA compress it first (`headrace compress MODEL OUT --to int4 --data FILE`) and "
+        "name OUT as the model",
+    )
+
+
+def refuse_other_tasks(source: Source, key: str, tasks: Sequence[str]) -> None:
+    """Refuse a task that is none of `tasks`: its loss or its data would be another one.
+
+    Raises:
+        ConfigError: the file asks for it.
+    """
+    value = source.take(key)
+    if value and value not in tasks:
+        raise refuse(key, value, "is not trained by this version; supervised fine-tuning and continued pre-training are")

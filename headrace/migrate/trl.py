@@ -1,0 +1,116 @@
+"""TRL's YAML for `trl sft` (and the recipes of the alignment handbook): script, model and training arguments in one file."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.migrate.training_arguments import (
+    PLANNED,
+    REASONS,
+    names_of,
+    note_coded_base,
+    take_adapter,
+    take_training_arguments,
+)
+from headrace.migrate.source import Source, refuse
+
+NAME = "trl"
+
+_OF_OTHER_LOSSES = ("beta", "loss_type", "max_prompt_length", "reward_funcs", "num_generations", "desirable_weight")
+_REASONS = REASONS | {
+    "append_concat_token": PLANNED,
+    "assistant_only_loss": "the turns of the assistant alone are trained, wherever data are conversations",
+    "average_tokens_across_devices": "the loss is the mean over a step's tokens",
+    "chat_template": "put it into the model directory as chat_template.jinja",
+    "completion_only_loss": "the completion alone is trained, wherever data have prompts",
+    "dataset_kwargs": "data and template decide (docs/data.md)",
+    "dataset_test_split": "name held-out files in eval_data, or give eval_split",
+    "eos_token": "the end of turns is found in the chat template",
+    "eval_packing": PLANNED,
+    "model_revision": "download that revision and name its directory",
+    "packing_strategy": "rows are filled best fit first",
+    "padding_free": PLANNED,
+    "run_name": "output names the run",
+    "bnb_4bit_*": "see load_in_4bit",
+    "use_bnb_nested_quant": "see load_in_4bit",
+    "lora_task_type": PLANNED,
+    "lora_modules_to_save": "embeddings and head stay frozen beside an adapter",
+}
+
+
+def recognises(values: Mapping[str, Any]) -> bool:
+    """Return whether these are the keys of a TRL configuration."""
+    return "model_name_or_path" in values and any(
+        key in values for key in ("dataset_name", "dataset_mixture", "dataset_mixer", "datasets")
+    )
+
+
+def translate(source: Source) -> None:
+    """Translate a file of `trl sft`.
+
+    Raises:
+        ConfigError: it is one of another trainer of TRL's.
+    """
+    for key in _OF_OTHER_LOSSES:
+        if source.has(key) and not (key == "loss_type" and source.values[key] in ("nll", "dft")):
+            raise refuse(key, source.values[key], "belongs to another trainer than SFT, which this version does not translate")
+    source.rename("model_name_or_path", "model")
+    _take_data(source)
+    length = int(source.take("max_length", source.take("max_seq_length", 1024)))
+    source.set("sequence_length", length, "max_length")
+    source.set("packing", bool(source.take("packing", False)), "packing")
+    take_training_arguments(source, batch=8, rate=2e-5, epochs=3.0, length=length)
+    if not source.has("bf16") and not source.has("fp16"):
+        source.set("compute_dtype", "bfloat16", "bf16 (TRL's default)")
+    source.rename("output_dir", "output")
+    if source.take("use_peft"):
+        targets = names_of(source.take("lora_target_modules"))
+        take_adapter(source, "lora", ("lora_r", "lora_alpha", "lora_dropout"), targets, (16, 32, 0.05))
+        if targets is None:
+            source.notes.append(
+                "adapter: peft chooses modules by architecture (q_proj and v_proj in Llama); here all linear ones"
+            )
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if source.take(key):
+            note_coded_base(source, key)
+    source.finish(_REASONS)
+
+
+def _take_data(source: Source) -> None:
+    """Take one data set, or a mixture of several."""
+    mixture = source.take("dataset_mixture") or {}
+    several = mixture.get("datasets", []) if isinstance(mixture, Mapping) else []
+    several = source.take("datasets", several)
+    if mixer := source.take("dataset_mixer"):
+        several = [{"id": name, "weight": weight} for name, weight in mixer.items()]
+        source.take("dataset_splits")
+    if name := source.take("dataset_name"):
+        several = [{"id": name, "config": source.take("dataset_config"), "split": source.take("dataset_train_split")}]
+    rows = []
+    for each in several:
+        row = {
+            "path": each.get("id") or each.get("path"),
+            "name": each.get("config") or each.get("name"),
+            "split": each.get("split") if each.get("split") != "train" else None,
+            "weight": each.get("weight") if each.get("weight") != 1.0 else None,
+        }
+        rows.append({key: value for key, value in row.items() if value is not None})
+    set_data(source, rows, "dataset_name" if name else "dataset_mixture")
+    if isinstance(mixture, Mapping) and mixture.get("test_split_size"):
+        source.set("eval_split", mixture["test_split_size"], "dataset_mixture.test_split_size")
+
+
+def set_data(source: Source, rows: list[dict[str, Any]], origin: str) -> None:
+    """Set the data; where this version takes paths alone, what else is asked for becomes notes."""
+    if all(set(row) == {"path"} for row in rows):
+        source.set("data", [row["path"] for row in rows], origin)
+        return
+    trial = Source({})
+    trial.set("data", rows, origin)
+    if trial.options:
+        source.set("data", rows, origin)
+        return
+    source.set("data", [row["path"] for row in rows], origin)
+    for row in rows:
+        more = ", ".join(f"{key} {value}" for key, value in row.items() if key != "path")
+        if more:
+            source.notes.append(f"data: {row['path']}: {more} has no counterpart yet; name a file that holds just that")
