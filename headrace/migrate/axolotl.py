@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     LOGGED,
     PLANNED,
@@ -17,7 +18,6 @@ from headrace.migrate.training_arguments import (
     take_saving,
     take_schedule,
 )
-from headrace.migrate.source import Source, refuse
 from headrace.migrate.trl import set_data
 
 NAME = "axolotl"

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.migrate.training_arguments import PLANNED, take_optimizer, take_schedule
 from headrace.migrate.source import Source
+from headrace.migrate.training_arguments import PLANNED, take_optimizer, take_schedule
 
 NAME = "deepspeed"
 

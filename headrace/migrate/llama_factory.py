@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
@@ -15,7 +16,6 @@ from headrace.migrate.training_arguments import (
     take_adapter,
     take_training_arguments,
 )
-from headrace.migrate.source import Source, refuse
 from headrace.migrate.trl import set_data
 
 NAME = "llama-factory"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
@@ -11,7 +12,6 @@ from headrace.migrate.training_arguments import (
     take_adapter,
     take_training_arguments,
 )
-from headrace.migrate.source import Source, refuse
 
 NAME = "trl"
 
