@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Server
+from served import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.terms.serve_options import ServeOptions

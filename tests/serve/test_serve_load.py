@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import STANDSTILL_SECONDS
 from openai import OpenAI
+from served import STANDSTILL_SECONDS
 from talking_model import save_talking_model
 
 pytestmark = [pytest.mark.process, pytest.mark.deep]

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import STANDSTILL_SECONDS
 from forked import run_headrace
+from served import STANDSTILL_SECONDS
 from talking_model import save_talking_model
 
 pytestmark = pytest.mark.process

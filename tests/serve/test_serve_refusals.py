@@ -10,9 +10,9 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Serve, Server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from served import Serve, Server
 from transformers import AutoTokenizer
 
 from headrace.data.prompts import Prompts
