@@ -3,15 +3,20 @@
 What it imports, how it takes signals and what memory it has are not those of a fresh process: tests of these start their own.
 """
 
+import functools
+import importlib
+import itertools
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 PROCESSES = multiprocessing.get_context("forkserver")
 # All tests of a process have one server, so there is one list; a name that cannot be imported is passed over.
@@ -67,3 +72,22 @@ def _be(command: list[str], writers: tuple[Connection, ...], cwd: str, env: dict
     os.environ.update(env)
     sys.argv = command
     runpy.run_module("headrace", run_name="__main__", alter_sys=True)
+
+
+def kill_at(moment: str) -> None:
+    """Kill this process at `moment`, "module:name:count:side": at one call of a function, before or after it."""
+    module, path, count, side = moment.split(":")
+    *owners, name = path.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    function, calls = getattr(owner, name), itertools.count(1)
+
+    def deadly(*given: Any, **more: Any) -> Any:
+        is_now = next(calls) == int(count)
+        if is_now and side == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = function(*given, **more)
+        if is_now:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, deadly)

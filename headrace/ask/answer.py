@@ -5,7 +5,7 @@ Invariant: the placement is `make_plan`'s and the times are the simulator's, as 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,16 +13,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from headrace.ask.between_steps import BesideSteps
 from headrace.ask.model_config import check_positions, open_coded, position_limit, read_parts
 from headrace.ask.place import Place, multiplies
-from headrace.ask.plan_report import Alternative, Evaluating, PlanReport
+from headrace.ask.plan_report import Alternative, PlanReport
 from headrace.ask.question import Question
 from headrace.ask.variants import Variant, nearest_variants, other_rules, other_wires, smaller_states
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.model import Chain, Checkpoint, Profiles, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.plan.endurance import endurance
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import Forecast, StepSeconds, forecast, scoring_seconds
+from headrace.plan.forecast import Forecast, StepSeconds, forecast
 from headrace.plan.given import adopted, load_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
@@ -66,7 +67,7 @@ def plan_model(
     here: bool = True,
     variants_seconds: float = 4.0,
     packed: PackedRows | None = None,
-    evaluating: Evaluating | None = None,
+    between: Sequence[BesideSteps] = (),
 ) -> PlanReport:
     """Plan the training of `model` (a directory, a config.json, or OWNER/NAME on the Hub) under `options`.
 
@@ -75,7 +76,7 @@ def plan_model(
     missing budgets follow from what is free now. Otherwise only directories of this machine are looked at. `options.max_steps`
     is the length of the run, for hours and wear. If the model does not fit, the search for variants that do ends after about
     `variants_seconds`. If it fits and the SSDs limit the step, the alternatives are variants that use them less.
-    `packed` are the rows with which the run begins, if they are known. `evaluating` are its evaluations, without seconds.
+    `packed` are the rows with which the run begins, if they are known. `between` is what it does besides steps, untimed.
 
     Raises:
         ModelError: there is no configuration, or training refuses its architecture, which is tried on a tiny instance.
@@ -103,6 +104,7 @@ def plan_model(
         budget,
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd, beside=_finished(model, options, chain) if here else None),
         import_workspace_bytes=import_workspace_bytes(chain.layouts),
+        saves=options.saves,
     )
     if not allowance.device_overhead_bytes and not multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
@@ -130,7 +132,7 @@ def plan_model(
     more = (*([] if whole is None else [note_on(whole)]), *of_wire, *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
     steps = options.max_steps or DEFAULT_STEPS
-    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), steps, evaluating)
+    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), steps, between)
     alternatives = (
         *planner.with_fewer_checkpoints(question, plan, report.forecast),
         *planner.sparing_the_ssd(question, plan, report.forecast),
@@ -149,7 +151,7 @@ def _unfit(
 
 
 def report_of(
-    plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: int, evaluating: Evaluating | None = None
+    plan: Plan, ceilings: Ceilings | None, *, model: str, num_steps: int, between: Sequence[BesideSteps] = ()
 ) -> PlanReport:
     """Return the report of a plan that a run already has: the same figures as `plan_model` gives for it.
 
@@ -169,11 +171,11 @@ def report_of(
     )
     if plan.serves:
         return replace(report, plan=plan)
-    return _with_times(report, plan, machine, forecast(plan, machine), num_steps, evaluating)
+    return _with_times(report, plan, machine, forecast(plan, machine), num_steps, between)
 
 
 def _with_times(
-    report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forecast, num_steps: int, evaluating: Evaluating | None
+    report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forecast, num_steps: int, between: Sequence[BesideSteps]
 ) -> PlanReport:
     written, seconds = found.ssd_bytes_written_per_step, found.step_seconds
     return replace(
@@ -183,7 +185,7 @@ def _with_times(
         forecast=found,
         endurance=endurance(ceilings.drives, written, num_steps=num_steps, step_seconds=seconds),
         doubled=_doubled(plan, ceilings, found),
-        evaluating=evaluating and replace(evaluating, seconds=evaluating.passes * scoring_seconds(plan, ceilings)),
+        between=tuple(each.timed(plan, ceilings) for each in between),
     )
 
 

@@ -68,8 +68,8 @@ def _times(report: PlanReport) -> Iterator[str]:
     read, written = forecast.ssd_bytes_read_per_step, forecast.ssd_bytes_written_per_step
     yield line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step")
     yield line("run", wear.explain())
-    if report.evaluating is not None:
-        yield line("evaluate", report.evaluating.explain())
+    for each in report.between:
+        yield line(each.label, each.explain())
 
 
 def explain_outcome(outcome: Outcome) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.ask.between_steps import Evaluating
 from headrace.ask.plan_report import PlanReport
 from headrace.report.metrics import Record, steady_ssd_bytes
 
@@ -87,7 +88,7 @@ def outcome_of(
     )
     rows += [OutcomeRow(key, name, unit, getattr(forecast, key, None), measured) for key, name, unit, measured in found]
     if evaluations:
-        ahead = report.evaluating.seconds if report.evaluating else None
+        ahead = next((each.seconds for each in report.between if isinstance(each, Evaluating)), None)
         rows.append(OutcomeRow("evaluation_seconds", "evaluation", "seconds", ahead, _median(evaluations, "eval_seconds")))
     return Outcome(
         rows=tuple(rows),

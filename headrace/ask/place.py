@@ -4,6 +4,7 @@ Invariant: without a given budget, a share of what is free now, as the engine ta
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -103,10 +104,8 @@ class Place:
             has_drives=not here and ceilings is not None and bool(ceilings.drives),
         )
 
-    def allowance(
-        self, budget: Budget, *, ssd_bytes: int | None, import_workspace_bytes: int | None, chunk_elements: int | None = None
-    ) -> Allowance:
-        """Return what a run may use on this machine.
+    def allowance(self, budget: Budget, *, ssd_bytes: int | None, import_workspace_bytes: int | None, **more: Any) -> Allowance:
+        """Return what a run may use on this machine; `more` are other fields of `Allowance`.
 
         Raises:
             ConfigError: a budget is larger than the tier.
@@ -123,10 +122,10 @@ class Place:
             device_bytes=self.device_bytes if budget.device_bytes is None else budget.device_bytes,
             runtime_bytes=self.runtime_bytes,
             cores=self.cores,
-            chunk_elements=chunk_elements,
             device_overhead_bytes=self.device_overhead_bytes,
             import_workspace_bytes=import_workspace_bytes,
             ssd_bytes=ssd_bytes,
+            **more,
         )
 
     @property

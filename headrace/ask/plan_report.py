@@ -6,10 +6,10 @@ Invariant: it fits if and only if there is a plan, and a plan's peaks are within
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from headrace.ask.between_steps import BesideSteps
 from headrace.plan.endurance import Endurance
 from headrace.plan.forecast import Forecast
 from headrace.plan.plan import Plan
-from headrace.terms.sizes import format_seconds
 from headrace.terms.tables import figures
 
 
@@ -26,31 +26,6 @@ class Alternative:
     tokens_per_second: float
     peak_bytes: dict[str, int]
     ssd_bytes_written_per_step: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluating:
-    """The evaluations of a run: how many there are, and of each the rows, the passes that these take, and the seconds."""
-
-    times: int
-    rows: int
-    passes: int
-    seconds: float | None = None
-
-    def explain(self) -> str:
-        """Return it in words."""
-        took = "" if self.seconds is None else f"{format_seconds(self.seconds)} each time, "
-        often = f"{self.times} time{'s' if self.times != 1 else ''}"
-        return f"{self.rows} held-out rows, {often}; {took}in the memory of a step"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
-        return {
-            "evaluations": self.times,
-            "evaluation_rows": self.rows,
-            "evaluation_passes": self.passes,
-            "evaluation_seconds": self.seconds,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +70,7 @@ class PlanReport(TrainingReport):
     doubled: dict[str, float] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
     unused_tensors: tuple[str, ...] | None = None
-    evaluating: Evaluating | None = None
+    between: tuple[BesideSteps, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -119,6 +94,6 @@ class PlanReport(TrainingReport):
             "plan": plan.to_json() if plan else None,
             "alternatives": list(map(asdict, self.alternatives)),
             **self.wear_json(),
-            **(self.evaluating.to_json() if self.evaluating else {}),
+            **{key: value for each in self.between for key, value in each.to_json().items()},
             **({} if self.unused_tensors is None else {"unused_tensors": list(self.unused_tensors)}),
         }

@@ -153,6 +153,7 @@ class RunPlanner:
             ssd_bytes=self._ssd_bytes(state, beside),
             import_workspace_bytes=import_workspace_bytes(self._chain.layouts, weights) if weights else None,
             chunk_elements=stored.chunk_elements if stored else None,
+            saves=self._options.saves,
         )
 
     def _ssd_bytes(self, state: Manifest | Sequence[Path], beside: Beside | None) -> int | None:

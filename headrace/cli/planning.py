@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.ask.answer import plan_model
+from headrace.ask.between_steps import BesideSteps
 from headrace.ask.cluster import plan_cluster
 from headrace.ask.cluster_report import ClusterReport, explain_cluster
 from headrace.ask.explain import explain
-from headrace.ask.plan_report import Evaluating, PlanReport
+from headrace.ask.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.given import with_lengths_of_plan
@@ -37,8 +38,9 @@ _WAIT_SECONDS = 100.0
 _OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
 _OF_COMPRESSION = frozenset(("machine", "host_memory"))
 _OF_EVALUATIONS = frozenset(("eval_split", "eval_data", "eval_steps"))
+_OF_SAVING = frozenset(("save_steps", "save_total_limit"))
 _OF_DATA = frozenset(("epochs", "packing", "cache", *_OF_EVALUATIONS))
-_OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan", "load_best_model_at_end", *_OF_EVALUATIONS))
+_OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan", "load_best_model_at_end", *_OF_SAVING, *_OF_EVALUATIONS))
 
 
 class _Report(Protocol):
@@ -93,11 +95,15 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport:
     if here:
         options = replace(options, ssd=options.ssd or (Path.cwd(),))
         options = replace(options, machine=_measured_machine(options))
-    packed = evaluating = None
+    packed, between = None, list[BesideSteps]()
     if _reads_data(options):
-        options, packed, evaluating = _of_its_passes(options)
+        options, packed, between = _of_its_passes(options)
+    elif options.saves:
+        from headrace.runs.checkpoints import keeping_of  # late: it brings the data libraries
+
+        between.append(keeping_of(options))
     return (
-        plan_model(model, options, here=here, packed=packed, evaluating=evaluating)
+        plan_model(model, options, here=here, packed=packed, between=between)
         if options.workers is None
         else plan_cluster(model, options, here=here)
     )
@@ -233,11 +239,12 @@ def _measured_machine(options: Options) -> Ceilings | None:
     return find_kept(cache_directory(), Wanted(directories=options.budget.ssd, compute_dtype=options.compute_dtype))
 
 
-def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, Evaluating | None]:
+def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[BesideSteps]]:
     """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training.
-    Besides, return the rows with which these begin, and the run's evaluations.
+    Besides, return the rows with which these begin, and what the run does besides steps.
     """
     from headrace.data.open_data import open_stream, total_steps, with_lengths  # late: it brings the data libraries
+    from headrace.runs.checkpoints import Checkpoints
     from headrace.runs.evaluating import Evaluations
 
     if not options.model.is_dir():
@@ -245,8 +252,8 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, Evalu
     options = with_lengths(options)
     stream = open_stream(options)
     steps = total_steps(options, stream)
-    evaluating = Evaluations(options, stream, steps).asked()
-    return replace(options, max_steps=steps), stream.first_rows(steps), evaluating
+    between = Checkpoints(options, Evaluations(options, stream, steps)).between_steps()
+    return replace(options, max_steps=steps), stream.first_rows(steps), between
 
 
 def _say(event: Event) -> None:

@@ -25,9 +25,11 @@ from headrace.flow.step_state import Verdict
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
+from headrace.model import exact_units
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.store import StateStore, StoreRequest
+from headrace.store.committed import ReadableState
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
@@ -198,11 +200,12 @@ class Subject:
         """Bytes that `export` writes."""
         return self.seams.wire.export_bytes(self.checkpoint)
 
-    def export(self, store: StateStore, directory: Path, notes: Mapping[str, str]) -> None:
+    def export(self, store: ReadableState, directory: Path, notes: Mapping[str, str]) -> None:
         """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` as files; or what the run's
         wire has instead.
         """
-        readers = partial(UnitReader, store, self.maker, self.seams.site), partial(read_trained, store)
+        exact = exact_units(self.chain, self.weights)
+        readers = partial(UnitReader, store, self.maker, self.seams.site, exact), partial(read_trained, store)
         self.seams.wire.export(Content(self.checkpoint, self.chain, self.weights, *readers, notes), directory)
 
     def settles(self, verdict: Verdict) -> bool:

@@ -1,6 +1,5 @@
 """The engine of training: it runs steps, evaluates, exports. `beginning` builds the parts that it needs."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ import torch
 
 from headrace.ask.planner import WaysToPlan
 from headrace.engine.beginning import Measure, Run, Whole, begin, first_record, resume
+from headrace.engine.saving import Saver
 from headrace.engine.seams import Seams
 from headrace.flow.execute import interpreter_of
 from headrace.flow.settle import proposed_in
@@ -20,7 +20,7 @@ from headrace.flow.step_state import StepState, Verdict
 from headrace.flow.steps import Schedule, Steps
 from headrace.flow.traffic import Traffic
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
-from headrace.machine.meter import MemoryMeter
+from headrace.machine.meter import MemoryMeter, measured_peaks
 from headrace.plan.given import load_plan
 from headrace.plan.plan import Plan
 from headrace.plan.space import Problem
@@ -28,7 +28,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.closing import Closing
 from headrace.terms.events import Evaluation, Event, Sink, StepResult
 from headrace.terms.options import Options
-from headrace.terms.provenance import PROVENANCE_NAME
+from headrace.terms.saving import Saved, Saving
 from headrace.update import HitRate, LossScale
 
 
@@ -49,6 +49,7 @@ class Engine(Closing):
         self._subject, self._planner, self._emit, self._closers = run.subject, run.planner, run.sink, run.closers
         self.chain, self.machine = run.subject.chain, run.subject.machine
         self._heap: HeapGuard | None = None
+        self._saver = Saver(run.subject, run.store, lambda: self.provenance)
         self._read_record()
         self._meter = MemoryMeter()
         self._closers.callback(self._meter.close)
@@ -223,20 +224,13 @@ class Engine(Closing):
             bytes_read=moved.bytes_read,
             bytes_written=moved.bytes_written,
             io_cpu_seconds=moved.io_cpu_seconds,
-            peak_bytes=self._peak_bytes(self.plan),
+            peak_bytes=measured_peaks(self._meter, self.machine, self.plan.peak("device")),
             estimation_errors=verdict.estimation_errors,
         )
         if self._heap is not None:
             self._heap.after_step(result.peak_bytes["host"])
         self._emit(result)
         return result
-
-    def _peak_bytes(self, plan: Plan) -> dict[str, int]:
-        """Return the measured peaks. For a device tier inside host memory, its planned bytes are subtracted from the host's."""
-        host = self._meter.peak_bytes()
-        if self.machine.device.type == "cuda":
-            return {"device": self.machine.device_peak_bytes(), "host": host}
-        return {"host": host - plan.peak("device")} if plan.separate_device else {"host": host}
 
     def _verdict(self, position: Any) -> Verdict:
         plan = self.plan
@@ -345,8 +339,18 @@ class Engine(Closing):
         """
         self.flush()
         self._drop_buffers()  # the plan has no room for these and an export's buffers at once
-        self._subject.export(self.store, Path(out_dir), {**notes, PROVENANCE_NAME: json.dumps(self.provenance) + "\n"})
+        self._saver.write(Path(out_dir), notes)
         self._traffic.moved()  # what an export reads belongs to no step
+
+    def begin_saving(self, out_dir: str | Path, notes: Mapping[str, str] = MappingProxyType({})) -> Saving:
+        """Begin to do as `save_pretrained` does. Steps may go on meanwhile; the next commit waits for it. Where the plan has no
+        memory for both, the directory is whole on return.
+        """
+        if self.plan is not None and self.plan.results.saves_beside_steps:
+            self.flush()
+            return self._saver.begin(Path(out_dir), notes)
+        self.save_pretrained(out_dir, notes)
+        return Saved()
 
     def remove_state(self) -> None:
         """Close the engine and delete its files on the SSDs. Exported models stay."""
@@ -361,12 +365,14 @@ class Engine(Closing):
         try:
             if self._steps is not None and not self._steps.failed:
                 self.flush()
+                self._saver.settle()
         finally:
             self._shut_down()
             self._closers.close()
 
     def _shut_down(self) -> None:
         self._closed = True
+        self._saver.close()
         self._drop_buffers()
 
 

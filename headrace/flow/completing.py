@@ -3,7 +3,7 @@
 import torch
 
 from headrace.machine.host_memory import Bytes, huge_page_buffer
-from headrace.store import StateStore
+from headrace.store.committed import ReadableState
 from headrace.terms.families import BASIS, TRAINED, Unit
 from headrace.terms.layout import part
 
@@ -13,7 +13,7 @@ def completing_bytes(unit: Unit) -> int:
     return sum(family.num_bytes for name in (TRAINED, BASIS) if (family := unit.family(name)) is not None)
 
 
-def read_completing(store: StateStore, unit: int, memory: Bytes) -> torch.Tensor:
+def read_completing(store: ReadableState, unit: int, memory: Bytes) -> torch.Tensor:
     """Read what completes a unit's frozen weights into `memory`; return it as float32."""
     start = 0
     for name in (TRAINED, BASIS):
@@ -23,7 +23,7 @@ def read_completing(store: StateStore, unit: int, memory: Bytes) -> torch.Tensor
     return torch.from_numpy(memory[:start]).view(torch.float32)
 
 
-def read_trained(store: StateStore, unit: int) -> dict[str, torch.Tensor]:
+def read_trained(store: ReadableState, unit: int) -> dict[str, torch.Tensor]:
     """Read the newest weights of a unit's trained family: each parameter's, flat, float32."""
     described = store.manifest.units[unit]
     family = described.family(TRAINED)

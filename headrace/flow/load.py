@@ -1,6 +1,6 @@
 """A model enters the store and leaves it, unit by unit. It never exists whole in memory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from headrace.flow.make import Maker
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.model import WeightMap, import_unit
 from headrace.store import StateStore
+from headrace.store.committed import ReadableState
 from headrace.terms.families import REST, STATES, TRAINED, WEIGHTS, Family, Unit
 from headrace.terms.forms import Form
 from headrace.terms.layout import Plane, rest_of_master
@@ -103,12 +104,13 @@ def _states_with_master(states: Family, chunk: int, master: NDArray[Any]) -> Byt
 
 
 class UnitReader:
-    """Gives a unit's newest weights to the exporter: as compute reads them, with the plane that completes their master if there
-    is one. The next unit overwrites the arrays. It takes as much memory as `import_model`.
+    """Gives a unit's newest weights to the exporter: as compute reads them. The plane that completes their master comes with
+    those units whose files need it (`exact`), if there is one. The next unit overwrites the arrays. It takes as much
+    memory as `import_model`.
     """
 
-    def __init__(self, store: StateStore, maker: Maker, site: Site | None) -> None:
-        self._store, self._maker, self._site = store, maker, site
+    def __init__(self, store: ReadableState, maker: Maker, site: Site | None, exact: Collection[int]) -> None:
+        self._store, self._maker, self._site, self._exact = store, maker, site, exact
         units = store.manifest.units
         self._weights = huge_page_buffer(max(maker.weight.num_bytes(form.layout.num_elements) for form in maker.forms))
         self._stored = huge_page_buffer(max(unit.weights.num_bytes if form.code else 0 for unit, form in self._pairs()))
@@ -142,7 +144,7 @@ class UnitReader:
             trained = read_completing(self._store, unit, self._trained)
             merge(self._maker, unit, torch.from_numpy(weights).view(self._maker.dtype), torch.from_numpy(master), trained)
             return bits, master
-        if states is None or rest is None:
+        if states is None or rest is None or unit not in self._exact:
             return bits, None
         master = self._master[: _master_bytes(described)].view(rest.dtype)
         for chunk, (start, stop) in enumerate(states.chunks):

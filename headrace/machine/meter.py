@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 
 from headrace.machine.host_memory import STATM, anonymous_bytes, anonymous_bytes_of
+from headrace.machine.protocol import Machine
 from headrace.terms.closing import Closing
 
 # Often enough to see a step's peak; and where somebody acts on what is seen, before more is made than `host.HeapGuard` leaves
@@ -54,3 +55,11 @@ class MemoryMeter(Closing):
                 self._peak_bytes = max(self._peak_bytes, sample)
                 if self._listener is not None:
                     self._listener(sample)
+
+
+def measured_peaks(meter: MemoryMeter, machine: Machine, device_bytes: int) -> dict[str, int]:
+    """Return the measured peaks by tier. The bytes of a device tier that lies inside host memory are subtracted."""
+    host = meter.peak_bytes()
+    if machine.device.type == "cuda":
+        return {"device": machine.device_peak_bytes(), "host": host}
+    return {"host": host - device_bytes}

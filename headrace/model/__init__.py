@@ -12,6 +12,7 @@ from headrace.model.checkpoint import Checkpoint as Checkpoint
 from headrace.model.cost_profile import Profiles as Profiles
 from headrace.model.cost_profile import profile as profile
 from headrace.model.export import Exporter as Exporter
+from headrace.model.export import exact_units as exact_units
 from headrace.model.export import export_bytes as export_bytes
 from headrace.model.find_blocks import Blocks as Blocks
 from headrace.model.find_blocks import find_blocks as find_blocks

@@ -180,6 +180,18 @@ def stored_keys(weights: WeightMap, layout: UnitLayout) -> Iterator[tuple[Piece 
                     yield conversion, key
 
 
+def exact_units(chain: Chain, weights: WeightMap) -> frozenset[int]:
+    """Return the units whose files need the whole master, because weights as compute reads them lack bits of it."""
+    if chain.compute_dtype != "bfloat16":
+        return frozenset(range(len(chain.layouts)))
+    tensors = weights.checkpoint.tensors
+    return frozenset(
+        unit
+        for unit, layout in enumerate(chain.layouts)
+        if any(tensors[key].dtype != "BF16" for _, key in stored_keys(weights, layout))
+    )
+
+
 def _encode(layout: UnitLayout, piece: Piece, stored: StoredTensor, planes: UnitPlanes) -> Iterator[np.ndarray]:
     """Yield a stored tensor's bits, some rows at a time."""
     spec = next(spec for spec in layout.parameters if spec.name == piece.parameter)

@@ -15,7 +15,7 @@ class Allowance:
 
     `ssd_bytes` may be written to the SSDs; None if the space is not known; creating the files checks it.
     `import_workspace_bytes` are needed, besides a unit's planes, while the model's tensors are read and while they are written
-    at the end. None if neither is done.
+    at the end. None if neither is done. `saves`: models are to be kept during the run.
     """
 
     host_bytes: int
@@ -26,6 +26,7 @@ class Allowance:
     device_overhead_bytes: int = 0  # taken on the device by libraries and the allocator, besides tensors
     import_workspace_bytes: int | None = None
     ssd_bytes: int | None = None
+    saves: bool = False
 
     def of(self, tiers: Iterable[str]) -> dict[str, int]:
         """Return what is allowed of those of these tiers of which it is known."""

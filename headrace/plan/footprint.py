@@ -9,6 +9,7 @@ from itertools import pairwise
 from headrace.plan.allowance import RUNTIME_SPREAD, Allowance
 from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes, scratch_bytes
 from headrace.plan.plan import Plan
+from headrace.plan.results import SAVING_ROW
 from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.plan.weight_sizes import peak_rows
 from headrace.terms.costs import ATTENTION, ModelCosts
@@ -30,6 +31,9 @@ _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BY
 MOST_PROGRAMS = 3
 # oneDNN keeps at most 1024 pieces of code, three for each product.
 _MOST_PRODUCTS = 340
+# A checkpoint is written while steps go on if that takes at most this part of host memory. A unit's adapters are in memory so
+# often then: as read, in the order of the file, as written.
+_MOST_SAVING, _TENSORS_OF_ADAPTERS = 8, 3
 # Names of rows of the host tier that are no buffers of a step.
 _RUNTIME, _MERGE, _IMPORT = "runtime", "merging between steps", "import and export"
 
@@ -61,6 +65,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         # Before the first step and after the last, memory serves that a step's buffers take: only the excess counts.
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
+    if allowance.saves and 0 < (saving := saving_bytes(plan, allowance)) <= allowance.host_bytes // _MOST_SAVING:
+        rows["host"][SAVING_ROW] = saving
     durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
     rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
     return plan.with_results(peak_bytes=rows, allowed_bytes=allowance.of(rows))
@@ -106,6 +112,17 @@ def import_bytes(plan: Plan) -> int:
     made_of = max(plan.source_bytes(unit) for unit in range(len(plan.units)))
     settling = max(_settling_bytes(plan, unit) for unit in range(len(plan.units)))
     return largest * (planes.weight.bytes_per_element + master) + chunk + made_of + settling
+
+
+def saving_bytes(plan: Plan, allowance: Allowance) -> int:
+    """Return the bytes of writing a checkpoint while steps go on: those of the export, or of adapters' files. It is 0 where
+    that would have to make weights, as compute does: then steps wait.
+    """
+    if beside := [plan.completing_bytes(unit) for unit, figures in enumerate(plan.units) if figures.is_beside]:
+        return _TENSORS_OF_ADAPTERS * max(beside) + _SMALL_BYTES
+    if any(unit.is_made or unit.is_far for unit in plan.units):
+        return 0
+    return import_bytes(plan) + (allowance.import_workspace_bytes or 0) + _SMALL_BYTES
 
 
 def _settling_bytes(plan: Plan, unit: int) -> int:

@@ -9,6 +9,8 @@ from headrace.terms.sizes import format_bytes
 
 # Where a run directory has its plan.
 PLAN_NAME = "plan.json"
+# The row of host memory with what it takes to write a checkpoint while steps go on.
+SAVING_ROW = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,11 @@ class Results:
     speculation: Speculation | None = None
     notes: tuple[str, ...] = ()
     groups: Groups | None = None
+
+    @property
+    def saves_beside_steps(self) -> bool:
+        """Whether there is memory to write a checkpoint while steps go on."""
+        return SAVING_ROW in self.peak_bytes.get("host", {})
 
     def explain_peaks(self) -> list[str]:
         """Return the peaks in one line for each tier of which anything is used."""

@@ -78,6 +78,8 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
             placements = [choice for choice in placements if filled(problem, plan_of(problem, choice)).resident_states]
         if placements:
             plans.append(_plan_under(problem, policy, placements, seconds_of, measured=ceilings is not None))
+    if not plans and problem.allowance.saves:  # then steps wait for checkpoints
+        return make_plan(replace(problem, allowance=replace(problem.allowance, saves=False)), ceilings, seconds_of)
     if not plans:
         raise refusals[0]
     return plans[0] if len(plans) == 1 else _first_of_alike([(seconds_of(plan), plan) for plan in plans])

@@ -19,7 +19,7 @@ from headrace.files import file_systems
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.report.metrics import Record
-from headrace.runs.evaluating import Evaluations
+from headrace.runs.checkpoints import Checkpoints
 from headrace.runs.protocols import Display
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
@@ -35,7 +35,7 @@ _REFINED_AFTER_STEPS = 3
 class Account:
     """The report of a run's plan, and when it is shown."""
 
-    def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, evaluations: Evaluations) -> None:
+    def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, checkpoints: Checkpoints) -> None:
         spaces = config.budget.ssd or (directory.path,)
         ceilings = _ceilings(config, directory, file_systems(spaces))
         self._directory, self._ceilings = directory, ceilings
@@ -43,8 +43,8 @@ class Account:
             plan,
             ceilings,
             model=_architecture(config.model),
-            num_steps=evaluations.total_steps,
-            evaluating=evaluations.asked(),
+            num_steps=checkpoints.evaluations.total_steps,
+            between=checkpoints.between_steps(),
         )
         self._plan = plan
 

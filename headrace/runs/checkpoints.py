@@ -8,10 +8,13 @@ Invariant: a checkpoint is whole or not there. What others put into the run dire
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.ask.between_steps import BesideSteps, Keeping
+from headrace.data.open_data import read_model_config
 from headrace.files.durable import appearing
 from headrace.files.scratch import remove_tree
 from headrace.report.metrics import Record, best_of, lowest_so_far
@@ -19,10 +22,11 @@ from headrace.runs.evaluating import Evaluations
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.signals import SaveRequest
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.errors import ExportFailed, RunDirectoryError
+from headrace.terms.errors import ExportFailed, ModelError, RunDirectoryError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.run_options import RunOptions
+from headrace.terms.saving import Saving
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,19 @@ class Checkpoints:
             return step % self.config.save_steps == 0
         return self.evaluations.due(step) if self.config.evaluates else self.evaluations.ends_epoch(step)
 
+    @property
+    def count(self) -> int:
+        """How many models the whole run keeps, besides those asked for and the best."""
+        total, every = self.evaluations.total_steps, self.config.save_steps
+        if every is not None:
+            return -(-total // every)
+        return self.evaluations.count if self.config.evaluates else self.evaluations.epochs
+
+    def between_steps(self) -> list[BesideSteps]:
+        """Return what the run does besides its steps, for its plan."""
+        keeping = [keeping_of(self.config, self.count)] if self.config.saves else []
+        return [each for each in (self.evaluations.asked(), *keeping) if each is not None]
+
     def superseded(self, kept: Collection[int], evaluations: Sequence[Record]) -> set[int]:
         """Return the steps of those `kept` models that go: once the best ones, and those beyond the limit. The best stays."""
         best = best_of(evaluations)
@@ -57,12 +74,12 @@ class Checkpoints:
         return going | ({*left} - newest)
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckpointWriter:
-    """Keeps models of `engine` in the run's directory, between steps.
+    """Keeps models of `engine` in the run's directory; `close` it after the last step.
 
-    `evaluations` are the records so far; `request` says whether somebody asks for one now. `write` writes the newest model
-    into a directory, which appears whole.
+    `evaluations` are the records so far; `request` says whether somebody asks for one now. `begin` begins to write the newest
+    model into a directory, which appears whole. At most one is `under_way`, while the next step is.
     """
 
     plan: Checkpoints
@@ -71,10 +88,12 @@ class CheckpointWriter:
     evaluations: Sequence[Record]
     sink: Sink
     request: SaveRequest
-    write: Callable[[Path], None]
+    begin: Callable[[Path], Saving]
+    under_way: tuple[Path, Saving] | None = None
 
     def keep_if_due(self) -> None:
-        """Keep the newest model if that is due, or asked for, or if it is the best one; then remove those that it supersedes.
+        """Keep the newest model if that is due, or asked for, or if it is the best one; those that it supersedes go once it is
+        whole.
 
         A checkpoint that cannot be written is reported, and training goes on: the state is as it was.
 
@@ -82,23 +101,41 @@ class CheckpointWriter:
             StepFailed: a lane failed; the last committed step is untouched.
             ExportFailed: the best model cannot be written, which the run is to end with.
         """
+        if self.under_way is not None and self.under_way[1].done:
+            self.close()
         step = self.engine.step_index
-        if step == 0:
+        if step == 0 or not (self._is_asked() or self._is_best(step) or self.plan.due(step) or self._is_over()):
             return
-        asked = self._is_asked()
-        kept, is_best = self.directory.checkpoint(step), self._is_best(step)
-        if is_best or asked or self.plan.due(step) or (self.plan.evaluations.over(self.evaluations) and self.plan.config.saves):
+        self.close()
+        kept = self.directory.checkpoint(step)
+        with self._reported(kept):
             if provenance_of(kept) != self.engine.provenance:
-                try:
-                    self.write(kept)
-                except (ExportFailed, RunDirectoryError) as error:
-                    if is_best:
-                        raise
-                    self.sink(Notice(text=f"{kept.name} was not written, and training goes on: {error}"))
-                    return
-            if asked:
-                self.sink(Notice(text=f"saved on request: {kept}", level="info"))
-            remove_superseded(self.directory, self.engine.provenance["run_id"], self.plan, self.evaluations)
+                self.under_way = kept, self.begin(kept)
+                if self.under_way[1].done:
+                    self.close()
+            else:
+                self._remove_superseded()
+
+    def close(self) -> None:
+        """Wait for the checkpoint that is under way. Raises as `keep_if_due`."""
+        if self.under_way is None:
+            return
+        (kept, saving), self.under_way = self.under_way, None
+        with self._reported(kept):
+            saving.wait()
+            self.sink(Notice(text=f"model kept: {kept}", level="info"))
+            self._remove_superseded()
+
+    @contextmanager
+    def _reported(self, kept: Path) -> Iterator[None]:
+        """Report that a checkpoint cannot be written; raise it, if the run is to end with this one."""
+        try:
+            yield
+        except (ExportFailed, RunDirectoryError) as error:
+            if self._is_best(int(kept.name.rpartition("-")[2])):
+                words = f"{error}. All steps are committed: `headrace resume {self.directory.path}` goes on"
+                raise ExportFailed(words) from error
+            self.sink(Notice(text=f"{kept.name} was not written, and training goes on: {error}"))
 
     def _is_asked(self) -> bool:
         """Return whether somebody asked for a checkpoint, by signal or file; the request is taken."""
@@ -112,6 +149,23 @@ class CheckpointWriter:
     def _is_best(self, step: int) -> bool:
         best = best_of(self.evaluations) if self.plan.config.load_best_model_at_end else None
         return best is not None and best["step"] == step
+
+    def _is_over(self) -> bool:
+        """Return whether the run stops early, and its last model is kept."""
+        return self.plan.config.saves and self.plan.evaluations.over(self.evaluations)
+
+    def _remove_superseded(self) -> None:
+        remove_superseded(self.directory, self.engine.provenance["run_id"], self.plan, self.evaluations)
+
+
+def keeping_of(options: RunOptions, times: int | None = None) -> Keeping:
+    """Return the models that a run keeps, for its plan. Without `times`, the steps say how many, where they are known."""
+    if times is None and options.save_steps is not None and options.max_steps is not None:
+        times = -(-options.max_steps // options.save_steps)
+    with suppress(ModelError):
+        values = read_model_config(options.model)
+        return Keeping(times=times, weight_bytes=4 if "float32" in (values.get("dtype"), values.get("torch_dtype")) else 2)
+    return Keeping(times=times)
 
 
 def provenance_of(model: Path) -> object:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from headrace.ask.plan_report import Evaluating
+from headrace.ask.between_steps import Evaluating
 from headrace.data import BatchStream
 from headrace.data.held_out import HeldOutRows
 from headrace.data.open_data import tensors_of
@@ -53,9 +53,14 @@ class Evaluations:
         """How many evaluations the whole run has."""
         if self.rows is None:
             return 0
-        total, every = self.total_steps, self.config.eval_steps
-        before_last = (total - 1) // every if every is not None else min(total - 1, self.stream.epochs_ended(total - 1))
-        return before_last + 1
+        every = self.config.eval_steps
+        return (self.total_steps - 1) // every + 1 if every is not None else self.epochs
+
+    @property
+    def epochs(self) -> int:
+        """How many steps end a pass over the data, or the run."""
+        before_last = self.total_steps - 1
+        return min(before_last, self.stream.epochs_ended(before_last)) + 1
 
     def asked(self) -> Evaluating | None:
         """Return the run's evaluations, for its plan; None if there are none."""

@@ -17,6 +17,7 @@ from headrace.runs.protocols import RunningEngine
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed
 from headrace.terms.run_options import RunOptions
+from headrace.terms.saving import Saving
 
 _CARD_NAME = "README.md"
 # Options that are places on somebody's machine: useless to a reader of the card, and private.
@@ -77,16 +78,13 @@ def _card_of(facts: CardFacts, best: Record) -> str:
     return model_card(replace(facts, notes=(*facts.notes, words)))
 
 
-def keep_model(engine: RunningEngine, path: Path, config: RunOptions) -> None:
-    """Write the newest model of a run that goes on into the directory `path`, which appears whole.
+def keep_model(engine: RunningEngine, path: Path, config: RunOptions) -> Saving:
+    """Begin to write the newest model of a run that goes on into the directory `path`, which appears whole.
 
     Raises:
         ExportFailed: there is no space, or it cannot be written; the state is as it was.
     """
-    try:
-        engine.save_pretrained(path, turn_end_file(config)[0])
-    except ExportFailed as error:
-        raise ExportFailed(f"{error}. All steps are committed: `headrace resume {path.parent}` goes on") from error
+    return engine.begin_saving(path, turn_end_file(config)[0])
 
 
 def _became_final(kept: Path, wanted: object, run: RunDirectory, card: str, plan: Checkpoints) -> bool:

@@ -215,6 +215,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             if stop.received is None and reporters.failure is None:
                 look_after_step()
         engine.flush()
+        keeper.close()
         reporters.close()
         if reporters.failure is not None:
             raise run.directory.unwritable(reporters.failure) from reporters.failure
@@ -272,7 +273,7 @@ def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Accoun
     from headrace.runs.account import Account  # late, for the same reason as the engine
 
     config = run.config if measured is None else replace(run.config, machine=measured)
-    return Account(plan, config, run.directory, run.evaluations)
+    return Account(plan, config, run.directory, run.checkpoints)
 
 
 def _run(

@@ -16,6 +16,7 @@ import torch
 from headrace.plan.plan import Plan
 from headrace.report import Reporter
 from headrace.terms.events import Evaluation, StepResult
+from headrace.terms.saving import Saving
 
 
 class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
@@ -52,6 +53,9 @@ class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
 
     def save_pretrained(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """Write an ordinary Hugging Face directory, with `notes` as files; it appears whole or not at all."""
+
+    def begin_saving(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> Saving:
+        """Begin to do as `save_pretrained` does; steps may go on meanwhile."""
 
     def remove_state(self) -> None:
         """Delete the run's state from the SSD tier."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 from headrace.files import Bytes, DoneTicket, ThreadEngine, Ticket
 from headrace.store.assembly import StoreParts, StoreRequest, create_parts, open_parts
 from headrace.store.checksum import checksum
+from headrace.store.committed import CommittedState
 from headrace.store.lent import LentFiles, NothingLent
 from headrace.store.manifest import Manifest
 from headrace.store.places import FamilyPlace
@@ -50,6 +51,7 @@ class StateStore(Closing):
         # Writers, commit and abandon exclude one another; `_table` guards the tables for as long as a look-up takes. Nobody
         # waits for a transfer while holding `_table`, nor a writer while holding `_writing`: others would wait along.
         self._writing = threading.RLock()
+        self._commits = threading.Lock()  # held by a commit, or by whoever reads the last one; taken before `_writing`
         self._table = threading.Lock()
         self._record_in_doubt = False
         self._unsynced_error: StorageError | None = None
@@ -153,7 +155,7 @@ class StateStore(Closing):
         if self._parts.places.is_lent(unit, family):
             return self._lent.read(unit, into)
         place = self._place(unit, family)
-        chunks = range(place.num_chunks) if chunk is None else range(place.num_chunks)[chunk : chunk + 1]
+        chunks = _chunks_of(place, chunk)
         if place.durability.committed:
             return self._read(place, chunks, into)
         _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
@@ -176,13 +178,14 @@ class StateStore(Closing):
     def commit(self, record: Mapping[str, Any]) -> None:
         """Make all writes so far durable, together with `record` (JSON). Units not written keep their version.
 
+        Waits while somebody reads the last commit (`committed`).
         After an error the last commit stands; call `commit` again, or `abandon`.
 
         Raises:
             StorageError: a write failed, a unit is written in part, or the drive failed.
             TypeError: `record` is not JSON.
         """
-        with self._writing:
+        with self._commits, self._writing:
             if self._unsynced_error is not None:
                 raise StorageError("writes were lost when they were to be made durable; abandon them") from self._unsynced_error
             sequence = self.committed_version + 1
@@ -200,6 +203,11 @@ class StateStore(Closing):
                 self._transfers.writes.clear()
                 self._newest = newest
             self._record_in_doubt = False
+
+    def committed(self) -> CommittedState:
+        """Return the last commit, to be read while steps go on; close it. Waits for a commit, or another reader, to end."""
+        self._commits.acquire()
+        return CommittedState(self.manifest, self._read_committed, self._commits.release)
 
     def abandon(self) -> None:
         """Forget all writes since the last commit; reads see the committed version again.
@@ -296,6 +304,18 @@ class StateStore(Closing):
         into.fill(0)
         return DoneTicket()
 
+    def _read_committed(self, unit: int, family: str, into: Bytes, chunk: int | None) -> Ticket:
+        """As `read`, of the last commit. Nobody writes where it lies: neither steps, nor a commit, which waits."""
+        if self._parts.places.is_lent(unit, family):
+            return self._lent.read(unit, into)
+        place = self._place(unit, family)
+        chunks, slot = _chunks_of(place, chunk), self._slots[place].committed.slot
+        _check_size(place, into, sum(map(place.chunk_bytes, chunks)))
+        if slot != VIRGIN and chunks:
+            return self._parts.volume.read(place.offset(slot, chunks[0]), into)
+        into.fill(0)
+        return DoneTicket()
+
     def _write(self, place: FamilyPlace, chunk: int, data: Bytes, known_checksum: int | None) -> Ticket:
         _check_size(place, data, place.chunk_bytes(chunk))
         start_seconds = time.thread_time()
@@ -332,6 +352,10 @@ class StateStore(Closing):
         if offset < 0 or offset + buffer.size > self._scratch_bytes:
             raise StorageError(f"scratch bytes {offset} to {offset + buffer.size} asked, the region has {self._scratch_bytes}")
         return self._parts.places.durable_bytes + offset
+
+
+def _chunks_of(place: FamilyPlace, chunk: int | None) -> range:
+    return range(place.num_chunks) if chunk is None else range(place.num_chunks)[chunk : chunk + 1]
 
 
 def _check_size(place: FamilyPlace, buffer: Bytes, expected_bytes: int) -> None:

@@ -124,6 +124,11 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
         return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
 
     @property
+    def saves(self) -> bool:
+        """Whether models are kept during the run, whatever becomes of them."""
+        return False
+
+    @property
     def models_at_once(self) -> int:
         """How many finished models lie beside the state at most."""
         return 1

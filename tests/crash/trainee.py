@@ -4,16 +4,11 @@ It makes the file `ready` in the run's parent when the engine is open. The data 
 goes on with the next batch.
 """
 
-import functools
-import importlib
-import itertools
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from forked import kill_at
 
 import headrace
 from headrace.engine.seams import Seams
@@ -43,25 +38,6 @@ WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},
 }
-
-
-def kill_at(moment: str) -> None:
-    """Kill this process at `moment`, "module:name:count:side": at one call of a function, before or after it."""
-    module, path, count, side = moment.split(":")
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    function, calls = getattr(owner, name), itertools.count(1)
-
-    def deadly(*given: Any, **more: Any) -> Any:
-        is_now = next(calls) == int(count)
-        if is_now and side == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        found = function(*given, **more)
-        if is_now:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return found
-
-    setattr(owner, name, deadly)
 
 
 def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str = "adamw", moment: str = "") -> None:

@@ -136,7 +136,7 @@ class TestOnRequest:
         screen, host = Screen(), FakeHost(script={2: lambda: signal.raise_signal(signal.SIGUSR1)})
         train(RunOptions.of(options), display=screen, engines=host.engines())
         assert kept(options["output"]) == [3]
-        assert any(isinstance(event, Notice) and "on request" in event.text for event in screen.events)
+        assert any(isinstance(event, Notice) and "model kept" in event.text for event in screen.events)
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
     def test_by_a_file_which_goes(self, options: dict[str, Any]) -> None:
@@ -197,10 +197,10 @@ class TestWithoutSpace:
         screen, host = Screen(), FakeHost()
         own = _attribute("headrace.runs.loop.keep_model")
 
-        def full(engine: Any, path: Path, *given: Any) -> None:
+        def full(engine: Any, path: Path, *given: Any) -> Any:
             if path.name == "checkpoint-3":
                 raise ExportFailed("no space")
-            own(engine, path, *given)
+            return own(engine, path, *given)
 
         monkeypatch.setattr("headrace.runs.loop.keep_model", full)
         train(RunOptions.of(options | {"save_steps": 3}), display=screen, engines=host.engines())

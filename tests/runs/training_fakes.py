@@ -21,6 +21,7 @@ from headrace.runs.protocols import StateKind
 from headrace.terms.events import Committed, Evaluation, Event, Notice, OpDone, Planned, StepResult
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.options import Options
+from headrace.terms.saving import Saved, Saving
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW
 
@@ -175,6 +176,10 @@ class FakeEngine:
         (Path(out_dir) / "weights").write_text(str(self.state["digest"]))
         (Path(out_dir) / "config.json").write_text("{}")
         (Path(out_dir) / "headrace.json").write_text(json.dumps(self.provenance))
+
+    def begin_saving(self, out_dir: Path, notes: Mapping[str, str]) -> Saving:
+        self.save_pretrained(out_dir, notes)
+        return Saved()
 
     def remove_state(self) -> None:
         (self.directory / "fake.json").unlink()

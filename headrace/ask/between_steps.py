@@ -1,0 +1,116 @@
+"""What a run does besides its steps, as lines of its plan: evaluations, and models that are kept."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from headrace.plan.forecast import scoring_seconds
+from headrace.plan.plan import Plan
+from headrace.plan.results import SAVING_ROW
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.plain_figures import plain_figure
+from headrace.terms.sizes import format_bytes, format_seconds
+
+
+class BesideSteps(ABC):
+    """What is done besides steps; `label` begins its line."""
+
+    label: ClassVar[str]
+
+    @abstractmethod
+    def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
+        """Return it with what it takes under a plan on a machine."""
+
+    @abstractmethod
+    def explain(self) -> str:
+        """Return it in words."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as plain JSON values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluating(BesideSteps):
+    """The evaluations of a run: how many there are, and of each the rows, the passes that these take, and the seconds."""
+
+    times: int
+    rows: int
+    passes: int
+    seconds: float | None = None
+    label: ClassVar[str] = "evaluate"
+
+    def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
+        """Return it with the seconds of one."""
+        return replace(self, seconds=self.passes * scoring_seconds(plan, ceilings))
+
+    def explain(self) -> str:
+        """Return it in words."""
+        took = "" if self.seconds is None else f"{format_seconds(self.seconds)} each time, "
+        return f"{self.rows} held-out rows, {_times(self.times)}; {took}in the memory of a step"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as plain JSON values."""
+        return {
+            "evaluations": self.times,
+            "evaluation_rows": self.rows,
+            "evaluation_passes": self.passes,
+            "evaluation_seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping(BesideSteps):
+    """The models that a run keeps: how many are written (None: unknown) and of each the bytes, seconds and memory.
+
+    A stored weight has `weight_bytes`. Without `memory_bytes`, a step waits until a model is written.
+    """
+
+    times: int | None
+    weight_bytes: int = 2
+    num_bytes: int = 0
+    moved_bytes: int = 0
+    memory_bytes: int = 0
+    seconds: float | None = None
+    label: ClassVar[str] = "keep"
+
+    def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
+        """Return it with what one model takes: it is read from the state's drives, and written at the rate of the slowest."""
+        beside = sum(plan.trained_bytes(unit) for unit, figures in enumerate(plan.units) if figures.is_beside)
+        size, read = (beside, beside) if beside else (plan.num_parameters * self.weight_bytes, _state_bytes(plan, self))
+        drives, seconds = ceilings.drives, None
+        if drives:
+            reading = sum(each.read_bytes_per_second for each in drives)
+            seconds = read / reading + size / min(each.write_bytes_per_second for each in drives)
+        memory_bytes = plan.results.peak_bytes["host"].get(SAVING_ROW, 0)
+        return replace(self, num_bytes=size, moved_bytes=read + size, seconds=seconds, memory_bytes=memory_bytes)
+
+    def explain(self) -> str:
+        """Return it in words."""
+        moved = f"about {format_bytes(self.num_bytes)} each, {format_bytes(self.moved_bytes)} to read and write"
+        if self.seconds:
+            rate = plain_figure(self.moved_bytes / self.seconds / 1e9)
+            moved += f" at {rate} GB/s, {format_seconds(self.seconds)}"
+        how = f"beside the next step, in {format_bytes(self.memory_bytes)}" if self.memory_bytes else "the next step waits"
+        return f"a model, {'as asked' if self.times is None else _times(self.times)}; {moved}; {how}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as plain JSON values."""
+        return {
+            "checkpoints": self.times,
+            "checkpoint_bytes": self.num_bytes,
+            "checkpoint_moved_bytes": self.moved_bytes,
+            "checkpoint_memory_bytes": self.memory_bytes,
+            "checkpoint_seconds": self.seconds,
+        }
+
+
+def _state_bytes(plan: Plan, keeping: Keeping) -> int:
+    """Return the bytes that are read for a model: its weights alone, if its files have them as compute reads them."""
+    if plan.compute_dtype == "bfloat16" and keeping.weight_bytes == 2:
+        return sum(map(plan.stored_bytes, range(len(plan.units))))
+    return sum(plan.stored_bytes(unit) + plan.state_bytes(unit) for unit in range(len(plan.units)))
+
+
+def _times(count: int) -> str:
+    return f"{count} time{'s' if count != 1 else ''}"
