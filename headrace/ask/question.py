@@ -102,7 +102,8 @@ class Question:
 
     def with_bytes(self, tier: str, num_bytes: int) -> "Question":
         """Return the question with another budget for one tier."""
-        return replace(self, allowance=replace(self.allowance, **{f"{tier}_bytes": num_bytes}))
+        changes: dict[str, Any] = {f"{tier}_bytes": num_bytes}
+        return replace(self, allowance=replace(self.allowance, **changes))
 
     def with_workload(self, **changes: Any) -> "Question":
         """Return the question with another workload."""
