@@ -289,7 +289,8 @@ class TestWords:
 
     def test_the_help_of_train_says_how_often_is_committed(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("train", "--help") == 0
-        assert "Commit every so many steps. Default: 1." in " ".join(capsys.readouterr().out.split())
+        words = "Commit every so many steps, for resuming; it makes no checkpoint-N (--save-steps). Default: 1."
+        assert words in " ".join(capsys.readouterr().out.split())
 
 
 class TestStart:
