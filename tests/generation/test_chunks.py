@@ -66,8 +66,8 @@ def test_architectures_whose_code_takes_no_chunks_are_found() -> None:
 
 def planned(directory: Path, host: int | str, *, chunks: tuple[int, ...] = (16, 64, 256), **fixed: int) -> GenerationPlan:
     with Generator.open(directory, Budget(host=host), rows=1, seats=1) as generator:
-        generator._planner._chunks = chunks
-        return generator._planner.plan(1, 2000, 4, **fixed)
+        generator.planner._chunks = chunks
+        return generator.planner.plan(1, 2000, 4, **fixed)
 
 
 def test_a_prompt_that_is_too_long_as_a_whole_is_planned_in_chunks(directory_of: Callable[..., Path]) -> None:
