@@ -236,7 +236,7 @@ def where_weights_lie(seen: list[list[Durability]]) -> Callable[[Engine], None]:
     return lambda engine: seen.append([unit.weights.durability for unit in engine.store.manifest.units])
 
 
-@pytest.mark.parametrize("device", [None, "1GiB"])
+@pytest.mark.parametrize("device", [None, pytest.param("1GiB", marks=pytest.mark.deep)])
 def test_a_base_that_is_read_in_the_models_files_gives_the_bits_of_a_copy(
     device: str | None, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -11,7 +11,6 @@ import torch
 from crew import Crew, node_options, weights_of
 from plain import LENGTH, SPLIT, batch_of
 from short_run import short_run
-from tiers import sampled
 
 from headrace.engine.node import NodeEngine
 from headrace.engine.seams import Seams
@@ -95,7 +94,8 @@ def test_who_comes_later_takes_part_from_the_next_step_on(
     assert equal(weights_of(tmp_path / "out"), alone[1])
 
 
-@pytest.mark.parametrize("grace", sampled([0.0, 0.5], [0.0]))
+@pytest.mark.deep
+@pytest.mark.parametrize("grace", [0.0, 0.5])
 def test_a_run_goes_on_with_those_that_are_left(
     grace: float, alone: tuple[Plan, dict[str, torch.Tensor]], model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -132,6 +132,7 @@ def test_a_run_goes_on_with_those_that_are_left(
     assert equal(weights_of(tmp_path / "out"), alone[1])
 
 
+@pytest.mark.deep
 def test_who_has_no_room_for_the_run_stays_a_spare_and_is_told_why(
     alone: tuple[Plan, dict[str, torch.Tensor]], model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -149,6 +150,7 @@ def test_who_has_no_room_for_the_run_stays_a_spare_and_is_told_why(
     assert equal(weights_of(tmp_path / "out"), alone[1])
 
 
+@pytest.mark.deep
 def test_no_more_workers_than_micro_batches_take_part(
     alone: tuple[Plan, dict[str, torch.Tensor]], model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

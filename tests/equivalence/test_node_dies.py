@@ -11,6 +11,7 @@ import pytest
 import torch
 from crew import Crew, crew, node_options, weights_of
 from plain import LENGTH, ROWS, batch_of
+from tiers import sampled
 
 from headrace.engine.node import NodeEngine
 from headrace.engine.seams import Seams
@@ -77,7 +78,7 @@ def walk(
     return calls, found, weights_of(out)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", sampled(POLICIES, ["deferred"]))
 @pytest.mark.parametrize("share", [0.45, pytest.param(None, marks=pytest.mark.deep)], ids=["somewhere", "everywhere"])
 def test_the_node_goes_on_from_a_whole_step(
     policy: str, share: float | None, supply: PowerSupply, model_dir: Callable[..., Path], tmp_path: Path

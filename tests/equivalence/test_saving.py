@@ -59,7 +59,7 @@ def weights(directory: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize("way", sampled(WAYS, ["deferred", "adapters"]))
+@pytest.mark.parametrize("way", sampled(WAYS, ["deferred"]))
 def test_the_bits_are_those_of_the_step_though_the_next_one_has_written_all_of_its_own(
     way: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
