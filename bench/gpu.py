@@ -204,7 +204,7 @@ def run_headrace(case: Case, options: argparse.Namespace) -> Row:
         "device_planned_bytes": plan.peak("device"),
         "host_peak_bytes": max(result.peak_bytes["host"] for result in results),
         "host_planned_bytes": plan.peak("host"),
-        "states_in_memory": f"{len(plan.resident_states)} of {len(plan.units)} units",
+        "states_in_memory": f"{len(plan.updates.resident_states)} of {len(plan.units)} units",
         "plan": plan.explain(),
     }
 

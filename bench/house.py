@@ -30,6 +30,8 @@ _NOT_CODE = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+# Figures of one machine, each of which is measured by itself.
+MACHINE_PROFILES = {"Ceilings"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -37,13 +39,14 @@ class House(NamedTuple):
     """Figures of the package in a checkout.
 
     `lines`: lines of code by folder; `functions`: lines of each, by `file: name`, kernels left out; `parameters` likewise;
-    `large`: lines of each file over `LARGE_FILE_LINES`; `knots`: modules that import one another, at import time and with what
-    only type checkers import; `duplicates`: pairs of files that share lines of one shape.
+    `fields`: see `dataclass_fields`; `large`: lines of each file over `LARGE_FILE_LINES`; `knots`: modules that import one
+    another, at import time and with what only type checkers import; `duplicates`: pairs of files that share lines of one shape.
     """
 
     lines: Counter[str]
     functions: dict[str, int]
     parameters: dict[str, int]
+    fields: dict[str, int]
     large: dict[str, int]
     knots: tuple[list[str], list[str]]
     imports: set[tuple[str, str]]
@@ -118,6 +121,38 @@ def num_parameters(function: Function) -> int:
     return len(names) - (names[:1] in (["self"], ["cls"])) + len(function.args.kwonlyargs)
 
 
+def dataclass_fields(trees: Mapping[str, ast.Module]) -> dict[str, int]:
+    """Return the fields of each dataclass with those that it inherits, by its name.
+
+    Left out are classes that declare options (or inherit from one that does), and the profile of a machine.
+    """
+    classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    is_dataclass = {
+        name: any("dataclass" in ast.unparse(each) for each in node.decorator_list) for name, node in classes.items()
+    }
+
+    def lineage(name: str) -> Iterator[ast.ClassDef]:
+        if name in classes:
+            yield classes[name]
+            for base in classes[name].bases:
+                yield from lineage(ast.unparse(base).split("[")[0])
+
+    def own(node: ast.ClassDef) -> list[ast.AnnAssign]:
+        named = [each for each in node.body if isinstance(each, ast.AnnAssign) and is_dataclass[node.name]]
+        return [each for each in named if "ClassVar" not in ast.unparse(each.annotation)]
+
+    found = {name: [each for node in lineage(name) for each in own(node)] for name, real in is_dataclass.items() if real}
+    return {
+        name: len({ast.unparse(each.target) for each in fields})
+        for name, fields in found.items()
+        if name not in MACHINE_PROFILES and not any(map(_is_option, fields))
+    }
+
+
+def _is_option(field: ast.AnnAssign) -> bool:
+    return isinstance(field.value, ast.Call) and ast.unparse(field.value.func) in ("option", "option_as")
+
+
 def imported(tree: ast.Module, *, for_types: bool) -> set[str]:
     """Return the names of modules and of what is in them that a module imports when it is imported itself."""
     found: set[str] = set()
@@ -184,6 +219,7 @@ def measured(root: Path) -> House:
         lines=lines,
         functions=functions,
         parameters=parameters,
+        fields=dataclass_fields(trees),
         large={name: count for name, text in texts.items() if (count := text.count("\n")) > LARGE_FILE_LINES},
         knots=(knots(by_module, for_types=False), knots(by_module, for_types=True)),
         imports={(one, other) for one, other in imports if one != other},
@@ -198,6 +234,7 @@ def rows(house: House) -> dict[str, str]:
     sizes = sorted(house.functions.values())
     longest = max(house.functions, key=lambda name: house.functions[name], default="")
     widest = max(house.parameters, key=lambda name: house.parameters[name], default="")
+    fullest = max(house.fields, key=lambda name: house.fields[name], default="")
     code = house.lines.total()
     return {
         "code lines": str(code),
@@ -205,6 +242,7 @@ def rows(house: House) -> dict[str, str]:
         "longest function": longest,
         "most parameters": f"{house.parameters[widest]} ({widest})" if widest else "-",
         "functions of more than 8": str(sum(count > 8 for count in house.parameters.values())),
+        "most fields of a dataclass": f"{house.fields[fullest]} ({fullest})" if fullest else "-",
         f"files over {LARGE_FILE_LINES} lines": str(len(house.large)),
         "largest file": max(((count, name) for name, count in house.large.items()), default=("-", ""))[1],
         "modules in knots, at import": str(len(house.knots[0])),

@@ -146,13 +146,13 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
 
     def adjust(plan: Plan) -> Plan:
         problem = problem_of(opened[0], plan, machine)
-        row["total"] = len(replay_order(problem.costs_of(plan.micro_batch_sequences)))
+        row["total"] = len(replay_order(problem.costs_of(plan.batch.micro_batch_sequences)))
         if amount is not None:
             plan = filled(problem, plan_of(problem, dataclasses.replace(base_choice(plan), amount=amount)))
             if not plan.fits:
                 raise DoesNotFit
-        row["amount"] = sum(len(ordinals) for ordinals in plan.kept)
-        row["kept_mib"] = sum(plan.kept_bytes) * plan.num_micro_batches / 2**20
+        row["amount"] = sum(len(ordinals) for ordinals in plan.stash.kept)
+        row["kept_mib"] = sum(plan.stash.kept_bytes) * plan.batch.num_micro_batches / 2**20
         row["planned_seconds"] = forecast(plan, machine).step_seconds
         row["planned_mib"] = plan.peak("host") / 2**20
         return plan
@@ -199,13 +199,13 @@ def run(options: argparse.Namespace, folder: Path, model: Path, machine: Ceiling
 def base_choice(plan: Plan) -> Choice:
     """Return the planner's choice without what it keeps, all of it in memory."""
     return Choice(
-        policy=plan.update_policy,
-        rows=plan.micro_batch_sequences,
+        policy=plan.updates.policy,
+        rows=plan.batch.micro_batch_sequences,
         input_home="device",
         kept_home="device",
         freed_memory=plan.freed_memory,
-        chunk_elements=plan.chunk_elements,
-        state_slots=plan.state_slots,
+        chunk_elements=plan.updates.chunk_elements,
+        state_slots=plan.updates.state_slots,
     )
 
 
@@ -214,8 +214,8 @@ def problem_of(engine: Engine, plan: Plan, machine: Ceilings) -> Problem:
     return Problem(
         forms=in_place_forms(engine.chain.layouts, engine.chain.num_blocks, plan.rule),
         rule=plan.rule,
-        costs_of=partial(Profiles(engine.chain).of, length=plan.sequence_length),
-        workload=Workload(tokens_per_step=plan.tokens_per_step, sequence_length=plan.sequence_length, clip=False),
+        costs_of=partial(Profiles(engine.chain).of, length=plan.batch.sequence_length),
+        workload=Workload(tokens_per_step=plan.batch.tokens_per_step, sequence_length=plan.batch.sequence_length, clip=False),
         allowance=Allowance(
             host_bytes=plan.results.allowed_bytes["host"],
             device_bytes=None,

@@ -198,7 +198,7 @@ def observations(
             window,
             alone,
             plan,
-            Verb.FORWARD if plan.update_policy == "deferred" else Verb.BACKWARD,
+            Verb.FORWARD if plan.updates.policy == "deferred" else Verb.BACKWARD,
             cores_of(plan, machine),
             machine.slowdowns.get(Lane.COMPUTE, {}),
         ),
@@ -214,7 +214,7 @@ def cores_of(plan: Plan, machine: Ceilings) -> Cores:
     per_gigabyte = [drive.io_cpu_seconds_per_gigabyte or 0.0 for drive in machine.drives]
     return Cores(
         count=machine.cores,
-        threads={Lane.UPDATE: plan.update_threads, **on_cores},
+        threads={Lane.UPDATE: plan.updates.threads, **on_cores},
         seconds_per_ssd_byte=sum(per_gigabyte) / max(1, len(per_gigabyte)) / 1e9,
     )
 

@@ -163,8 +163,8 @@ def report_of(
         parameters=plan.num_parameters,
         compute_dtype=plan.compute_dtype,
         rule=plan.rule.name,
-        tokens_per_step=plan.tokens_per_step,
-        sequence_length=plan.sequence_length,
+        tokens_per_step=plan.batch.tokens_per_step,
+        sequence_length=plan.batch.sequence_length,
         machine=machine.name,
         measured=ceilings is not None,
         allowed_bytes=plan.results.allowed_bytes,
@@ -289,16 +289,16 @@ class _ModelPlans:
         """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step
         whose updates wait may have such states.
         """
-        if found is None or plan.checkpoint_every > 1:
+        if found is None or plan.updates.checkpoint_every > 1:
             return ()
         problem, every = self._problem(question), plan.updated_units
-        costs = problem.costs_of(plan.micro_batch_sequences)
+        costs = problem.costs_of(plan.batch.micro_batch_sequences)
         best: Alternative | None = None
         for held in ("host", "ssd"):
             bare = plan.with_results(speculation=None)
-            waiting = replace(bare, update_policy="deferred", late_units=every, held_gradients=held)
+            waiting = bare.with_updates(policy="deferred", late_units=every, checkpoint_every=_SELDOM, resident_states=())
             least = min(plan.num_blocks, max(2, plan.prefetch + 1))
-            waiting = replace(waiting, checkpoint_every=_SELDOM, resident_states=(), host_slots=least)
+            waiting = replace(waiting.with_gradients(held=held), host_slots=least)
             waiting = with_footprint(waiting, costs, problem.allowance)
             if not waiting.fits:
                 continue
@@ -330,7 +330,7 @@ class _ModelPlans:
         if plan.host_slots < plan.num_blocks:
             problem = self._problem(question)
             roomy = with_footprint(
-                replace(plan, host_slots=plan.num_blocks), problem.costs_of(plan.micro_batch_sequences), problem.allowance
+                replace(plan, host_slots=plan.num_blocks), problem.costs_of(plan.batch.micro_batch_sequences), problem.allowance
             )
             needed_bytes = round_up(roomy.peak("host"), GIB if roomy.peak("host") > 4 * GIB else MIB)
             if not question.may_ask_for("host", needed_bytes):
@@ -340,8 +340,9 @@ class _ModelPlans:
     def _smaller_states(self, question: Question, plan: Plan) -> Iterator[Variant]:
         for change, options, other in smaller_states(question):
             problem = self._problem(other)
-            changed = replace(plan, rule=problem.rule, own_rule=problem.own_rule, units=problem.units, resident_states=())
-            changed = with_footprint(changed, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+            changed = replace(plan, rule=problem.rule, own_rule=problem.own_rule, units=problem.units)
+            changed = changed.with_updates(resident_states=())
+            changed = with_footprint(changed, problem.costs_of(plan.batch.micro_batch_sequences), problem.allowance)
             if changed.fits:
                 yield change, options, filled(problem, changed)
 
@@ -356,7 +357,7 @@ class _ModelPlans:
             change=change,
             options=options,
             step_seconds=step_seconds,
-            tokens_per_second=plan.tokens_per_step / step_seconds,
+            tokens_per_second=plan.batch.tokens_per_step / step_seconds,
             peak_bytes={tier: plan.peak(tier) for tier in plan.results.peak_bytes},
         )
 

@@ -209,8 +209,9 @@ class _Plans:
         """Return the worker's plan for twice the tokens with the same placement; None where that does not fit."""
         tokens = 2 * self._worker_tokens
         problem = self._worker_problem(tokens)
-        plan = replace(worker, tokens_per_step=tokens, num_micro_batches=2 * worker.num_micro_batches, accumulate=True)
-        plan = with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+        twice = replace(worker.batch, tokens_per_step=tokens, num_micro_batches=2 * worker.batch.num_micro_batches)
+        plan = replace(worker, batch=twice).with_gradients(accumulate=True)
+        plan = with_footprint(plan, problem.costs_of(plan.batch.micro_batch_sequences), problem.allowance)
         if plan.fits:
             return plan
         try:

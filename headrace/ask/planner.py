@@ -137,7 +137,7 @@ class RunPlanner:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:
         the run can have no other budget, and loses nothing if it is ended from outside.
         """
-        plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.sequence_length)))
+        plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.batch.sequence_length)))
         if plan.peak("host") > plan.results.allowed_bytes["host"]:
             needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.results.allowed_bytes["host"])
             tell(f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began")

@@ -37,7 +37,8 @@ class NodeEngine(Engine):
         plan = self.plan
         if plan is None:
             plan = self._planner.plan(sequences * length, length, state=self.store.manifest)
-        rows = plan.tokens_per_step // plan.sequence_length
+        planned = plan.batch.sequence_length
+        rows = plan.batch.tokens_per_step // planned
         if self.chain.collects_asides:
             self._crowd.limit_to(
                 1,
@@ -45,10 +46,8 @@ class NodeEngine(Engine):
                 "yet. Use one worker, or set output_router_logits to false in config.json",
             )
         self._crowd.limit_to(rows, f"a step has {rows} rows; give fewer workers")
-        if sequences > max(rows, rows * plan.sequence_length // length):
-            raise DataError(
-                f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {plan.sequence_length} at most"
-            )
+        if sequences > max(rows, rows * planned // length):
+            raise DataError(f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {planned} at most")
         if self._steps is not None and self._crowd.may_grow:
             self.flush()
             self._drop_buffers()
@@ -76,7 +75,7 @@ class NodeEngine(Engine):
         labels are added.
         """
         if self.plan is not None and "input_ids" in batch:
-            least = (self._crowd.muster.most - 1) * self.plan.micro_batch_sequences + 1
+            least = (self._crowd.muster.most - 1) * self.plan.batch.micro_batch_sequences + 1
             batch = with_idle_rows(batch, least)
         return super().evaluate(batch)
 
@@ -98,8 +97,8 @@ class NodeEngine(Engine):
         return Setup(
             config=self.chain.config.to_dict(),
             options=self.options.to_record(),
-            sequences=plan.tokens_per_step // plan.sequence_length,
-            length=plan.sequence_length,
+            sequences=plan.batch.tokens_per_step // plan.batch.sequence_length,
+            length=plan.batch.sequence_length,
             grouping=grouping_of(plan),
             layouts=digest_of(self.chain.layouts),
             total_steps=self.options.max_steps or 0,

@@ -146,7 +146,7 @@ class Subject:
     def use_threads(self, plan: Plan) -> None:
         """Compute and update with the threads of `plan`; with fewer cores than that, a resumed run uses all there are."""
         torch.set_num_threads(min(plan.compute_threads, self.cores))
-        threads = min(plan.update_threads, self.cores)
+        threads = min(plan.updates.threads, self.cores)
         self._close_updaters()
         self.updater = Updater(self.updater.rule, threads)
         self.own_updater = Updater(self.own_updater.rule, threads) if self.own_updater else None
@@ -164,7 +164,7 @@ class Subject:
         planes = self.rule.planes
         own_planes = self.own_rule.planes if self.own_rule else planes
         usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self.forms))
-        chunk_elements = plan.chunk_elements if plan else usual
+        chunk_elements = plan.updates.chunk_elements if plan else usual
         request = StoreRequest(
             directories=ssd,
             units=[form.families(planes, own_planes, chunk_elements) for form in self.forms],

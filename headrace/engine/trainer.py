@@ -140,12 +140,12 @@ class Engine(Closing):
         plan = self.plan
         if (
             plan is None
-            or length > plan.sequence_length
-            or sequences > self._rows(plan, sequences, length) * plan.num_micro_batches
+            or length > plan.batch.sequence_length
+            or sequences > self._rows(plan, sequences, length) * plan.batch.num_micro_batches
         ):
             self.flush()
             self._drop_buffers()
-            longest = max(length, plan.sequence_length if plan else 0)
+            longest = max(length, plan.batch.sequence_length if plan else 0)
             plan = self.plan = self._planner.plan(sequences * longest, longest, state=self.store.manifest)
         if self._steps is None:
             self._steps = self._build_steps(plan)
@@ -153,10 +153,12 @@ class Engine(Closing):
 
     def _rows(self, plan: Plan, sequences: int, length: int) -> int:
         """Return the rows of a micro-batch of this shape: more rows at once, if they are more and shorter than planned."""
-        rows = plan.micro_batch_sequences
-        if sequences <= rows * plan.num_micro_batches or self.options.compile_blocks:  # rows are padded for compiled blocks
+        rows = plan.batch.micro_batch_sequences
+        if (
+            sequences <= rows * plan.batch.num_micro_batches or self.options.compile_blocks
+        ):  # rows are padded for compiled blocks
             return rows
-        return rows * plan.sequence_length // length
+        return rows * plan.batch.sequence_length // length
 
     def _build_steps(self, plan: Plan) -> Steps:
         if not plan.separate_device:
@@ -193,7 +195,7 @@ class Engine(Closing):
         steps = self._ready(*shape)
         rows = self._rows(steps.parts.plan, *shape)
         if self.options.compile_blocks:  # one length is one graph
-            cpu_batch = filled_up(cpu_batch, steps.parts.plan.sequence_length, needs_mask=self.chain.collects_asides)
+            cpu_batch = filled_up(cpu_batch, steps.parts.plan.batch.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()
         data = step_batch(cpu_batch, rows, self.machine.device)
         self.plan = steps.follow_hit_rate()
@@ -219,7 +221,7 @@ class Engine(Closing):
             seconds=time.perf_counter() - started,
             skipped=verdict.skipped,
             loss_scale=verdict.loss_scale.scale if verdict.loss_scale else None,
-            update_policy=self.plan.update_policy,
+            update_policy=self.plan.updates.policy,
             redone=verdict.redone,
             bytes_read=moved.bytes_read,
             bytes_written=moved.bytes_written,
@@ -245,7 +247,7 @@ class Engine(Closing):
             gradient_scale=1.0 / scale,
             loss_scale=self._loss_scale,
             max_grad_norm=self.options.max_grad_norm,
-            durable=(self.num_steps + 1) % plan.checkpoint_every == 0,
+            durable=(self.num_steps + 1) % plan.updates.checkpoint_every == 0,
             record=lambda verdict: self._record(verdict, position),
         )
 
@@ -313,7 +315,7 @@ class Engine(Closing):
         check_apart(batch, self.chain)
         steps = self._ready(*(shape := batch["input_ids"].shape))
         if self.options.compile_blocks:
-            batch = filled_up(batch, steps.parts.plan.sequence_length, needs_mask=False)
+            batch = filled_up(batch, steps.parts.plan.batch.sequence_length, needs_mask=False)
         data = step_batch(batch, self._rows(steps.parts.plan, *shape), self.machine.device)
         state = steps.score(data, self._verdict(self.position))
         self._traffic.moved()  # belongs to no step

@@ -134,7 +134,7 @@ class Worker(Closing):
             cores=self._cores,
             warm_up=self._warm_up,
         )
-        ways = WaysToPlan(adjust=lambda plan: replace(plan, checkpoint_every=1))
+        ways = WaysToPlan(adjust=lambda plan: plan.with_updates(checkpoint_every=1))
         self._planner = RunPlanner(options, planned, ways)
         self.plan = self._agree(setup)
         self._sink(Planned(plan=self.plan))
@@ -171,10 +171,10 @@ class Worker(Closing):
                 up.send_message({"cannot": str(error)}, NODE)
                 raise PeerLost(f"stays a spare: {error}") from None
         # Nothing is updated here, and so nothing taken back: what is to be skipped, the node skips.
-        plan = replace(plan, update_policy="deferred", late_units=())
-        program, _ = build_program(plan, plan.num_micro_batches, Snapshot())
-        scoring, _ = build_forward(plan, plan.num_micro_batches, Snapshot())
-        up.send_message({"turns": [turns_of(program), turns_of(scoring)], "most": plan.num_micro_batches}, NODE)
+        plan = plan.with_updates(policy="deferred", late_units=())
+        program, _ = build_program(plan, plan.batch.num_micro_batches, Snapshot())
+        scoring, _ = build_forward(plan, plan.batch.num_micro_batches, Snapshot())
+        up.send_message({"turns": [turns_of(program), turns_of(scoring)], "most": plan.batch.num_micro_batches}, NODE)
         return plan
 
     def _scratch(self, folder: Path, own: Options) -> StateStore:
@@ -183,7 +183,7 @@ class Worker(Closing):
         rule = self._updater.rule
         request = StoreRequest(
             directories=directories,
-            units=[form.families(rule.planes, rule.planes, self.plan.chunk_elements) for form in self._forms],
+            units=[form.families(rule.planes, rule.planes, self.plan.updates.chunk_elements) for form in self._forms],
             scratch_bytes=scratch_bytes(self.plan),
             weights=measured_weights(directories),
             identity={"worker": True},

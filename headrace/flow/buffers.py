@@ -31,14 +31,14 @@ class Buffers(WeightBuffers):
     def __init__(self, plan: Plan, machine: Machine) -> None:
         super().__init__(plan, buffer_groups(plan), machine)
         self.plan = plan
-        self.gradient_dtype = TORCH_DTYPES[plan.gradient_dtype]
+        self.gradient_dtype = TORCH_DTYPES[plan.gradients.dtype]
         self.states = self.take_host("states")
         self.stash = self.take_host("stash")
         self.host_stash = {block: self.take_host(f"stash.{block}") for block in plan.blocks_stashed_on("host")}
         self.gradients = self._take_gradients()
-        self.resident_states = {unit: self.take_host(f"resident_states.{unit}")[0] for unit in plan.resident_states}
+        self.resident_states = {unit: self.take_host(f"resident_states.{unit}")[0] for unit in plan.updates.resident_states}
         self.device_states = self.take_compute("device_states")
-        summed = torch.float32 if plan.accumulate else self.gradient_dtype
+        summed = torch.float32 if plan.gradients.accumulate else self.gradient_dtype
         self._accumulator = [each.view(summed) for each in self.take_compute("accumulator")]
         self._resident_accumulator = [each.view(torch.float32) for each in self.take_compute("resident_accumulator")]
 
@@ -59,7 +59,7 @@ class Buffers(WeightBuffers):
 
     def gradient(self, unit: int, slot: int) -> NDArray[Any]:
         """Return a drained gradient in NumPy's types (bfloat16 as bits)."""
-        dtype = GRADIENT_VIEWS[self.plan.gradient_dtype]
+        dtype = GRADIENT_VIEWS[self.plan.gradients.dtype]
         return self.gradient_bytes(unit, slot).view(dtype)
 
     def gradient_bytes(self, unit: int, slot: int) -> Bytes:
@@ -74,5 +74,5 @@ class Buffers(WeightBuffers):
         plan = self.plan
         taken, slot_of = dict(enumerate(self.take_host("gradients"))), plan.gradient_slot_of
         if resident := self.take_host("resident_gradient"):
-            taken[plan.gradient_slots] = resident[0]
+            taken[plan.gradients.slots] = resident[0]
         return taken | {slot_of[unit]: self.take_host(f"gradient.{unit}")[0] for unit in plan.held_in_memory}

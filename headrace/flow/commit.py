@@ -14,7 +14,7 @@ def commit(state: StepState, op: Op) -> None:
     the verdict comes after the first writes; such a step leaves its writes to be abandoned, and commits nothing.
     """
     verdict, parts = state.verdict_of(op), state.parts
-    if not verdict.durable or (verdict.void and state.plan.update_policy != "deferred"):
+    if not verdict.durable or (verdict.void and state.plan.updates.policy != "deferred"):
         return
     start = time.perf_counter()
     parts.commit(verdict)

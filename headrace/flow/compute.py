@@ -30,10 +30,10 @@ def prologue(state: StepState, op: Op) -> None:
 
 def forward(state: StepState, op: Op) -> None:
     """Block input -> block output, without a graph; the input and the chosen operator outputs are left for backward."""
-    plan, block = state.plan, op.unit - 1
+    stash, block = state.plan.stash, op.unit - 1
     hidden = state.inputs.pop((op.unit, op.micro))
     _seed(state, op.unit, op.micro)
-    record = Record(frozenset(plan.kept[block])) if state.learns and (plan.kept[block] or plan.skipped[block]) else None
+    record = Record(frozenset(stash.kept[block])) if state.learns and (stash.kept[block] or stash.skipped[block]) else None
     with torch.no_grad(), bound(state, op, op.unit), record or nullcontext():
         result = state.parts.chain.block(block, hidden, state.calls[op.micro][block])
     state.inputs[op.unit + 1, op.micro] = result.hidden
@@ -41,13 +41,13 @@ def forward(state: StepState, op: Op) -> None:
         return
     package = Package(hidden, {})
     # The ordinals were chosen for one sequence of operators; a device that runs another one gets a plain recompute.
-    if record is not None and tuple(record.names) == plan.operators[block]:
-        package = Package(hidden, record.kept, frozenset(plan.skipped[block]))
+    if record is not None and tuple(record.names) == stash.operators[block]:
+        package = Package(hidden, record.kept, frozenset(stash.skipped[block]))
     elif record is not None:
         state.not_kept.add(op.unit)
     if result.asides:
         state.asides[op.unit, op.micro] = result.asides
-    waiting = state.recalled if plan.stash_tiers[block] == "device" else state.packages
+    waiting = state.recalled if stash.tiers[block] == "device" else state.packages
     waiting[op.unit, op.micro] = package
 
 
@@ -57,7 +57,7 @@ def epilogue(state: StepState, op: Op) -> None:
     hidden = state.inputs.pop((plan.num_blocks + 1, op.micro))
     batch, targets = state.batch.micro_batches[op.micro], state.batch.targets[op.micro]
     gradient = torch.zeros_like(hidden)
-    positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
+    positions = max(1, plan.batch.loss_chunk_tokens // hidden.shape[0])
     _seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     of_embedding = (catching if plan.tied else bound)(state, op, 0)
     with torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
@@ -81,7 +81,7 @@ def score(state: StepState, op: Op) -> None:
     """Final hidden states -> the loss of what has labels; without labels, the logits of each row's last position."""
     plan, chain = state.plan, state.parts.chain
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
-    positions = max(1, plan.loss_chunk_tokens // hidden.shape[0])
+    positions = max(1, plan.batch.loss_chunk_tokens // hidden.shape[0])
     with torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
         if not state.batch.trained_tokens:
             state.logits[op.micro] = chain.last_logits(batch.input_ids[:, -1:], hidden[:, -1:])
@@ -126,7 +126,7 @@ def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tenso
 
     if package.kept or package.skipped:
         try:
-            with Replay(package.kept, package.skipped, names=state.plan.operators[op.unit - 1]):
+            with Replay(package.kept, package.skipped, names=state.plan.stash.operators[op.unit - 1]):
                 return run()
         except ReplayMismatch:  # the plan expected other operators than this device runs: proceed as if nothing had been kept
             state.not_kept.add(op.unit)

@@ -78,7 +78,7 @@ def _decide(state: StepState) -> None:
     elif factor != 1.0:
         verdict.clipped = True
         # Updates that have begun assumed a factor of 1. From here on none has an effect, and the engine takes them back.
-        verdict.missed = state.plan.update_policy in ("speculative", "rerun")
+        verdict.missed = state.plan.updates.policy in ("speculative", "rerun")
         verdict.gradient_scale *= factor
 
 

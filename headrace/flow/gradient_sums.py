@@ -37,7 +37,7 @@ class SequentialSums:
 
 def sums_of(plan: Plan, buffers: Buffers, num_micro: int) -> SequentialSums:
     """Return the sums of a step of `num_micro` micro-batches."""
-    if plan.gradient_sum == SEQUENTIAL or not plan.accumulate:
+    if plan.gradients.order == SEQUENTIAL or not plan.gradients.accumulate:
         return SequentialSums(buffers)
     return TreeSums(plan, buffers, num_micro)
 

@@ -73,14 +73,14 @@ class Steps:
         Raises:
             StepFailed: a lane failed; the last committed step is untouched.
         """
-        assert num_micro_batches <= self.parts.plan.num_micro_batches, "there are no buffers for more than were planned"
+        assert num_micro_batches <= self.parts.plan.batch.num_micro_batches, "there are no buffers for more than were planned"
         with self._whole_or_failed():
             return self._run(num_micro_batches, verdict, state_of)
 
     def _run(self, num_micro_batches: int, verdict: Verdict, state_of: Callable[[Verdict | None], StepState]) -> StepState:
         state = state_of(self._pending)
         program = self._next_program(num_micro_batches, durable=self._pending is None or self._pending.durable)
-        may_rerun = self.parts.plan.update_policy == "rerun"
+        may_rerun = self.parts.plan.updates.policy == "rerun"
         # If hardly any step needs no clipping, a first run only finds the norm: nothing is updated or written in vain.
         verdict.missed = may_rerun and bool(self.hits.outcomes) and not self.hits.exceeds(_GUESSING_PAYS)
         run_step(program, state, self._interpreter)
@@ -89,10 +89,10 @@ class Steps:
         self.hits = self.hits.after(verdict.is_hit)
         if verdict.missed and verdict.skipped is None and may_rerun:
             return self._run_again(num_micro_batches, verdict, state_of)
-        if verdict.void and self.parts.plan.update_policy != "deferred":
+        if verdict.void and self.parts.plan.updates.policy != "deferred":
             self._take_back(verdict)
         else:
-            self._pending = verdict if self.parts.plan.late_units else None
+            self._pending = verdict if self.parts.plan.updates.late_units else None
         return state
 
     def _next_program(self, num_micro_batches: int, *, durable: bool) -> Program:
@@ -143,11 +143,10 @@ class Steps:
         if plan.results.speculation is None or not hits.is_due:
             return plan
         speculate = hits.exceeds(plan.results.speculation.break_even)
-        if speculate != (plan.update_policy == "speculative"):
+        if speculate != (plan.updates.policy == "speculative"):
             self.flush()
-            plan = replace(
-                plan,
-                update_policy="speculative" if speculate else "deferred",
+            plan = plan.with_updates(
+                policy="speculative" if speculate else "deferred",
                 late_units=plan.results.speculation.late_units if speculate else plan.updated_units,
             )
             self.parts = replace(self.parts, plan=plan)
@@ -221,7 +220,7 @@ class Steps:
         """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
         parts, plan = self.parts, self.parts.plan
         load_residents(parts)
-        for unit in plan.resident_states:
+        for unit in plan.updates.resident_states:
             states = parts.buffers.resident_states[unit]
             for chunk in range(plan.num_chunks(unit)):
                 parts.store.read(unit, STATES, states[plan.states_of_chunk(unit, chunk)], chunk).wait()

@@ -28,7 +28,7 @@ def device_updater(plan: Plan, machine: Machine, rule: UpdateRule) -> DeviceUpda
     if not plan.device_state_slots:
         return None
     piece = HOST_ITEM_ELEMENTS if machine.device.type == "cpu" else DEVICE_UPDATE_PIECE_ELEMENTS
-    return DeviceUpdater(rule, piece_elements=min(piece, plan.chunk_elements))
+    return DeviceUpdater(rule, piece_elements=min(piece, plan.updates.chunk_elements))
 
 
 def read_states(state: StepState, op: Op) -> None:
@@ -75,7 +75,7 @@ def update(state: StepState, op: Op) -> None:
 
 def write_states(state: StepState, op: Op) -> None:
     """Write a chunk's new states into the slot that is not committed."""
-    if _is_written(state, op, stays=op.unit in state.plan.resident_states):
+    if _is_written(state, op, stays=op.unit in state.plan.updates.resident_states):
         known = state.checksums.get((op.unit, op.chunk))
         state.parts.store.write(op.unit, STATES, op.chunk, _states(state, op), known.states if known else None).wait()
 

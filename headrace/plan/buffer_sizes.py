@@ -21,54 +21,58 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         return _serving_groups(plan)
     compute_tier, residents = "device" if plan.separate_device else "host", plan.resident_units
     gradient = plan.gradient_bytes_per_element
-    states = BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements))
+    states = BufferGroup("host", "states", plan.updates.state_slots, plan.largest_state_bytes(plan.updates.chunk_elements))
     groups = weight_groups(plan) | {"states": states}
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
-    sums = partial_sums(plan.num_micro_batches, plan.gradient_sum)
+    sums = partial_sums(plan.batch.num_micro_batches, plan.gradients.order)
     if any(ends):
         accumulator = sum(ends) if plan.tied else max(ends)
         # A leaf of a tree is all that a micro-batch adds: that of the head waits for that of the embedding.
-        leaves = plan.num_micro_batches if plan.tied and plan.gradient_sum == TREE else sums
+        leaves = plan.batch.num_micro_batches if plan.tied and plan.gradients.order == TREE else sums
         groups["resident_accumulator"] = BufferGroup(compute_tier, "gradients", leaves, accumulator * 4)
     if plan.separate_device:
         if plan.device_state_slots:
             weight = plan.planes.weight.bytes_per_element
-            chunk_bytes = plan.chunk_elements * (weight + gradient) + plan.largest_state_bytes(plan.chunk_elements)
+            chunk_bytes = plan.updates.chunk_elements * (weight + gradient) + plan.largest_state_bytes(
+                plan.updates.chunk_elements
+            )
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
         groups["staging"] = BufferGroup("host", "weights", 1, max(map(plan.stored_bytes, residents)))
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:
-        summed = largest * (4 if plan.accumulate else gradient)
-        groups["accumulator"] = BufferGroup(compute_tier, "gradients", max(plan.accumulators, sums), summed)
+        summed = largest * (4 if plan.gradients.accumulate else gradient)
+        groups["accumulator"] = BufferGroup(compute_tier, "gradients", max(plan.gradients.accumulators, sums), summed)
     held = plan.held_in_memory
     for unit in held:
         groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))
     passing = sorted(set(plan.trained_units).difference(held))
     if any(unit not in residents for unit in passing):
-        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, largest * gradient)
+        groups["gradients"] = BufferGroup("host", "gradients", plan.gradients.slots, largest * gradient)
     if any(unit in residents for unit in passing):
         resident_gradient = max(plan.gradient_bytes(unit) for unit in residents)
         groups["resident_gradient"] = BufferGroup("host", "gradients", 1, resident_gradient)
-    for unit in plan.resident_states:
+    for unit in plan.updates.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
     for block in plan.blocks_stashed_on("host"):
-        groups[f"stash.{block}"] = BufferGroup("host", "activations", plan.num_micro_batches, stash_slot_bytes(plan, block))
+        groups[f"stash.{block}"] = BufferGroup(
+            "host", "activations", plan.batch.num_micro_batches, stash_slot_bytes(plan, block)
+        )
     spilled = plan.blocks_stashed_on("ssd")
     if spilled:
         largest = max(stash_slot_bytes(plan, block) for block in spilled)
-        groups["stash"] = BufferGroup("host", "activations", plan.stash_slots, largest)
+        groups["stash"] = BufferGroup("host", "activations", plan.stash.slots, largest)
     return groups
 
 
 def _serving_groups(plan: Plan) -> dict[str, BufferGroup]:
     """Return the groups of a plan that computes nothing: buffers for units on their way, each as large as the largest unit."""
     units, held = range(len(plan.units)), plan.held_in_memory
-    states = BufferGroup("host", "states", plan.state_slots, plan.largest_state_bytes(plan.chunk_elements))
+    states = BufferGroup("host", "states", plan.updates.state_slots, plan.largest_state_bytes(plan.updates.chunk_elements))
     groups = weight_groups(plan) | {"states": states}
     groups |= {f"gradient.{unit}": BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit)) for unit in held}
     if set(plan.trained_units).difference(held):
-        groups["gradients"] = BufferGroup("host", "gradients", plan.gradient_slots, max(map(plan.gradient_bytes, units)))
-    for unit in plan.resident_states:
+        groups["gradients"] = BufferGroup("host", "gradients", plan.gradients.slots, max(map(plan.gradient_bytes, units)))
+    for unit in plan.updates.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
     return groups
 
@@ -77,7 +81,7 @@ def device_update_temporary_bytes(plan: Plan) -> int:
     """Return the device memory that updates on the device take for a moment, besides the staging buffers."""
     if not plan.device_state_slots:
         return 0
-    piece = max(min(plan.chunk_elements, DEVICE_UPDATE_PIECE_ELEMENTS), plan.largest_item_elements)
+    piece = max(min(plan.updates.chunk_elements, DEVICE_UPDATE_PIECE_ELEMENTS), plan.largest_item_elements)
     return piece * plan.rule.temporary_bytes
 
 
@@ -86,12 +90,12 @@ def host_update_temporary_bytes(plan: Plan) -> int:
 
     Elements that are updated alone are updated in registers.
     """
-    all_there = plan.device_state_slots and plan.device_update_every == 1
+    all_there = plan.device_state_slots and plan.updates.device_every == 1
     here = [unit for unit in map(plan.units.__getitem__, plan.updated_units) if not (all_there and unit.in_place)]
     if plan.rule.grain is Grain.ELEMENT or not here:
         return 0
     piece = max(HOST_ITEM_ELEMENTS, *(largest_item_elements(unit.cuts) for unit in here))
-    return plan.update_threads * min(piece, plan.chunk_elements) * plan.rule.temporary_bytes
+    return plan.updates.threads * min(piece, plan.updates.chunk_elements) * plan.rule.temporary_bytes
 
 
 def scratch_bytes(plan: Plan) -> int:
@@ -101,19 +105,19 @@ def scratch_bytes(plan: Plan) -> int:
 
 def stash_scratch_bytes(plan: Plan) -> int:
     """Return the bytes of all block inputs of a step on the SSD."""
-    return sum(plan.num_micro_batches * stash_slot_bytes(plan, block) for block in plan.blocks_stashed_on("ssd"))
+    return sum(plan.batch.num_micro_batches * stash_slot_bytes(plan, block) for block in plan.blocks_stashed_on("ssd"))
 
 
 def stash_slot_bytes(plan: Plan, block: int) -> int:
     """Return the bytes of one micro-batch's input and kept outputs of `block`, each tensor on a cache line, in whole pages."""
-    tensors = 2 * len(plan.kept[block - 1]) + 1  # attention keeps a second output
+    tensors = 2 * len(plan.stash.kept[block - 1]) + 1  # attention keeps a second output
     return round_up(plan.stash_bytes(block) + tensors * TENSOR_ALIGNMENT_BYTES, PAGE_BYTES)
 
 
 def stash_offset(plan: Plan, block: int, micro: int) -> int:
     """Return where a block's stash lies in the scratch space."""
     before = sum(
-        plan.num_micro_batches * stash_slot_bytes(plan, other) for other in plan.blocks_stashed_on("ssd") if other < block
+        plan.batch.num_micro_batches * stash_slot_bytes(plan, other) for other in plan.blocks_stashed_on("ssd") if other < block
     )
     return before + micro * stash_slot_bytes(plan, block)
 

@@ -199,7 +199,7 @@ def forecast_cluster(
     """
     coarse = simulated_plan(worker, cluster.worker, most_operations // 2)
     rates = (
-        Rates(under(coarse, cluster.worker), coarse.compute_dtype, None, coarse.update_threads),
+        Rates(under(coarse, cluster.worker), coarse.compute_dtype, None, coarse.updates.threads),
         Rates(under(node, cluster.all_nodes), _any_dtype(cluster.node), None, None),
     )
     steps = _steps(coarse, coarse_node(node, coarse, most_operations))
@@ -243,19 +243,22 @@ def coarse_node(node: Plan, worker: Plan, most_operations: int = 2 * SEARCH_OPER
     per_unit = most_operations // 2 // len(units) // _PER_CHUNK
     largest = max(unit.num_elements for unit in units)
     pieces = min(_MOST_CHUNKS, max(_LEAST_CHUNKS, per_unit))
-    chunk_elements = max(node.chunk_elements, round_up(-(-largest // pieces), UNIT_ALIGNMENT))
-    residents = tuple(range(round(len(node.resident_states) * share)))
+    updates = node.updates
+    chunk_elements = max(updates.chunk_elements, round_up(-(-largest // pieces), UNIT_ALIGNMENT))
     return replace(
         node,
         units=units,
         num_blocks=worker.num_blocks,
         tied=worker.tied,
         host_slots=max(2, min(len(units), round(node.host_slots * share))),
-        chunk_elements=chunk_elements,
-        # No more of the larger buffers than are needed to read, update and write at once.
-        state_slots=node.state_slots if chunk_elements == node.chunk_elements else min(node.state_slots, 3),
-        late_units=tuple(range(len(units))) if node.late_units else (),
-        resident_states=residents,
+        updates=replace(
+            updates,
+            chunk_elements=chunk_elements,
+            # No more of the larger buffers than are needed to read, update and write at once.
+            state_slots=updates.state_slots if chunk_elements == updates.chunk_elements else min(updates.state_slots, 3),
+            late_units=tuple(range(len(units))) if updates.late_units else (),
+            resident_states=tuple(range(round(len(updates.resident_states) * share))),
+        ),
     )
 
 

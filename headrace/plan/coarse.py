@@ -26,19 +26,19 @@ _PER_CHUNK, _PER_MICRO_BATCH = 4, 4
 def coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
     """Return a plan with the same work in fewer operations, or the plan itself if it has few."""
     chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
-    if _PER_CHUNK * chunks + _PER_MICRO_BATCH * plan.num_blocks * plan.num_micro_batches <= most_operations:
+    if _PER_CHUNK * chunks + _PER_MICRO_BATCH * plan.num_blocks * plan.batch.num_micro_batches <= most_operations:
         return plan
     plan = _merged(plan, ceilings, most_operations // (_PER_CHUNK * _LEAST_CHUNKS + _PER_MICRO_BATCH * _LEAST_MICRO_BATCHES))
     per_micro = _PER_MICRO_BATCH * plan.num_blocks
-    joined = max(1, plan.num_micro_batches // max(_LEAST_MICRO_BATCHES, most_operations // (3 * per_micro)))
-    plan = _joined(plan, -(-plan.num_micro_batches // joined), ceilings)
-    left = most_operations - per_micro * plan.num_micro_batches
+    joined = max(1, plan.batch.num_micro_batches // max(_LEAST_MICRO_BATCHES, most_operations // (3 * per_micro)))
+    plan = _joined(plan, -(-plan.batch.num_micro_batches // joined), ceilings)
+    left = most_operations - per_micro * plan.batch.num_micro_batches
     pieces = max(_LEAST_CHUNKS, left // (_PER_CHUNK * len(plan.units)))
     largest = max(unit.num_elements for unit in plan.units[1 : plan.num_blocks + 1])
-    chunk_elements = max(plan.chunk_elements, round_up(-(-largest // pieces), UNIT_ALIGNMENT))
+    chunk_elements = max(plan.updates.chunk_elements, round_up(-(-largest // pieces), UNIT_ALIGNMENT))
     # Three buffers suffice to read, update and write at once. More of the enlarged ones would hold more than the plan does.
-    slots = plan.state_slots if chunk_elements == plan.chunk_elements else min(plan.state_slots, 3)
-    return replace(plan, chunk_elements=chunk_elements, state_slots=slots)
+    slots = plan.updates.state_slots if chunk_elements == plan.updates.chunk_elements else min(plan.updates.state_slots, 3)
+    return plan.with_updates(chunk_elements=chunk_elements, state_slots=slots)
 
 
 def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
@@ -46,7 +46,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     size = -(-plan.num_blocks // max(_LEAST_BLOCKS, most_blocks))
     if size == 1:
         return plan
-    alike = [(tier, unit.kind) for tier, unit in zip(plan.stash_tiers, plan.units[1:], strict=False)]
+    alike = [(tier, unit.kind) for tier, unit in zip(plan.stash.tiers, plan.units[1:], strict=False)]
     runs = [[block for block, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
     groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
     launches = launch_flops(plan, ceilings, 1)
@@ -57,7 +57,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     of_updated = len(updated) / max(1, sum(unit.update_elements > 0 for unit in plan.units[1 : plan.num_blocks + 1]))
     residents, late = (
         round(of_updated * sum(1 <= unit <= plan.num_blocks for unit in chosen))
-        for chosen in (plan.resident_states, plan.late_units)
+        for chosen in (plan.updates.resident_states, plan.updates.late_units)
     )
     return replace(
         plan,
@@ -68,15 +68,21 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
             *plan.units[plan.num_blocks + 1 :],
         ),
         host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),
-        resident_states=(*updated[:residents], *_around(plan, plan.resident_states, len(groups))),
-        late_units=(
-            *(updated[place - 1] for place in spread(late, len(updated))),
-            *_around(plan, plan.late_units, len(groups)),
+        updates=replace(
+            plan.updates,
+            resident_states=(*updated[:residents], *_around(plan, plan.updates.resident_states, len(groups))),
+            late_units=(
+                *(updated[place - 1] for place in spread(late, len(updated))),
+                *_around(plan, plan.updates.late_units, len(groups)),
+            ),
         ),
-        stash_tiers=tuple(plan.stash_tiers[group[0]] for group in groups),
-        kept=((),) * len(groups),
-        kept_bytes=tuple(
-            sum(plan.kept_bytes[block] for block in group) + (len(group) - 1) * plan.hidden_bytes for group in groups
+        stash=replace(
+            plan.stash,
+            tiers=tuple(plan.stash.tiers[group[0]] for group in groups),
+            kept=((),) * len(groups),
+            kept_bytes=tuple(
+                sum(plan.stash.kept_bytes[block] for block in group) + (len(group) - 1) * plan.hidden_bytes for group in groups
+            ),
         ),
         results=replace(
             plan.results,
@@ -115,14 +121,13 @@ def launch_flops(plan: Plan, ceilings: Ceilings, calls: float) -> float:
 def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
     """Return a plan with `count` larger micro-batches."""
     # Exactly the work of the whole step, also where the number is not divisible by `count`.
-    factor = plan.num_micro_batches / count
+    factor = plan.batch.num_micro_batches / count
     # Joining saves launches. Their time is added again, as the FLOPs that compute could have done in it.
     launches = launch_flops(plan, ceilings, factor - 1)
     return replace(
         plan,
-        num_micro_batches=count,
-        hidden_size_bytes=round(plan.hidden_size_bytes * factor),
-        kept_bytes=tuple(round(size * factor) for size in plan.kept_bytes),
+        batch=replace(plan.batch, num_micro_batches=count, hidden_size_bytes=round(plan.batch.hidden_size_bytes * factor)),
+        stash=replace(plan.stash, kept_bytes=tuple(round(size * factor) for size in plan.stash.kept_bytes)),
         results=replace(
             plan.results,
             forward_flops=tuple(flops * factor + launches for flops in plan.results.forward_flops),

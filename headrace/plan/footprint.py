@@ -108,7 +108,7 @@ def import_bytes(plan: Plan) -> int:
     rest = rest_of_master(planes.states)
     master = rest.bytes_per_element if rest else 0
     largest = max(unit.num_elements for unit in plan.units)
-    chunk = plan.largest_state_bytes(min(plan.chunk_elements, largest)) if master else 0
+    chunk = plan.largest_state_bytes(min(plan.updates.chunk_elements, largest)) if master else 0
     made_of = max(plan.source_bytes(unit) for unit in range(len(plan.units)))
     settling = max(_settling_bytes(plan, unit) for unit in range(len(plan.units)))
     return largest * (planes.weight.bytes_per_element + master) + chunk + made_of + settling
@@ -173,7 +173,7 @@ def runtime_row(plan: Plan, runtime_bytes: int) -> int:
 def program_bytes(plan: Plan) -> int:
     """Return the bytes for operations of steps: the programs that are kept, and the marks of completion for two steps."""
     chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
-    operations = _OPERATIONS_OF_A_CHUNK * chunks + _OPERATIONS_OF_A_BLOCK * plan.num_blocks * plan.num_micro_batches
+    operations = _OPERATIONS_OF_A_CHUNK * chunks + _OPERATIONS_OF_A_BLOCK * plan.num_blocks * plan.batch.num_micro_batches
     return operations * (MOST_PROGRAMS * _OPERATION_BYTES + 2 * _COMPLETION_BYTES)
 
 
@@ -214,10 +214,10 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
     `pools`: freed memory only serves the stream on which it was made, as in torch's allocator for GPUs. So what comes back for
     backward and what compute makes never use the same place one after the other.
     """
-    count, hidden = plan.num_micro_batches, plan.hidden_bytes
+    count, hidden = plan.batch.num_micro_batches, plan.hidden_bytes
     staying = sum(plan.stash_bytes(block) for block in plan.blocks_stashed_on("device"))
     kept_away = [
-        plan.kept_bytes[block - 1] for block in range(1, plan.num_blocks + 1) if plan.stash_tiers[block - 1] != "device"
+        plan.stash.kept_bytes[block - 1] for block in range(1, plan.num_blocks + 1) if plan.stash.tiers[block - 1] != "device"
     ]
     # Forward at block l, micro-batch j: outputs of l up to j, inputs of l, and inputs of l - 1 after j that are not stashed
     # yet. Compute is at most one block ahead of the stash. Kept outputs of the last two blocks count, too.
@@ -239,7 +239,7 @@ def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> i
 
 
 def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
-    epilogue = epilogue_workspace_bytes(costs, plan.loss_chunk_tokens)
+    epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens)
     blocks = max(max(block.forward_workspace_bytes, block.backward_workspace_bytes) for block in costs.blocks)
     return max(epilogue, blocks, costs.prologue_workspace_bytes, costs.prologue_backward_workspace_bytes)
 

@@ -83,7 +83,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
     step_seconds, timeline, written_bytes = simulated
     return Forecast(
         step_seconds=step_seconds,
-        tokens_per_second=plan.tokens_per_step / step_seconds,
+        tokens_per_second=plan.batch.tokens_per_step / step_seconds,
         flops_per_step=_flops_per_step(_with_rows(_with_samples(plan))),
         ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
         ssd_bytes_written_per_step=written_bytes,
@@ -144,7 +144,7 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     ceilings = under(plan, ceilings)
     coarse = coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo(coarse))
-    timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.update_threads)
+    timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.updates.threads)
     return timeline.step_seconds
 
 
@@ -157,7 +157,7 @@ def scoring_seconds(plan: Plan, ceilings: Ceilings) -> float:
     programs: list[Program] = []
     before = Snapshot()
     while len(programs) < _MOST_PROGRAMS and (len(programs) < 2 or programs[-1] != programs[-2]):
-        program, before = build_forward(simulated, simulated.num_micro_batches, before)
+        program, before = build_forward(simulated, simulated.batch.num_micro_batches, before)
         programs.append(program)
     timeline = simulate(
         [*programs, programs[-1]], machine, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads
@@ -183,7 +183,7 @@ def under(plan: Plan, ceilings: Ceilings) -> Ceilings:
 
 def _has_partition(plan: Plan, ceilings: Ceilings) -> bool:
     """Return whether compute and updates have cores of their own on a machine where the CPU computes."""
-    return not ceilings.has_device and plan.compute_threads + plan.update_threads <= ceilings.cores
+    return not ceilings.has_device and plan.compute_threads + plan.updates.threads <= ceilings.cores
 
 
 def _apart(slowdowns: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -209,13 +209,13 @@ def _flops_per_step(plan: Plan) -> float:
     """
     each = zip(plan.units, plan.results.forward_flops, strict=False)
     blocks = sum((3 if unit.is_beside else 4) * flops for unit, flops in each) - sum(plan.results.spared_flops)
-    return plan.num_micro_batches * (blocks + 3 * plan.results.epilogue_flops)
+    return plan.batch.num_micro_batches * (blocks + 3 * plan.results.epilogue_flops)
 
 
 def _with_rows(plan: Plan) -> Plan:
     """Return a plan whose micro-batches have the operations of the step's rows: the last one has fewer, without padding."""
-    rows = plan.micro_batch_sequences * plan.num_micro_batches
-    share = plan.tokens_per_step / (plan.sequence_length * rows)
+    rows = plan.batch.micro_batch_sequences * plan.batch.num_micro_batches
+    share = plan.batch.tokens_per_step / (plan.batch.sequence_length * rows)
     if share == 1:
         return plan
     return plan.with_results(
@@ -256,11 +256,11 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     if not plan.results.forward_flops:
         return plan
     rate = ceilings.matrix_flops_per_second(plan.compute_dtype)
-    tokens = plan.micro_batch_sequences * plan.sequence_length
-    width = plan.hidden_size_bytes / plan.planes.weight.bytes_per_element
+    tokens = plan.batch.micro_batch_sequences * plan.batch.sequence_length
+    width = plan.batch.hidden_size_bytes / plan.planes.weight.bytes_per_element
     block = ceilings.hidden_seconds * tokens * width * rate
     head_parameters = plan.results.epilogue_flops / (2 * tokens)
-    chunks = -(-tokens // plan.loss_chunk_tokens)
+    chunks = -(-tokens // plan.batch.loss_chunk_tokens)
     head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
     slower = 1 / ceilings.attention_share - 1
     attention = [slower * flops for flops in plan.results.attention_flops] or [0.0] * plan.num_blocks
@@ -282,9 +282,9 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
 
 def _spared_attention(plan: Plan, index: int) -> float:
     """Return the share of a block's attention that recompute need not do, because its output is kept or not needed."""
-    names = plan.operators[index] if index < len(plan.operators) else ()
+    names = plan.stash.operators[index] if index < len(plan.stash.operators) else ()
     count = names.count(ATTENTION)
-    spared = (*plan.skipped[index], *plan.kept[index]) if count else ()
+    spared = (*plan.stash.skipped[index], *plan.stash.kept[index]) if count else ()
     return sum(names[ordinal] == ATTENTION for ordinal in spared) / max(1, count)
 
 
@@ -295,10 +295,8 @@ def simulated_plan(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan
     flops = coarse.results
     return replace(
         coarse,
-        loss_chunk_tokens=0,
-        kept=(),
-        skipped=(),
-        operators=(),
+        batch=replace(coarse.batch, loss_chunk_tokens=0),
+        stash=replace(coarse.stash, kept=(), skipped=(), operators=()),
         freed_memory="returned",
         results=Results(
             forward_flops=flops.forward_flops, epilogue_flops=flops.epilogue_flops, spared_flops=flops.spared_flops
@@ -310,22 +308,22 @@ def _simulated(plan: Plan, ceilings: Ceilings) -> _Simulated:
     """Return the seconds of a step, the timeline of a usual one, and the bytes that a step writes. Seconds and bytes are means
     over checkpoints and the steps between them.
     """
-    usual = _timeline_of(plan, ceilings, durable=plan.checkpoint_every == 1)
+    usual = _timeline_of(plan, ceilings, durable=plan.updates.checkpoint_every == 1)
     seconds, written_bytes = usual.step_seconds, usual.lanes[Lane.SSD_WRITE].bytes
-    if plan.checkpoint_every > 1 and plan.is_lazy:
+    if plan.updates.checkpoint_every > 1 and plan.is_lazy:
         checkpoint = _timeline_of(plan, ceilings, durable=True)
-        seconds += max(0.0, checkpoint.step_seconds - seconds) / plan.checkpoint_every
-        written_bytes += (checkpoint.lanes[Lane.SSD_WRITE].bytes - written_bytes) // plan.checkpoint_every
+        seconds += max(0.0, checkpoint.step_seconds - seconds) / plan.updates.checkpoint_every
+        written_bytes += (checkpoint.lanes[Lane.SSD_WRITE].bytes - written_bytes) // plan.updates.checkpoint_every
     return seconds, usual, written_bytes
 
 
 def _simulated_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return the seconds alone; they are the same, and found in less time."""
-    rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.update_threads)
-    seconds = step_seconds_of(programs_of(plan, durable=plan.checkpoint_every == 1), rates)
-    if plan.checkpoint_every > 1 and plan.is_lazy:
+    rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.updates.threads)
+    seconds = step_seconds_of(programs_of(plan, durable=plan.updates.checkpoint_every == 1), rates)
+    if plan.updates.checkpoint_every > 1 and plan.is_lazy:
         checkpoint = step_seconds_of(programs_of(plan, durable=True), rates)
-        seconds += max(0.0, checkpoint - seconds) / plan.checkpoint_every
+        seconds += max(0.0, checkpoint - seconds) / plan.updates.checkpoint_every
     return seconds
 
 
@@ -335,7 +333,7 @@ def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
         ceilings,
         compute_dtype=plan.compute_dtype,
         compute_threads=plan.compute_threads,
-        update_threads=plan.update_threads,
+        update_threads=plan.updates.threads,
     )
 
 
@@ -344,7 +342,7 @@ def programs_of(plan: Plan, *, durable: bool) -> list[Program]:
     programs: list[Program] = []
     before = Snapshot()
     while len(programs) < _MOST_PROGRAMS:
-        program, after = build_program(plan, plan.num_micro_batches, before, durable=durable)
+        program, after = build_program(plan, plan.batch.num_micro_batches, before, durable=durable)
         if after == before:
             # Programs built from equal snapshots are equal, and the beginning does not matter to the steady state.
             return [program] * 3

@@ -42,9 +42,10 @@ def load_plan(path: Path) -> Plan:
         values = values.get("plan")
     try:
         plan = Plan.from_json(values)
-        for field in fields(Plan):
-            if field.type in (bool, int, str) and type(getattr(plan, field.name)) is not field.type:
-                raise TypeError(f"{field.name} is {getattr(plan, field.name)!r}")
+        for each in (plan, plan.batch, plan.stash, plan.gradients, plan.updates):
+            for field in fields(each):
+                if field.type in (bool, int, str) and type(found := getattr(each, field.name)) is not field.type:
+                    raise TypeError(f"{field.name} is {found!r}")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"plan {file}: no plan of this version of headrace ({error}); {advice}") from error
     return plan
@@ -61,8 +62,8 @@ def with_lengths_of_plan(config: _Config) -> _Config:
     plan = load_plan(Path(config.plan))
     return replace(
         config,
-        tokens_per_step=config.tokens_per_step or plan.tokens_per_step,
-        sequence_length=config.sequence_length or plan.sequence_length,
+        tokens_per_step=config.tokens_per_step or plan.batch.tokens_per_step,
+        sequence_length=config.sequence_length or plan.batch.sequence_length,
     )
 
 
@@ -77,8 +78,8 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
         raise ConfigError(f"plan: it is for another run: {'; '.join(differences)}; give the plan of a run like this, or none")
     if damaged := ", ".join(_damaged(plan, problem)):
         raise ConfigError(f"plan: no planner made this: {damaged}; give a plan as it was written, or none")
-    costs = problem.costs_of(plan.micro_batch_sequences)
-    if plan.operators != operators_of(costs):
+    costs = problem.costs_of(plan.batch.micro_batch_sequences)
+    if plan.stash.operators != operators_of(costs):
         raise ConfigError(
             "plan: it is for blocks with other operators (compile_blocks, liger, or another version of transformers or "
             "torch). Give the plan of a run like this, or none"
@@ -95,25 +96,26 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
 def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
     """Yield the ways in which this run differs from what the plan was made for."""
     workload, cores = problem.workload, problem.allowance.cores
-    asked = workload.checkpoint_every or plan.checkpoint_every  # at most so many steps: more frequent checkpoints are as good
-    threads = max(plan.compute_threads, plan.update_threads)
+    batch, updates = plan.batch, plan.updates
+    asked = workload.checkpoint_every or updates.checkpoint_every  # at most so many steps: more frequent ones are as good
+    threads = max(plan.compute_threads, updates.threads)
     made_for_and_found = {
         "parameters": (plan.num_parameters, sum(unit.num_parameters for unit in problem.units)),
         "units": (plan.units, problem.units),
         "compute_dtype": (plan.compute_dtype, problem.compute_dtype),
-        "gradient_dtype": (plan.gradient_dtype, problem.gradient_dtype or problem.compute_dtype),
+        "gradient_dtype": (plan.gradients.dtype, problem.gradient_dtype or problem.compute_dtype),
         "rule": (plan.rule.name, problem.rule.name),
-        "tokens_per_step": (plan.tokens_per_step, workload.tokens_per_step),
-        "sequence_length": (plan.sequence_length, workload.sequence_length),
-        "gradient_sum": (plan.gradient_sum, workload.gradient_sum),
-        "checkpoint_every": (plan.checkpoint_every, min(asked, plan.checkpoint_every)),
+        "tokens_per_step": (batch.tokens_per_step, workload.tokens_per_step),
+        "sequence_length": (batch.sequence_length, workload.sequence_length),
+        "gradient_sum": (plan.gradients.order, workload.gradient_sum),
+        "checkpoint_every": (updates.checkpoint_every, min(asked, updates.checkpoint_every)),
         "device memory of its own": (_words(plan.separate_device), _words(problem.separate_device)),
-        "chunk_elements": (plan.chunk_elements, problem.allowance.chunk_elements or plan.chunk_elements),
+        "chunk_elements": (updates.chunk_elements, problem.allowance.chunk_elements or updates.chunk_elements),
     }
     for name, (made_for, found) in made_for_and_found.items():
         if made_for != found:
             yield f"{name} differ" if name == "units" else f"{name} {made_for} in the plan, {found} here"
-    if plan.update_policy not in (*problem.policies, "speculative"):
+    if updates.policy not in (*problem.policies, "speculative"):
         yield "clipping no in the plan, yes here"
     if threads > cores:
         yield f"{threads} threads in the plan, {cores} cores here"
@@ -121,29 +123,31 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
 
 def _damaged(plan: Plan, problem: Problem) -> Iterator[str]:
     """Yield properties that no plan has: the file was edited."""
+    batch, stash, updates = plan.batch, plan.stash, plan.updates
     least = {
-        "micro_batch_sequences": 1,
-        "loss_chunk_tokens": 1,
-        "checkpoint_every": 1,
-        "prefetch": 0,
-        "host_slots": min(plan.num_blocks, plan.prefetch + 1),
-        "chunk_elements": 1,
-        "state_slots": 1,
-        "gradient_slots": 1,
-        "stash_slots": 0,
-        "compute_threads": 1,
-        "update_threads": 1,
+        "micro_batch_sequences": (batch.micro_batch_sequences, 1),
+        "loss_chunk_tokens": (batch.loss_chunk_tokens, 1),
+        "checkpoint_every": (updates.checkpoint_every, 1),
+        "prefetch": (plan.prefetch, 0),
+        "host_slots": (plan.host_slots, min(plan.num_blocks, plan.prefetch + 1)),
+        "chunk_elements": (updates.chunk_elements, 1),
+        "state_slots": (updates.state_slots, 1),
+        "gradient_slots": (plan.gradients.slots, 1),
+        "stash_slots": (stash.slots, 0),
+        "compute_threads": (plan.compute_threads, 1),
+        "update_threads": (updates.threads, 1),
     }
-    yield from (f"{name} {getattr(plan, name)}" for name, value in least.items() if getattr(plan, name) < value)
-    if plan.num_micro_batches != -(-problem.workload.sequences // max(1, plan.micro_batch_sequences)):
-        yield f"{plan.num_micro_batches} micro-batches of {plan.micro_batch_sequences} rows"
-    for name in ("stash_tiers", "kept", "kept_bytes", "skipped", "operators"):
-        if len(getattr(plan, name)) != plan.num_blocks:
-            yield f"{name} of {len(getattr(plan, name))} blocks, where there are {plan.num_blocks}"
+    yield from (f"{name} {found}" for name, (found, value) in least.items() if found < value)
+    if batch.num_micro_batches != -(-problem.workload.sequences // max(1, batch.micro_batch_sequences)):
+        yield f"{batch.num_micro_batches} micro-batches of {batch.micro_batch_sequences} rows"
+    of_blocks = {"stash_tiers": stash.tiers, "kept": stash.kept, "kept_bytes": stash.kept_bytes}
+    for name, found in (of_blocks | {"skipped": stash.skipped, "operators": stash.operators}).items():
+        if len(found) != plan.num_blocks:
+            yield f"{name} of {len(found)} blocks, where there are {plan.num_blocks}"
             return
-    yield from (f"block inputs on {tier!r}" for tier in sorted(set(plan.stash_tiers) - set(problem.homes)))
-    for block, names in enumerate(plan.operators):
-        if not {*plan.kept[block], *plan.skipped[block]} <= set(range(len(names))):
+    yield from (f"block inputs on {tier!r}" for tier in sorted(set(stash.tiers) - set(problem.homes)))
+    for block, names in enumerate(stash.operators):
+        if not {*stash.kept[block], *stash.skipped[block]} <= set(range(len(names))):
             yield f"kept or skipped operators of block {block + 1} beyond its {len(names)}"
             return
 

@@ -3,10 +3,12 @@
 It is made before anything is allocated, it is printed to the user, and the engine runs inside its numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from headrace.plan.choices import FLAT_NAMES, GROUPS, Batch, Gradients, Stash, Updates
+from headrace.plan.flat_names import with_flat_names
 from headrace.plan.placement import Placement
 from headrace.plan.stored import PLAN_FORMAT, stored_fields
 from headrace.terms.cuts import (
@@ -22,7 +24,6 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.forms import SSD, UnitFigures
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.summing import SEQUENTIAL
 
 # Staging buffers on the device for chunks that are updated there: while one is updated, another comes or goes.
 DEVICE_STATE_SLOTS = 2
@@ -30,74 +31,48 @@ DEVICE_STATE_SLOTS = 2
 AT_ONCE = ("immediate", "rerun")
 
 
+@with_flat_names(GROUPS, FLAT_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Placement):
     """Every choice of a run. `Placement` says what units are.
 
-    `update_policy` says when a unit may be updated:
-      *immediate*    when its gradient has been drained, behind backward: without clipping;
-      *deferred*     when the global norm is known, behind the next forward: exact clipping, every gradient is held until then;
-      *speculative*  as immediate, as if nothing were clipped, but every gradient is held. If the norm says otherwise, the step
-                     returns to the committed slots and its updates are done again. That is as exact, and faster while guesses
-                     are right;
-      *rerun*        as immediate, as if nothing were clipped, and no gradient is held. Where the norm says otherwise, the step
-                     is taken back and run again from its batch with the factor that is known then: as exact, in twice the time.
-    Under *immediate* and *speculative*, `late_units` are still updated behind the next forward. So drives and update cores have
-    the same work in both halves of the step. Gradients that are held wait in tier `held_gradients`. `host_slots` buffers hold
-    blocks' weights in host memory. As many blocks as there are slots need not be read again, between forward and backward and
-    between steps. So this number is also the size of the weight cache. `freed_memory` says what happens to freed tensors of the
-    CPU's compute. They are *returned* to the kernel, so that memory holds only live tensors. Or the C library *keeps* them for
-    the next ones, which avoids fresh pages and takes more. Where a step takes less than planned, freed memory is kept all the
-    same, and given back near the limit (`machine.HeapGuard`). A plan that `serves` computes
-    nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, or 0 before they have. Chunks have
-    at most `chunk_elements`. With a separate device each `device_update_every`-th of them, counted through all units, is
-    updated on it (1: all, 0: none).
+    `host_slots` buffers hold blocks' weights in host memory. As many blocks as there are slots need not be read again, between
+    forward and backward and between steps. So this number is also the size of the weight cache. `freed_memory` says what
+    happens to freed tensors of the CPU's compute. They are *returned* to the kernel, so that memory holds only live tensors. Or
+    the C library *keeps* them for the next ones, which avoids fresh pages and takes more. Where a step takes less than planned,
+    freed memory is kept all the same, and given back near the limit (`machine.HeapGuard`).
+
+    A plan that `serves` computes nothing: rows
+    of a micro-batch, loss chunk and threads are those on which workers agreed, or 0 before they have. `own_rule` is for trained
+    families of their own; None where no unit has one.
 
     Raises:
         ConfigError: an item that no cut divides, such as a matrix, is longer than `chunk_elements`.
     """
 
     rule: RuleFigures
-    gradient_dtype: str
+    own_rule: RuleFigures | None = None
     tied: bool
-
-    sequence_length: int
-    tokens_per_step: int
-    micro_batch_sequences: int
-    num_micro_batches: int
-    hidden_size_bytes: int  # of one token's hidden state
-    loss_chunk_tokens: int
-
-    update_policy: str
-    held_gradients: str
-    late_units: tuple[int, ...]  # deferred: all
-    checkpoint_every: int
-
-    chunk_elements: int
-    state_slots: int
-    gradient_slots: int
-    resident_states: tuple[int, ...]
-    accumulate: bool
-
-    stash_tiers: tuple[str, ...]  # per block: where its input and kept outputs wait for backward
-    stash_slots: int
-    kept: tuple[tuple[int, ...], ...]  # per block: ordinals of the operator outputs that are kept and replayed
-    kept_bytes: tuple[int, ...]  # per block: the bytes of those outputs, for one micro-batch
-    skipped: tuple[tuple[int, ...], ...]  # per block: ordinals that recompute leaves out, because nothing needs them
-    operators: tuple[tuple[str, ...], ...]  # per block: the operators that the ordinals count
-    update_threads: int
-    device_update_every: int = 0
+    batch: Batch
+    stash: Stash
+    gradients: Gradients
+    updates: Updates
     freed_memory: str = "returned"
-    own_rule: RuleFigures | None = None  # for trained families of their own; None where no unit has one
-    accumulators: int = 1  # buffers that sum a block's gradient: with two, the next is summed while one is drained
-    gradient_sum: str = SEQUENTIAL  # how the gradients of micro-batches are added
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
     def __post_init__(self) -> None:
-        least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=self.chunk_elements)
-        if self.chunk_elements < least:
-            found = f"chunk_elements {self.chunk_elements}, but {self.rule.name} updates up to {least} elements at once"
+        least = max((least_chunk_elements(unit.cuts) for unit in self.units if unit.cuts), default=self.updates.chunk_elements)
+        if self.updates.chunk_elements < least:
+            found = f"chunk_elements {self.updates.chunk_elements}, but {self.rule.name} updates up to {least} elements at once"
             raise ConfigError(f"plan: {found}; use {least} or more")
+
+    def with_updates(self, **changes: Any) -> "Plan":
+        """Return the plan with these of its `Updates` changed."""
+        return replace(self, updates=replace(self.updates, **changes))
+
+    def with_gradients(self, **changes: Any) -> "Plan":
+        """Return the plan with these of its `Gradients` changed."""
+        return replace(self, gradients=replace(self.gradients, **changes))
 
     @property
     def planes(self) -> PlaneSet:
@@ -146,7 +121,7 @@ class Plan(Placement):
     @property
     def is_lazy(self) -> bool:
         """Whether the states or weights of a unit that is updated late stay in memory, and are only written at checkpoints."""
-        return any(unit in self.late_units for unit in {*self.resident_states, *self.staying_weights})
+        return any(unit in self.updates.late_units for unit in {*self.updates.resident_states, *self.staying_weights})
 
     @property
     def trained_units(self) -> tuple[int, ...]:
@@ -161,7 +136,7 @@ class Plan(Placement):
     @property
     def gradient_bytes_per_element(self) -> int:
         """Bytes of a drained gradient element."""
-        return 4 if self.gradient_dtype == "float32" else 2
+        return 4 if self.gradients.dtype == "float32" else 2
 
     @property
     def largest_gradient_elements(self) -> int:
@@ -180,33 +155,34 @@ class Plan(Placement):
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states of one micro-batch."""
-        return self.micro_batch_sequences * self.sequence_length * self.hidden_size_bytes
+        batch = self.batch
+        return batch.micro_batch_sequences * batch.sequence_length * batch.hidden_size_bytes
 
     @property
     def gradient_in_place(self) -> bool:
         """Whether backward makes a block's gradient where it is drained to: one micro-batch, no separate device."""
-        return not self.accumulate and not self.separate_device
+        return not self.gradients.accumulate and not self.separate_device
 
     @property
     def is_at_once(self) -> bool:
         """Whether units are updated behind backward, and no gradient is held until the norm is known."""
-        return self.update_policy in AT_ONCE
+        return self.updates.policy in AT_ONCE
 
     @property
     def held_units(self) -> tuple[int, ...]:
         """The units whose gradients are kept until the step's verdict is known, in tier `held_gradients`."""
-        late = frozenset(self.late_units)
+        late = frozenset(self.updates.late_units)
         return tuple(unit for unit in self.updated_units if not self.is_at_once or unit in late)
 
     @property
     def held_in_memory(self) -> tuple[int, ...]:
         """The held units whose gradients wait in host memory: each has a buffer of its own."""
-        return self.held_units if self.held_gradients == "host" else ()
+        return self.held_units if self.gradients.held == "host" else ()
 
     @property
     def held_on_ssd(self) -> tuple[int, ...]:
         """The held units whose gradients wait on the SSD."""
-        return self.held_units if self.held_gradients == "ssd" else ()
+        return self.held_units if self.gradients.held == "ssd" else ()
 
     @property
     def gradient_slot_of(self) -> dict[int, int]:
@@ -214,26 +190,26 @@ class Plan(Placement):
 
         Resident units share one buffer, unless their gradient is held in one of its own.
         """
-        shared = dict.fromkeys(self.resident_units, self.gradient_slots)
-        return shared | {unit: self.gradient_slots + 1 + unit for unit in self.held_in_memory}
+        shared = dict.fromkeys(self.resident_units, self.gradients.slots)
+        return shared | {unit: self.gradients.slots + 1 + unit for unit in self.held_in_memory}
 
     @property
     def device_state_slots(self) -> int:
         """Staging buffers on the device for chunks that are updated there: none if no chunk is."""
-        return DEVICE_STATE_SLOTS if self.separate_device and self.device_update_every else 0
+        return DEVICE_STATE_SLOTS if self.separate_device and self.updates.device_every else 0
 
     def stash_bytes(self, block: int) -> int:
         """Bytes that wait for backward per micro-batch of `block` (1..num_blocks): its input and its kept outputs."""
-        return self.hidden_bytes + self.kept_bytes[block - 1]
+        return self.hidden_bytes + self.stash.kept_bytes[block - 1]
 
     def blocks_stashed_on(self, tier: str) -> list[int]:
         """Blocks (1..num_blocks) whose inputs wait on `tier`."""
-        return [index for index, home in enumerate(self.stash_tiers, start=1) if home == tier]
+        return [index for index, home in enumerate(self.stash.tiers, start=1) if home == tier]
 
     def num_chunks(self, unit: int) -> int:
         """Number of chunks in which `unit` is updated."""
         figures = self.units[unit]
-        return len(self._borders(figures)) - 1 if figures.cuts else -(-figures.update_elements // self.chunk_elements)
+        return len(self._borders(figures)) - 1 if figures.cuts else -(-figures.update_elements // self.updates.chunk_elements)
 
     def chunk(self, unit: int, chunk: int) -> tuple[int, int]:
         """Elements `[start, stop)` of a chunk."""
@@ -241,16 +217,16 @@ class Plan(Placement):
         if figures.cuts:
             borders = self._borders(figures)
             return borders[chunk], borders[chunk + 1]
-        start = chunk * self.chunk_elements
-        return start, min(start + self.chunk_elements, figures.update_elements)
+        start = chunk * self.updates.chunk_elements
+        return start, min(start + self.updates.chunk_elements, figures.update_elements)
 
     def state_bytes(self, unit: int) -> int:
         """Bytes of a unit's states: those of its chunks, one after another."""
         figures, planes = self.units[unit], self.planes_of(unit)
         if figures.cuts:
             return sum(state_bytes(planes.states, *each, figures.cuts) for each in pairwise(self._borders(figures)))
-        whole, rest = divmod(figures.update_elements, self.chunk_elements)
-        return whole * planes.state_bytes(self.chunk_elements) + planes.state_bytes(rest)
+        whole, rest = divmod(figures.update_elements, self.updates.chunk_elements)
+        return whole * planes.state_bytes(self.updates.chunk_elements) + planes.state_bytes(rest)
 
     def states_of_chunk(self, unit: int, chunk: int) -> slice:
         """Return where a chunk's states lie among those of its unit, in bytes."""
@@ -260,11 +236,11 @@ class Plan(Placement):
             before = pairwise(self._borders(figures)[: chunk + 1])
             offset = sum(state_bytes(planes.states, begin, end, figures.cuts) for begin, end in before)
         else:
-            offset = chunk * planes.state_bytes(self.chunk_elements)
+            offset = chunk * planes.state_bytes(self.updates.chunk_elements)
         return slice(offset, offset + state_bytes(planes.states, start, stop, figures.cuts))
 
     def _borders(self, unit: UnitFigures) -> tuple[int, ...]:
-        return chunk_borders(unit.update_elements, self.chunk_elements, unit.cuts)
+        return chunk_borders(unit.update_elements, self.updates.chunk_elements, unit.cuts)
 
     def to_json(self) -> dict[str, Any]:
         """See `Placement.to_json`; a plan that is kept says its format."""

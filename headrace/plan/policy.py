@@ -26,14 +26,16 @@ def balanced(problem: Problem, bare: Plan, best: Plan, seconds_of: StepSeconds, 
     halves equally long. It matters little which ones, if they are spread evenly over the depth. Their gradients wait in one of
     `homes`.
     """
-    best_seconds, costs = seconds_of(best), problem.costs_of(bare.micro_batch_sequences)
+    best_seconds, costs = seconds_of(best), problem.costs_of(bare.batch.micro_batch_sequences)
     unit_chunks = max(bare.num_chunks(block) for block in range(1, bare.num_blocks + 1))
     for held in homes:
-        for slots in sorted({bare.state_slots, max(bare.state_slots, unit_chunks + 2)}):
+        for slots in sorted({bare.updates.state_slots, max(bare.updates.state_slots, unit_chunks + 2)}):
             plans = []
             for late in late_choices(bare):
                 plan = with_footprint(
-                    replace(bare, late_units=late, held_gradients=held, state_slots=slots), costs, problem.allowance
+                    bare.with_updates(late_units=late, state_slots=slots).with_gradients(held=held),
+                    costs,
+                    problem.allowance,
                 )
                 if plan.fits and (late or held == "host"):
                     plans.append(plan)
@@ -53,7 +55,7 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
     rule has no figure for it, all stays on the CPU.
     """
     possible = seconds_of.machine.has_device and problem.rule.device_traffic_bytes is not None
-    if not (problem.separate_device and possible) or plan.device_update_every:
+    if not (problem.separate_device and possible) or plan.updates.device_every:
         return plan
 
     machine, most_operations = seconds_of.machine, 2 * SEARCH_OPERATIONS
@@ -65,9 +67,9 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
     as_is = seconds_of(plan, most_operations)
     if StepSeconds(free)(plan, most_operations) * ALIKE >= as_is:
         return plan
-    costs = problem.costs_of(plan.micro_batch_sequences)
+    costs = problem.costs_of(plan.batch.micro_batch_sequences)
     strides = [
-        with_footprint(replace(plan, device_update_every=every), costs, problem.allowance) for every in _DEVICE_UPDATE_STRIDES
+        with_footprint(plan.with_updates(device_every=every), costs, problem.allowance) for every in _DEVICE_UPDATE_STRIDES
     ]
     tried = [(seconds_of(candidate, most_operations), candidate) for candidate in strides if candidate.fits]
     best_seconds, best = min(tried, key=lambda entry: entry[0], default=(as_is, plan))
@@ -82,10 +84,10 @@ def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds)
     gradient is summed while the last one's is drained. If it fits only then, weights are brought less far ahead. A tree's sum
     has its own buffers for partial sums, and gets no second set.
     """
-    if not plan.separate_device or len(plan.far_units) < len(plan.units) or plan.gradient_sum == TREE:
+    if not plan.separate_device or len(plan.far_units) < len(plan.units) or plan.gradients.order == TREE:
         return plan
-    costs = problem.costs_of(plan.micro_batch_sequences)
-    doubled = replace(plan, accumulators=2)
+    costs = problem.costs_of(plan.batch.micro_batch_sequences)
+    doubled = plan.with_gradients(accumulators=2)
     leaner = replace(doubled, prefetch=min(1, plan.prefetch), device_slots=min(2, plan.device_slots))
     fitting = (with_footprint(each, costs, problem.allowance) for each in (doubled, leaner))
     best = next((each for each in fitting if each.fits), plan)
@@ -113,8 +115,10 @@ def with_threads(plan: Plan, seconds_of: StepSeconds) -> Plan:
     else:
         powers = (1 << power for power in range(cores.bit_length()))
         splits = [(cores - threads, threads) for threads in powers if threads <= min(enough, cores // 2)]
-    usual = (plan.compute_threads, plan.update_threads)
-    candidates = [replace(plan, compute_threads=one, update_threads=other) for one, other in dict.fromkeys([usual, *splits])]
+    usual = (plan.compute_threads, plan.updates.threads)
+    candidates = [
+        replace(plan.with_updates(threads=other), compute_threads=one) for one, other in dict.fromkeys([usual, *splits])
+    ]
     seconds = [_coarse_seconds(candidate, seconds_of) for candidate in candidates]
     best = min(range(len(candidates)), key=seconds.__getitem__)
     return candidates[best] if seconds[best] * ALIKE < seconds[0] else plan
@@ -128,9 +132,9 @@ def speculative_candidate(problem: Problem, placements: list[Choice], best: Choi
         if choice.rows != best.rows or (choice.input_home, choice.held) in found:
             continue  # generous buffers come first; lean ones are only for where those do not fit
         for kept in dict.fromkeys((replace(choice, kept_home=best.kept_home, amount=best.amount), choice)):
-            bare = with_footprint(replace(plan_of(problem, kept), gradient_slots=2), costs, problem.allowance)
-            if bare.checkpoint_every == 1 and bare.fits:
-                plan = with_footprint(replace(filled(problem, bare), resident_states=()), costs, problem.allowance)
+            bare = with_footprint(plan_of(problem, kept).with_gradients(slots=2), costs, problem.allowance)
+            if bare.updates.checkpoint_every == 1 and bare.fits:
+                plan = with_footprint(filled(problem, bare).with_updates(resident_states=()), costs, problem.allowance)
                 variant = _speculating(plan, spread(plan.num_blocks // 4, plan.num_blocks))
                 found[choice.input_home, choice.held] = (_coarse_seconds(variant, seconds_of), len(found), plan)
                 break
@@ -144,7 +148,7 @@ def with_speculation(plan: Plan, seconds_of: StepSeconds) -> Plan:
         return plan
     variant = _fastest([_speculating(plan, late) for late in late_choices(plan)], seconds_of)
     speculation = Speculation(
-        late_units=variant.late_units,
+        late_units=variant.updates.late_units,
         deferred_seconds=seconds_of.forecast(plan).step_seconds,  # `forecast` keeps it: it is mostly asked for again
         hit_seconds=seconds_of(variant),
         redo_seconds=redo_seconds(variant, seconds_of.machine),
@@ -168,11 +172,11 @@ def expected_seconds(plan: Plan, seconds_of: StepSeconds, *, clips: bool = True)
 
 def _may_speculate(plan: Plan) -> bool:
     """Return whether a step can be taken back: no states live only in memory, and each step is committed."""
-    return not plan.resident_states and plan.checkpoint_every == 1
+    return not plan.updates.resident_states and plan.updates.checkpoint_every == 1
 
 
 def _speculating(plan: Plan, late_units: tuple[int, ...]) -> Plan:
-    return replace(plan, update_policy="speculative", late_units=late_units)
+    return plan.with_updates(policy="speculative", late_units=late_units)
 
 
 def _fastest(plans: list[Plan], seconds_of: StepSeconds) -> Plan:

@@ -75,7 +75,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
             continue
         if plans:
             # The only advantage over the usual policy is that states may stay in memory.
-            placements = [choice for choice in placements if filled(problem, plan_of(problem, choice)).resident_states]
+            placements = [choice for choice in placements if filled(problem, plan_of(problem, choice)).updates.resident_states]
         if placements:
             plans.append(_plan_under(problem, policy, placements, seconds_of, measured=ceilings is not None))
     if not plans and problem.allowance.saves:  # then steps wait for checkpoints
@@ -90,7 +90,7 @@ def holds_states(problem: Problem) -> bool:
     own = tuple(index for index, unit in enumerate(problem.units) if unit.has_own_family)
     for thrift in THRIFTS:
         for choice in placements_of(problem, "deferred", thrift):
-            plan = replace(plan_of(problem, choice), resident_states=own)
+            plan = plan_of(problem, choice).with_updates(resident_states=own)
             if with_footprint(plan, problem.costs_of(choice.rows), problem.allowance).fits:
                 return True
     return False
@@ -139,10 +139,10 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     candidates = [plan]
     if problem.clips:
         candidates += speculative_candidate(problem, placements, best, seconds_of)
-    if plan.resident_states:
+    if plan.updates.resident_states:
         # States in memory are not read, but each checkpoint writes them.
-        costs = problem.costs_of(plan.micro_batch_sequences)
-        candidates.insert(0, with_footprint(replace(plan, resident_states=()), costs, problem.allowance))
+        costs = problem.costs_of(plan.batch.micro_batch_sequences)
+        candidates.insert(0, with_footprint(plan.with_updates(resident_states=()), costs, problem.allowance))
     plan = min(candidates, key=lambda candidate: expected_seconds(candidate, seconds_of, clips=problem.clips))
     plan = split(with_two_accumulators(problem, with_device_updates(problem, plan, seconds_of), seconds_of))
     return with_speculation(plan, seconds_of) if problem.clips else plan
@@ -281,4 +281,4 @@ def infeasible(plan: Plan) -> PlanInfeasible:
     """Return the refusal of the leanest plan, which exceeds tiers."""
     largest = max(range(len(plan.units)), key=lambda unit: plan.units[unit].num_elements)
     found = f"The largest unit is {plan.units[largest].name} with {format_bytes(plan.slot_bytes(largest))} of weights. "
-    return refusal(plan, "at least {} are needed", f"shorter sequences (now {plan.sequence_length})", found)
+    return refusal(plan, "at least {} are needed", f"shorter sequences (now {plan.batch.sequence_length})", found)

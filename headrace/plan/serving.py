@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from headrace.plan.buffer_sizes import buffer_groups
+from headrace.plan.choices import Batch, Gradients, Stash, Updates
 from headrace.plan.footprint import with_serving_footprint
 from headrace.plan.plan import Plan
 from headrace.plan.search import infeasible
@@ -37,30 +38,33 @@ def serving_plan(problem: Problem, ceilings: Ceilings | None = None) -> Plan:
 
 def with_grouping(plan: Plan, grouping: Grouping) -> Plan:
     """Return the plan of a node after its workers have agreed upon what decides their numbers."""
-    rows = plan.tokens_per_step // plan.sequence_length
+    rows = plan.batch.tokens_per_step // plan.batch.sequence_length
     return replace(
         plan,
-        micro_batch_sequences=grouping.rows,
-        num_micro_batches=-(-rows // grouping.rows),
-        loss_chunk_tokens=grouping.loss_chunk_tokens,
+        batch=replace(
+            plan.batch,
+            micro_batch_sequences=grouping.rows,
+            num_micro_batches=-(-rows // grouping.rows),
+            loss_chunk_tokens=grouping.loss_chunk_tokens,
+        ),
         compute_threads=grouping.compute_threads,
     )
 
 
 def grouping_of(plan: Plan) -> Grouping | None:
     """Return what decides the numbers of runs under `plan`; None where a node's workers have not agreed upon it."""
-    if not plan.micro_batch_sequences:
+    if not plan.batch.micro_batch_sequences:
         return None
-    return Grouping(plan.micro_batch_sequences, plan.loss_chunk_tokens, plan.compute_threads)
+    return Grouping(plan.batch.micro_batch_sequences, plan.batch.loss_chunk_tokens, plan.compute_threads)
 
 
 def explain_serving(plan: Plan) -> str:
     """Return the choices of a node's plan in words, and its peaks in one line for each tier."""
     lines = [
         f"node     {plan.num_parameters / 1e6:.3g} M parameters, {plan.num_blocks} blocks, {plan.rule.name}; workers compute "
-        f"{plan.tokens_per_step} tokens a step in {plan.compute_dtype}",
-        f"update   {explain_update(plan)}; {plan.update_threads} threads",
-        f"slots    {plan.host_slots} of {len(plan.units)} units in host memory; states of {len(plan.resident_states)}",
+        f"{plan.batch.tokens_per_step} tokens a step in {plan.compute_dtype}",
+        f"update   {explain_update(plan)}; {plan.updates.threads} threads",
+        f"slots    {plan.host_slots} of {len(plan.units)} units in host memory; states of {len(plan.updates.resident_states)}",
     ]
     return "\n".join([*lines, *plan.results.explain_peaks()])
 
@@ -83,37 +87,38 @@ def _plan_of(problem: Problem, slots: int, thrift: int, held: str) -> Plan:
         rule=problem.rule,
         own_rule=problem.own_rule,
         compute_dtype=problem.compute_dtype,
-        gradient_dtype=problem.gradient_dtype or problem.compute_dtype,
         separate_device=False,
         units=units,
         num_blocks=sum(form.home == SSD for form in problem.forms),
         tied=False,
-        sequence_length=workload.sequence_length,
-        tokens_per_step=workload.tokens_per_step,
-        micro_batch_sequences=0,
-        num_micro_batches=0,
-        hidden_size_bytes=0,
-        loss_chunk_tokens=0,
-        update_policy="deferred" if problem.clips else "immediate",
-        held_gradients=held,
-        late_units=every if problem.clips else (),
-        checkpoint_every=1,
+        batch=Batch(
+            sequence_length=workload.sequence_length,
+            tokens_per_step=workload.tokens_per_step,
+            micro_batch_sequences=0,
+            num_micro_batches=0,
+            hidden_size_bytes=0,
+            loss_chunk_tokens=0,
+        ),
         host_slots=min(len(units), slots),
         device_slots=0,
         prefetch=0,
-        chunk_elements=chunk_elements,
-        state_slots=state_slots,
-        gradient_slots=2 if slots > _HOST_SLOTS[-1] else 1,
-        resident_states=(),
-        accumulate=False,
-        stash_tiers=(),
-        stash_slots=0,
-        kept=(),
-        kept_bytes=(),
-        skipped=(),
-        operators=(),
         compute_threads=0,
-        update_threads=max(1, problem.allowance.cores),
+        stash=Stash(tiers=(), slots=0, kept=(), kept_bytes=(), skipped=(), operators=()),
+        gradients=Gradients(
+            dtype=problem.gradient_dtype or problem.compute_dtype,
+            held=held,
+            slots=2 if slots > _HOST_SLOTS[-1] else 1,
+            accumulate=False,
+        ),
+        updates=Updates(
+            policy="deferred" if problem.clips else "immediate",
+            late_units=every if problem.clips else (),
+            checkpoint_every=1,
+            chunk_elements=chunk_elements,
+            state_slots=state_slots,
+            resident_states=(),
+            threads=max(1, problem.allowance.cores),
+        ),
     )
     return with_serving_footprint(with_grouping(plan, grouping) if grouping else plan, problem.allowance)
 
@@ -124,6 +129,6 @@ def _filled(problem: Problem, plan: Plan) -> Plan:
     slot_bytes = buffer_groups(plan)["host_weights"].total_bytes // plan.host_slots
     more = max(0, min(len(plan.units) - plan.host_slots, spare // slot_bytes))
     plan = replace(plan, host_slots=plan.host_slots + more)
-    if plan.update_policy == "deferred" and plan.host_slots >= len(plan.units):
+    if plan.updates.policy == "deferred" and plan.host_slots >= len(plan.units):
         plan = with_resident_states(plan, spare - more * slot_bytes)
     return with_serving_footprint(plan, problem.allowance)

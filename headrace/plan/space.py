@@ -9,6 +9,7 @@ from functools import cache, cached_property
 
 from headrace.plan.allowance import Allowance
 from headrace.plan.buffer_sizes import buffer_groups
+from headrace.plan.choices import Batch, Gradients, Stash, Updates
 from headrace.plan.footprint import with_footprint
 from headrace.plan.plan import AT_ONCE, Plan
 from headrace.plan.results import Results
@@ -219,7 +220,6 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     costs, workload = problem.costs_of(choice.rows), problem.workload
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
     policy, units = choice.policy, problem.units
-    trained = tuple(index for index, unit in enumerate(units) if unit.update_elements)
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]
@@ -228,38 +228,38 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     tiers = tuple(choice.kept_home if ordinals else choice.input_home for ordinals in kept)
     plan = Plan(
         compute_dtype=problem.compute_dtype,
-        gradient_dtype=problem.gradient_dtype or problem.compute_dtype,
         separate_device=problem.separate_device,
         units=problem.units,
         num_blocks=num_blocks,
         tied=costs.tied,
-        sequence_length=workload.sequence_length,
-        tokens_per_step=workload.tokens_per_step,
-        micro_batch_sequences=choice.rows,
-        num_micro_batches=num_micro,
-        hidden_size_bytes=costs.hidden_size_bytes,
-        loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
-        update_policy=policy,
-        held_gradients=choice.held,
-        late_units=trained if policy == "deferred" else (),
-        # A step that is taken back returns to the last commit, which must be that of the step before.
-        checkpoint_every=workload.checkpoint_every or 1 if policy == "deferred" else 1,
+        batch=Batch(
+            sequence_length=workload.sequence_length,
+            tokens_per_step=workload.tokens_per_step,
+            micro_batch_sequences=choice.rows,
+            num_micro_batches=num_micro,
+            hidden_size_bytes=costs.hidden_size_bytes,
+            loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
+        ),
         host_slots=min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
         prefetch=prefetch,
-        chunk_elements=choice.chunk_elements,
-        state_slots=choice.state_slots,
-        gradient_slots=1 if choice.lean else 2,
-        resident_states=(),
-        stash_tiers=tiers,
-        stash_slots=0 if "ssd" not in tiers else 2 if choice.lean else 4,
-        kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
-        kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
-        skipped=tuple(block.skippable for block in costs.blocks),
-        operators=problem.operators(choice.rows),
-        accumulate=num_micro > 1 or costs.by_samples,
         compute_threads=workload.grouping.compute_threads if workload.grouping else problem.allowance.cores,
-        update_threads=max(1, problem.allowance.cores // 2),
+        stash=Stash(
+            tiers=tiers,
+            slots=0 if "ssd" not in tiers else 2 if choice.lean else 4,
+            kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
+            kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
+            skipped=tuple(block.skippable for block in costs.blocks),
+            operators=problem.operators(choice.rows),
+        ),
+        gradients=Gradients(
+            dtype=problem.gradient_dtype or problem.compute_dtype,
+            held=choice.held,
+            slots=1 if choice.lean else 2,
+            accumulate=num_micro > 1 or costs.by_samples,
+            order=workload.gradient_sum,
+        ),
+        updates=_updates(problem, choice),
         results=Results(
             spared_flops=tuple(
                 sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
@@ -271,21 +271,34 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         ),
         rule=problem.rule,
         own_rule=problem.own_rule,
-        # What multiplies whole matrices is the device's work, unless none is updated here, or only beside frozen weights.
-        device_update_every=int(
-            problem.separate_device
-            and problem.rule.gram_products > 0
-            and any(unit.update_elements and unit.in_place for unit in units)
-        ),
-        gradient_sum=workload.gradient_sum,
         freed_memory=choice.freed_memory,
     )
     return with_footprint(with_groups(plan, problem), costs, problem.allowance)
 
 
+def _updates(problem: Problem, choice: Choice) -> Updates:
+    waits, units = choice.policy == "deferred", problem.units
+    return Updates(
+        policy=choice.policy,
+        late_units=tuple(index for index, unit in enumerate(units) if unit.update_elements) if waits else (),
+        # A step that is taken back returns to the last commit, which must be that of the step before.
+        checkpoint_every=problem.workload.checkpoint_every or 1 if waits else 1,
+        chunk_elements=choice.chunk_elements,
+        state_slots=choice.state_slots,
+        resident_states=(),
+        threads=max(1, problem.allowance.cores // 2),
+        # What multiplies whole matrices is the device's work, unless none is updated here, or only beside frozen weights.
+        device_every=int(
+            problem.separate_device
+            and problem.rule.gram_products > 0
+            and any(unit.update_elements and unit.in_place for unit in units)
+        ),
+    )
+
+
 def with_groups(plan: Plan, problem: Problem) -> Plan:
     """Return a plan with the groups in which this run's packed rows are computed, and the note on them."""
-    groups, notes = problem.groups(plan.micro_batch_sequences)
+    groups, notes = problem.groups(plan.batch.micro_batch_sequences)
     others = (note for note in plan.results.notes if not note.startswith(_OF_GROUPS))
     return plan.with_results(groups=groups, notes=(*others, *notes))
 
@@ -300,8 +313,9 @@ def filled(problem: Problem, plan: Plan) -> Plan:
     Before both, gradients of updates behind backward get a second buffer: with one, backward waits for each unit's update. A
     worker, all of whose units are far, keeps nothing more: its share of the model does not grow with the number of blocks.
     """
-    if plan.is_at_once and plan.gradient_slots == 1:
-        two = with_footprint(replace(plan, gradient_slots=2), problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+    if plan.is_at_once and plan.gradients.slots == 1:
+        costs = problem.costs_of(plan.batch.micro_batch_sequences)
+        two = with_footprint(plan.with_gradients(slots=2), costs, problem.allowance)
         plan = two if two.fits else plan
     if len(plan.far_units) == len(plan.units):
         return plan
@@ -311,9 +325,9 @@ def filled(problem: Problem, plan: Plan) -> Plan:
     more = max(0, min(plan.num_blocks - plan.host_slots, spare // slot_bytes))
     plan = replace(plan, host_slots=plan.host_slots + more)
     # Immediate updates must be able to take a step back without a copy, and states that live only in memory have none.
-    if plan.update_policy == "deferred" and plan.host_slots >= plan.num_blocks:
+    if plan.updates.policy == "deferred" and plan.host_slots >= plan.num_blocks:
         plan = with_resident_states(plan, spare - more * slot_bytes)
-    return with_footprint(plan, problem.costs_of(plan.micro_batch_sequences), problem.allowance)
+    return with_footprint(plan, problem.costs_of(plan.batch.micro_batch_sequences), problem.allowance)
 
 
 def with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
@@ -326,7 +340,7 @@ def with_resident_states(plan: Plan, spare_bytes: int) -> Plan:
         if 0 < needed <= spare_bytes:  # a rule without states has none to keep
             chosen.append(unit)
             spare_bytes -= needed
-    return replace(plan, resident_states=tuple(chosen))
+    return plan.with_updates(resident_states=tuple(chosen))
 
 
 def state_buffers(problem: Problem, thrift: int) -> tuple[int, int]:

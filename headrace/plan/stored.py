@@ -2,12 +2,13 @@
 
 from typing import Any
 
+from headrace.plan.choices import FLAT_NAMES, GROUPS
 from headrace.plan.results import Results
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import UnitFigures
 from headrace.terms.rule_figures import RuleFigures
 
-# In format 3 what every plan has is under `placement`; format 2 has it among the other values, and is read, too.
+# In format 3 what every plan has is under `placement`, and choices are in groups; format 2, which is read, too, has no groups.
 PLAN_FORMAT = 3
 _READ = (2, PLAN_FORMAT)
 
@@ -18,7 +19,7 @@ def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: they have another format.
     """
-    known = {**values.get("placement", {}), **values}
+    known: dict[str, Any] = {**values.get("placement", {}), **values}
     found = known.pop("format", 1)
     if found not in _READ:
         raise ConfigError(
@@ -26,6 +27,9 @@ def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
             "that wrote it, or begin a new run"
         )
     known.pop("placement", None)
+    groups = {group: known.pop(group, {}) for group in GROUPS}
+    grouped = {name: groups[group][field] for name, (group, field) in FLAT_NAMES.items() if field in groups[group]}
+    known = grouped | known
     known["units"] = tuple(map(UnitFigures.from_json, known["units"]))
     known["rule"] = RuleFigures.from_json(known["rule"])
     known["own_rule"] = RuleFigures.from_json(known["own_rule"]) if known.get("own_rule") else None

@@ -6,7 +6,7 @@ from headrace.terms.sizes import format_bytes
 
 def _stash_of(plan: Plan) -> str:
     homes = [f"{len(blocks)} on {tier}" for tier in ("device", "host", "ssd") if (blocks := plan.blocks_stashed_on(tier))]
-    kept = sum(len(ordinals) for ordinals in plan.kept)
+    kept = sum(len(ordinals) for ordinals in plan.stash.kept)
     return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(_kept_total(plan))} a step)"
 
 
@@ -16,37 +16,38 @@ def explain_update(plan: Plan) -> str:
 
 
 def _device_updates_of(plan: Plan) -> str:
-    every = plan.device_update_every
+    every = plan.updates.device_every
     return "all on the device" if every == 1 else f"one chunk of {every} on the device"
 
 
 def _policy_of(plan: Plan) -> str:
-    held = f", gradients held on {plan.held_gradients}"
-    if plan.update_policy == "deferred":
+    held = f", gradients held on {plan.gradients.held}"
+    if plan.updates.policy == "deferred":
         return f"deferred, behind forward{held}"
-    if plan.update_policy == "rerun":
+    if plan.updates.policy == "rerun":
         return "behind backward, no gradient held; a step that must be clipped runs again, which doubles its time"
-    late = f", {len(plan.late_units)} of {len(plan.units)} units behind forward" if plan.late_units else ""
-    return f"{plan.update_policy}, behind backward{late}{held if late or plan.update_policy == 'speculative' else ''}"
+    late = f", {len(plan.updates.late_units)} of {len(plan.units)} units behind forward" if plan.updates.late_units else ""
+    return f"{plan.updates.policy}, behind backward{late}{held if late or plan.updates.policy == 'speculative' else ''}"
 
 
 def _kept_total(plan: Plan) -> int:
-    return sum(plan.kept_bytes) * plan.num_micro_batches
+    return sum(plan.stash.kept_bytes) * plan.batch.num_micro_batches
 
 
 def explain_plan(plan: Plan) -> str:
     """Return the plan's choices in words, and its peaks in one line for each tier."""
+    batch, updates = plan.batch, plan.updates
     lines = [
         f"model    {_count(plan.num_parameters)} parameters, {plan.num_blocks} blocks, {plan.compute_dtype} compute"
         + f", {plan.rule.name}",
-        f"step     {plan.tokens_per_step} tokens = {plan.num_micro_batches} micro-"
-        f"batch{'es' if plan.num_micro_batches > 1 else ''} of {plan.micro_batch_sequences} x {plan.sequence_length}",
+        f"step     {batch.tokens_per_step} tokens = {batch.num_micro_batches} micro-"
+        f"batch{'es' if batch.num_micro_batches > 1 else ''} of {batch.micro_batch_sequences} x {batch.sequence_length}",
         f"update   {explain_update(plan)}; "
-        f"every {'step' if plan.checkpoint_every == 1 else f'{plan.checkpoint_every} steps'} a checkpoint",
-        f"threads  {plan.compute_threads} for compute, {plan.update_threads} for updates",
+        f"every {'step' if updates.checkpoint_every == 1 else f'{updates.checkpoint_every} steps'} a checkpoint",
+        f"threads  {plan.compute_threads} for compute, {updates.threads} for updates",
         f"slots    {plan.host_slots} blocks in host memory"
         + (f", {plan.device_slots} on the device" if plan.separate_device else "")
-        + f"; states of {len(plan.resident_states)} of {len(plan.units)} units in memory",
+        + f"; states of {len(updates.resident_states)} of {len(plan.units)} units in memory",
         f"replay   {_stash_of(plan)}",
     ]
     if plan.freed_memory == "kept":

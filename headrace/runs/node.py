@@ -224,7 +224,7 @@ def _work_once(
             plan = worker.plan
             which = f"worker   {generation.rank} of {generation.num_workers}"
             display.say(
-                "\n".join([f"{which}; micro-batches of {plan.micro_batch_sequences} rows", *plan.results.explain_peaks()])
+                "\n".join([f"{which}; micro-batches of {plan.batch.micro_batch_sequences} rows", *plan.results.explain_peaks()])
             )
             reporter = display.progress(worker.total_steps)
             worker.listen(reporter)

@@ -145,7 +145,7 @@ def test_how_often_is_committed_acts(model: Path, tmp_path: Path) -> None:
         planned(model, **STEP, host_memory="16GiB", checkpoint_every=10),
         planned(model, **STEP, host_memory="16GiB"),
     )
-    assert (seldom["plan"]["checkpoint_every"], offered["plan"]["checkpoint_every"]) == (10, 1)
+    assert (seldom["plan"]["updates"]["checkpoint_every"], offered["plan"]["updates"]["checkpoint_every"]) == (10, 1)
     assert seldom["ssd_bytes_written_per_step"] < offered["ssd_bytes_written_per_step"]
     assert seldom["without_effect"] == []
 
@@ -154,7 +154,7 @@ def test_a_plan_that_was_made_before_is_followed(model: Path, tmp_path: Path) ->
     given = tmp_path / "plan.json"
     given.write_text(json.dumps(planned(model, **STEP, host_memory="16GiB", checkpoint_every=10)))
     found = planned(model, machine=STEP["machine"], host_memory="16GiB", plan=given)
-    assert found["plan"]["checkpoint_every"] == 10
+    assert found["plan"]["updates"]["checkpoint_every"] == 10
     assert (found["tokens_per_step"], found["sequence_length"]) == (1024, 512)
     refused = run("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 512, "--plan", given)
     assert "tokens_per_step 1024 in the plan, 512 here" in refused.stderr

@@ -4,7 +4,7 @@ import ast
 import subprocess
 from pathlib import Path
 
-from house import changes, code_lines, duplicate_places, files_to_add, knots, measured, shapes
+from house import changes, code_lines, dataclass_fields, duplicate_places, files_to_add, knots, measured, shapes
 
 TEXT = '''"""A module.
 
@@ -44,6 +44,33 @@ def test_folders_imports_and_the_longest_are_named(tmp_path: Path) -> None:
     assert house.parameters == {"one/a.py: double": 1}
     assert house.imports == {("two", "one")}
     assert (house.comments, house.large, house.knots) == (2, {}, ([], []))
+
+
+def test_fields_of_a_dataclass_are_counted_with_inherited_ones_and_options_are_none() -> None:
+    text = """
+class Plain:
+    size: int
+
+@dataclass(frozen=True)
+class Base:
+    name: str
+    size: int = 3
+    kind: ClassVar[str] = "base"
+
+@dataclass
+class Both(Base, Plain):
+    size: float
+    options: int
+
+@dataclass
+class Words:
+    rows: int = option(1, "Rows.")
+
+@dataclass
+class More(Words):
+    columns: int = 1
+"""
+    assert dataclass_fields({"headrace.a": ast.parse(text)}) == {"Base": 2, "Both": 3}
 
 
 def test_circles_of_imports_are_knots_and_what_hangs_on_them_is_none() -> None:

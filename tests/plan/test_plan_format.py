@@ -1,6 +1,8 @@
 """A plan is written and read in one format, and refused by name in any other."""
 
+import copy
 import json
+import pickle
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from small_plans import small_plan
 
 from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes
+from headrace.plan.choices import Gradients
 from headrace.plan.given import load_plan
 from headrace.plan.plan import Plan
 from headrace.plan.speculation import Speculation
@@ -83,6 +86,20 @@ def test_a_plan_of_the_format_before_comes_back_as_the_same_plan() -> None:
     changes = {"stash_tiers": ("ssd",) * 4, "kept": ((1,),) * 4, "kept_bytes": (64,) * 4, "operators": (("mm", "mm"),) * 4}
     plan = small_plan(notes=("small",), peak_bytes={"host": {"all": 1}}, **changes)
     assert Plan.from_json(stored) == plan.with_results(speculation=PRICES, allowed_bytes={"host": 7})
+
+
+def test_fields_of_groups_are_given_changed_and_read_by_flat_names_too() -> None:
+    plan = small_plan(update_policy="deferred")
+    assert plan.gradients == Gradients(dtype="bfloat16", held="host", slots=2, accumulate=True)
+    flat = replace(plan, late_units=(1,), update_policy="speculative", accumulators=2, host_slots=2)
+    nested = replace(plan.with_updates(late_units=(1,), policy="speculative").with_gradients(accumulators=2), host_slots=2)
+    assert flat == nested != plan
+    assert (flat.late_units, flat.update_policy, flat.gradient_sum) == ((1,), "speculative", "sequential")
+    assert copy.deepcopy(flat) == pickle.loads(pickle.dumps(flat)) == flat
+    with pytest.raises(AttributeError, match="'Plan' object has no attribute 'slots'"):
+        plan.slots
+    with pytest.raises(TypeError, match="speed"):
+        replace(plan, speed=1)
 
 
 @pytest.mark.parametrize("written", [1, None, 4])

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from house import dataclass_fields
+
 ROOT = Path(__file__).parents[2] / "headrace"
 
 # From the bottom up. Packages of one row are siblings: they never import one another (docs/architecture.md).
@@ -34,6 +36,7 @@ WITHOUT_TORCH = ("files", "plan", "store", "terms")
 AT_HAND = {"headrace", *sys.stdlib_module_names}  # all that `terms` may import
 WARNED_LINES_OF_A_FILE, MOST_LINES_OF_A_FILE = 300, 400
 MOST_LINES_OF_A_FUNCTION = 80
+MOST_FIELDS = 25
 
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
@@ -184,6 +187,11 @@ def test_files_and_functions_stay_readable() -> None:
     if long:
         warnings.warn(f"{len(long)} files have over {WARNED_LINES_OF_A_FILE} lines: {', '.join(long)}", stacklevel=1)
     assert found == []
+
+
+def test_a_dataclass_has_few_fields_and_groups_of_more() -> None:
+    fields = dataclass_fields({name_of(path): tree for path, tree in TREES.items()})
+    assert {name: count for name, count in fields.items() if count > MOST_FIELDS} == {}
 
 
 def test_no_drawers() -> None:

@@ -106,7 +106,7 @@ class _Training(Updates):
         self.drain(0, self.gradient_slot(0))
 
     def forward(self, block: int) -> None:
-        weights, waits = (self.acquired.pop(block)[1], *self.read_beside(block)), self.plan.stash_tiers[block - 1] != "device"
+        weights, waits = (self.acquired.pop(block)[1], *self.read_beside(block)), self.plan.stash.tiers[block - 1] != "device"
         for micro in range(self.num_micro):
             ref = self.ledger.op(
                 Verb.FORWARD,
@@ -184,7 +184,7 @@ class _Training(Updates):
 
     def stash(self, block: int, micro: int) -> None:
         place, common = self.place(block, micro), self.input_of(block, micro)
-        on_ssd = self.plan.stash_tiers[block - 1] == "ssd"
+        on_ssd = self.plan.stash.tiers[block - 1] == "ssd"
         stash = self.stash_slot() if on_ssd else _HOST_STASH + place
         ref = self.ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (_LEFT + place,), (stash,), **common)
         if on_ssd:
@@ -193,7 +193,7 @@ class _Training(Updates):
 
     def stash_slot(self) -> int:
         slot = self.stash_turn
-        self.stash_turn = (slot + 1) % self.plan.stash_slots
+        self.stash_turn = (slot + 1) % self.plan.stash.slots
         return _STASH + slot
 
     def input_of(self, block: int, micro: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class _Training(Updates):
 
     def recall_ahead(self, block: int, micro: int) -> None:
         """Begin to bring back the inputs of this use and of the next ones, as many as there are buffers for."""
-        ahead = max(1, min(self.plan.stash_slots - 1, RECALLED_AHEAD))
+        ahead = max(1, min(self.plan.stash.slots - 1, RECALLED_AHEAD))
         for _ in range(ahead + 1):
             if block < 1:
                 return
@@ -211,7 +211,7 @@ class _Training(Updates):
 
     def recall(self, block: int, micro: int) -> int:
         """Return the buffer that backward reads, -1 for none."""
-        tier = self.plan.stash_tiers[block - 1]
+        tier = self.plan.stash.tiers[block - 1]
         if tier == "device":
             return -1
         place, common = self.place(block, micro), self.input_of(block, micro)
@@ -237,7 +237,7 @@ class _Training(Updates):
         made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (self.accumulator(),)
         writes = (gradient, NORM + (unit + 1) * PIECE)
         op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
-        self.accumulator_turn = (self.accumulator_turn + (unit not in self.ends)) % self.plan.accumulators
+        self.accumulator_turn = (self.accumulator_turn + (unit not in self.ends)) % self.plan.gradients.accumulators
         if unit in self.far:
             op(Verb.PUSH, Lane.NIC_UP, (gradient,), (FAR + unit,), unit=unit, num_bytes=num_bytes)
             self.forget_everywhere(unit)

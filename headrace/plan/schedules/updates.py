@@ -38,16 +38,17 @@ class Updates(Weights):
         self.durable = durable
         units = range(len(plan.units))
         # Sets and mappings, because they are looked into for each unit.
-        self.held_at, self.held_on_ssd, self.late = held_at(plan), frozenset(plan.held_on_ssd), frozenset(plan.late_units)
+        self.held_at, self.held_on_ssd = held_at(plan), frozenset(plan.held_on_ssd)
+        self.late = frozenset(plan.updates.late_units)
         self.gradient_slot_of = plan.gradient_slot_of
-        self.resident_states, self.staying = frozenset(plan.resident_states), frozenset(plan.staying_weights)
+        self.resident_states, self.staying = frozenset(plan.updates.resident_states), frozenset(plan.staying_weights)
         self.pending = frozenset(unit for unit, where in self.held_at.items() if self.contents.get(where) == unit)
         self.state_turn = self.gradient_turn = self.device_state_turn = 0
-        self.every = plan.device_update_every if plan.device_state_slots else 0
+        self.every = plan.updates.device_every if plan.device_state_slots else 0
         # If the device has a place for all blocks, updated weights go there behind backward, not when forward asks for them.
         # But after them nothing that compute waits for may come over the same link.
         apart = plan.separate_device and plan.device_slots >= plan.num_blocks and not self.every
-        self.brings_at_once = apart and all(tier == "device" for tier in plan.stash_tiers)
+        self.brings_at_once = apart and all(tier == "device" for tier in plan.stash.tiers)
         self.is_uneven = is_uneven(plan.planes.states)
         self.known_sizes: dict[tuple[int, int], ChunkBytes] = {}
         self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
@@ -60,7 +61,7 @@ class Updates(Weights):
         slot = self.gradient_slot_of.get(unit, -1)
         if slot < 0:
             slot = self.gradient_turn
-            self.gradient_turn = (slot + 1) % self.plan.gradient_slots
+            self.gradient_turn = (slot + 1) % self.plan.gradients.slots
         return GRADIENT + slot
 
     def settle(self, unit: int, gradient: int, host: int = -1) -> None:
@@ -111,7 +112,7 @@ class Updates(Weights):
                 states = (_RESIDENT_STATES + unit + piece,)
             elif sizes.states:
                 states = (_STATES + self.state_turn,)
-                self.state_turn = (self.state_turn + 1) % plan.state_slots
+                self.state_turn = (self.state_turn + 1) % plan.updates.state_slots
                 stored = (_SSD_STATES + unit + piece,)
                 op(Verb.READ_STATES, Lane.SSD_READ, stored, states, num_bytes=sizes.states, **common)
             changed = (weights + piece, *states)

@@ -87,7 +87,7 @@ def _header(run: RunFiles, found: Findings) -> str:
         billions = plan.num_parameters / 1e9
         size = f"{figure(billions)} B" if billions >= 0.1 else f"{plan.num_parameters / 1e6:.3g} M"
         lines.append(f"{size} parameters, {plan.num_blocks} blocks, {plan.compute_dtype}")
-        lines.append(f"{figure(plan.tokens_per_step, 6)} tokens a step")
+        lines.append(f"{figure(plan.batch.tokens_per_step, 6)} tokens a step")
     if run.ceilings is not None:
         lines.append(f"on {run.ceilings.name}")
     facts = element("p", escape(" · ".join(lines)), class_="facts") if lines else ""
