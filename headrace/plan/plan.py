@@ -42,9 +42,8 @@ class Plan(Placement):
     the C library *keeps* them for the next ones, which avoids fresh pages and takes more. Where a step takes less than planned,
     freed memory is kept all the same, and given back near the limit (`machine.HeapGuard`).
 
-    A plan that `serves` computes nothing: rows
-    of a micro-batch, loss chunk and threads are those on which workers agreed, or 0 before they have. `own_rule` is for trained
-    families of their own; None where no unit has one.
+    A plan that `serves` computes nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, or 0
+    before they have. `own_rule` is for trained families of their own; None where no unit has one.
 
     Raises:
         ConfigError: an item that no cut divides, such as a matrix, is longer than `chunk_elements`.

@@ -53,7 +53,7 @@ def test_json_has_tokens_of_all_workers_and_of_each(found: ClusterReport):
     assert values["tokens_per_second"] == pytest.approx(values["tokens_per_step"] / values["step_seconds"])
     assert values["tokens_per_second_per_worker"] == pytest.approx(values["tokens_per_second"] / 4)
     assert values["lower_bound_seconds"] <= values["step_seconds"]
-    assert values["worker_plan"]["tokens_per_step"] == 4 * 512
+    assert values["worker_plan"]["batch"]["tokens_per_step"] == 4 * 512
     assert values["node_plan"]["serves"]
     assert values["buy_next"] in {"drives", "nodes", "links", "cores", "tokens", "none"}
 
