@@ -47,6 +47,7 @@ class Setup:
     layouts: str
     total_steps: int
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    most: int = 1  # workers that may take part: the first one's plan leaves a micro-batch for each
     spares: bool = False  # a worker without room for the grouping stays a spare
 
     def send(self, generation: Generation, rank: int) -> None:
@@ -59,6 +60,7 @@ class Setup:
             "grouping": self.grouping.to_json() if self.grouping else None,
             "layouts": self.layouts,
             "total_steps": self.total_steps,
+            "most": self.most,
             "spares": self.spares,
             "buffers": [
                 [name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in self.buffers.items()
@@ -113,6 +115,7 @@ class Crowd:
                 self._terms, self._generation = _agreed(setup, generation), generation
                 self._seconds.clear()
                 self._order = None
+                self.limit_to(*_limit(setup, self._terms.grouping))  # who comes later is told at once
             except _CannotFollow as spares:
                 for rank, reason in spares.reasons.items():
                     self.listener.keep_as_spare(rank, reason)
@@ -121,7 +124,7 @@ class Crowd:
                 self.part("who can follow begins again")
             except _TooMany as found:
                 self.limit_to(found.most, str(found))
-                tell(f"{found.most} workers take part: {found}")
+                tell(f"not all workers can take part: {found}")
                 self.part(str(found))
             except PeerLost as lost:
                 words = str(lost)
@@ -285,11 +288,9 @@ def _agreed(setup: Setup, generation: Generation) -> Terms:
     grouping = setup.grouping
     if grouping is None:
         grouping = Grouping.from_json(generation.up.receive_message(1)["grouping"])
-    if (num_micro := -(-setup.sequences // grouping.rows)) < len(ranks):
-        raise _TooMany(
-            num_micro,
-            f"a step has {num_micro} micro-batches of {grouping.rows} rows; give fewer workers, or more tokens_per_step",
-        )
+    num_micro, words = _limit(setup, grouping)
+    if num_micro < len(ranks):
+        raise _TooMany(num_micro, words)
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)
     said = [generation.up.receive_message(rank) for rank in ranks]
@@ -305,6 +306,13 @@ def _agreed(setup: Setup, generation: Generation) -> Terms:
         raise _CannotFollow(unable)
     turns, scoring = (tuple(Turn(*each) for each in turns) for turns in said[0]["turns"])
     return Terms(grouping, turns, scoring, tuple(int(each["most"]) for each in said))
+
+
+def _limit(setup: Setup, grouping: Grouping) -> tuple[int, str]:
+    """Return how many workers a step has micro-batches for, and why there are no more."""
+    num_micro = -(-setup.sequences // grouping.rows)
+    many = f"{num_micro} micro-batches" if num_micro > 1 else "one micro-batch"
+    return num_micro, f"a step has {many} of {grouping.rows} rows; give fewer workers, or more tokens_per_step"
 
 
 def _bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -103,5 +103,6 @@ class NodeEngine(Engine):
             layouts=digest_of(self.chain.layouts),
             total_steps=self.options.max_steps or 0,
             buffers=persistent_buffers(self.chain.model),
+            most=self._crowd.muster.most,
             spares=self._crowd.muster.is_elastic,
         )

@@ -154,9 +154,8 @@ class Engine(Closing):
     def _rows(self, plan: Plan, sequences: int, length: int) -> int:
         """Return the rows of a micro-batch of this shape: more rows at once, if they are more and shorter than planned."""
         rows = plan.batch.micro_batch_sequences
-        if (
-            sequences <= rows * plan.batch.num_micro_batches or self.options.compile_blocks
-        ):  # rows are padded for compiled blocks
+        # Rows are padded for compiled blocks.
+        if sequences <= rows * plan.batch.num_micro_batches or self.options.compile_blocks:
             return rows
         return rows * plan.batch.sequence_length // length
 

@@ -148,7 +148,7 @@ class Worker(Closing):
         """Return the plan, after the node has said how sums are grouped: as in this worker's own plan, if it is the first."""
         rank, workers, up = self._generation.rank, self._generation.num_workers, self._generation.up
         if setup.grouping is None and rank == 1:
-            rows = -(-setup.sequences // workers)
+            rows = -(-setup.sequences // max(workers, setup.most))
             plan = self._planner.plan(rows * setup.length, setup.length, state=self._options.budget.ssd)
             found = grouping_of(plan)
             assert found is not None, "a plan that computes groups sums"

@@ -8,9 +8,11 @@ from headrace.migrate.training_arguments import (
     LOGGED,
     PLANNED,
     REASONS,
+    leave_bases,
     names_of,
-    note_coded_base,
+    refuse_methods,
     refuse_other_tasks,
+    set_data,
     take_adapter,
     take_common,
     take_optimizer,
@@ -18,7 +20,6 @@ from headrace.migrate.training_arguments import (
     take_saving,
     take_schedule,
 )
-from headrace.migrate.trl import set_data
 
 NAME = "axolotl"
 
@@ -113,9 +114,7 @@ def translate(source: Source) -> None:
         ConfigError: it asks for a loss, a method or data that this version does not train.
     """
     refuse_other_tasks(source, "rl", ())
-    for key in _REFUSED:
-        if source.take(key):
-            raise refuse(key, source.values[key], "is not trained by this version")
+    refuse_methods(source, _REFUSED)
     source.rename("base_model", "model")
     _take_data(source)
     length = int(source.take("sequence_len", 512))
@@ -159,11 +158,7 @@ def _take_adapter(source: Source) -> None:
         raise refuse("adapter", kind, "is not an adapter that this version trains; lora, dora and qlora are")
     for key in ("lora_r", "lora_alpha", "lora_dropout"):
         source.take(key)
-    if source.has("lora_model_dir"):
-        source.leave("lora_model_dir", "an adapter begins at zero; merge the other one first (`headrace export --merge`)")
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if source.take(key):
-            note_coded_base(source, key)
+    leave_bases(source, "lora_model_dir", ("load_in_4bit", "load_in_8bit"))
 
 
 def _take_data(source: Source) -> None:

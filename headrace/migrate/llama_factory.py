@@ -10,13 +10,14 @@ from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
+    leave_bases,
     names_of,
-    note_coded_base,
+    refuse_methods,
     refuse_other_tasks,
+    set_data,
     take_adapter,
     take_training_arguments,
 )
-from headrace.migrate.trl import set_data
 
 NAME = "llama-factory"
 
@@ -77,9 +78,7 @@ def translate(source: Source) -> None:
         ConfigError: it asks for a task, a loss or a method that this version does not train.
     """
     refuse_other_tasks(source, "stage", ("sft", "pt"))
-    for key in _REFUSED:
-        if source.take(key):
-            raise refuse(key, source.values[key], "is not trained by this version")
+    refuse_methods(source, _REFUSED)
     source.rename("model_name_or_path", "model")
     _take_data(source)
     length = int(source.take("cutoff_len", 2048))
@@ -88,10 +87,8 @@ def translate(source: Source) -> None:
     source.set("packing", bool(source.take("packing", pretrains) or source.take("neat_packing")), "packing")
     if source.take("use_adam_mini"):
         source.notes.append("use_adam_mini: AdamW stands in its place; moments=int8 takes less")
-    if source.take("use_muon"):
-        source.set("optimizer", "muon", "use_muon")
     take_training_arguments(source, batch=8, rate=5e-5, epochs=3.0, length=length)
-    if source.has("use_muon"):
+    if source.take("use_muon"):
         source.set("optimizer", "muon", "use_muon")
     held_out = source.take("val_size", 0)
     if float(held_out) > 0:
@@ -113,10 +110,7 @@ def _take_adapter(source: Source) -> None:
         source.take(key)
     if source.has("loraplus_lr_ratio"):
         source.leave("loraplus_lr_ratio", "both matrices of an adapter have one learning rate")
-    if source.has("adapter_name_or_path"):
-        source.leave("adapter_name_or_path", "an adapter begins at zero; merge the other one first (`headrace export --merge`)")
-    if source.has("quantization_bit"):
-        note_coded_base(source, "quantization_bit")
+    leave_bases(source, "adapter_name_or_path", ("quantization_bit",))
 
 
 def _take_data(source: Source) -> None:

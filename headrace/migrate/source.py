@@ -59,7 +59,13 @@ class Source:
             self.set(option, convert(value), key)
 
     def finish(self, reasons: Mapping[str, str]) -> None:
-        """Name all keys that are left: `reasons` by key, or by the beginning of a key that ends with `*`."""
+        """Name all keys that are left: `reasons` by key, or by the beginning of a key that ends with `*`.
+
+        Origins that are not in the file are the trainer's defaults.
+        """
+        for option, origin in self.origins.items():
+            if not any(key in self.values for key in origin.split(", ")):
+                self.origins[option] = f"{origin} (default)"
         for key, value in self.values.items():
             if key in self._taken:
                 continue

@@ -216,6 +216,38 @@ def names_of(modules: Any) -> str | None:
     return "all-linear" if list(modules) in (["all"], ["all-linear"]) else "+".join(map(str, modules))
 
 
+def refuse_methods(source: Source, keys: Sequence[str]) -> None:
+    """Refuse methods that would train something else.
+
+    Raises:
+        ConfigError: one of the `keys` is on.
+    """
+    for key in keys:
+        if source.take(key):
+            raise refuse(key, source.values[key], "is not trained by this version")
+
+
+def leave_bases(source: Source, adapter_key: str, coded_keys: Sequence[str]) -> None:
+    """Say what becomes of an adapter to begin with, and of a base in few bits."""
+    if source.has(adapter_key):
+        source.leave(adapter_key, "an adapter begins at zero; merge the other one first (`headrace export --merge`)")
+    for key in coded_keys:
+        if source.take(key):
+            note_coded_base(source, key)
+
+
+def set_data(source: Source, rows: list[dict[str, Any]], origin: str) -> None:
+    """Set the data; where this version takes paths alone, what else is asked for becomes notes."""
+    trial = Source({})
+    trial.set("data", rows, origin)
+    has_paths_alone = all(set(row) == {"path"} for row in rows)
+    source.set("data", rows if trial.options and not has_paths_alone else [row["path"] for row in rows], origin)
+    for row in rows:
+        more = ", ".join(f"{key} {value}" for key, value in row.items() if key != "path")
+        if more and not trial.options:
+            source.notes.append(f"data: {row['path']}: {more} has no counterpart yet; name a file that holds just that")
+
+
 def note_coded_base(source: Source, key: str) -> None:
     """Say how a base in few bits is trained here."""
     source.leave(

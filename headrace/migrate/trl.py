@@ -7,8 +7,9 @@ from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
+    leave_bases,
     names_of,
-    note_coded_base,
+    set_data,
     take_adapter,
     take_training_arguments,
 )
@@ -69,9 +70,7 @@ def translate(source: Source) -> None:
             source.notes.append(
                 "adapter: peft chooses modules by architecture (q_proj and v_proj in Llama); here all linear ones"
             )
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if source.take(key):
-            note_coded_base(source, key)
+    leave_bases(source, "", ("load_in_4bit", "load_in_8bit"))
     source.finish(_REASONS)
 
 
@@ -97,20 +96,3 @@ def _take_data(source: Source) -> None:
     set_data(source, rows, "dataset_name" if name else "dataset_mixture")
     if isinstance(mixture, Mapping) and mixture.get("test_split_size"):
         source.set("eval_split", mixture["test_split_size"], "dataset_mixture.test_split_size")
-
-
-def set_data(source: Source, rows: list[dict[str, Any]], origin: str) -> None:
-    """Set the data; where this version takes paths alone, what else is asked for becomes notes."""
-    if all(set(row) == {"path"} for row in rows):
-        source.set("data", [row["path"] for row in rows], origin)
-        return
-    trial = Source({})
-    trial.set("data", rows, origin)
-    if trial.options:
-        source.set("data", rows, origin)
-        return
-    source.set("data", [row["path"] for row in rows], origin)
-    for row in rows:
-        more = ", ".join(f"{key} {value}" for key, value in row.items() if key != "path")
-        if more:
-            source.notes.append(f"data: {row['path']}: {more} has no counterpart yet; name a file that holds just that")

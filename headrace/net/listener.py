@@ -91,6 +91,7 @@ class Listener:
         self._before: frozenset[str] = frozenset()  # the peers of the newest generation
         self._peers: dict[str, _Ticket] = {}  # the newest ticket of each that has not left for good
         self._spares: dict[str, str] = {}  # the peers that cannot take part, and why
+        self._crowded = ""  # why nobody else can, if the run has as many as it has work for
         self._generation: Generation | None = None
         self._seen, self._number, self._closing = 0, 0, threading.Event()
         self._refused: list[str] = []
@@ -125,8 +126,9 @@ class Listener:
                     tell(words)
                 self._refused.clear()
             ready, crowded = able[: muster.most], able[muster.most :]
+            self._crowded = muster.limit if len(ready) == muster.most else ""
             for ticket in crowded:
-                self._tell_spare(ticket, muster.limit)
+                self._tell_spare(ticket, self._crowded)
             if len(ready) != told and len(ready) < wanted:
                 told = len(ready)
                 tell(f"waiting at {self.address} for workers: {told} of {wanted} are there{hint}")
@@ -249,7 +251,7 @@ class Listener:
                     ticket = _Ticket(number, hello)
                     with self._lock:
                         self._waiting[number] = self._peers[ticket.peer] = ticket
-                    self._tell_spare(ticket, self._spares.get(ticket.peer, ""))
+                    self._tell_spare(ticket, self._spares.get(ticket.peer) or self._crowded)
                 answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
                 self._put(f"answer/{number}", answer)
                 if hello.get("visits"):

@@ -283,6 +283,9 @@ _ELSEWHERE = {
 }
 
 
+_NAMED_KEYS = 12  # in a message: one line that a person reads to its end, however many options there are
+
+
 def refuse_unknown_keys(values: Mapping[str, Any], known: Iterable[str], source: str) -> None:
     """Raise ConfigError for the first key of `values` that is not in `known`, naming the nearest that is."""
     known = tuple(known)
@@ -292,5 +295,6 @@ def refuse_unknown_keys(values: Mapping[str, Any], known: Iterable[str], source:
         plain = str(key).replace("-", "_").lower()
         elsewhere = _ELSEWHERE.get(plain)
         near = [elsewhere] if elsewhere in known else difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys are {', '.join(known)}"
+        nearest = difflib.get_close_matches(plain, known, n=_NAMED_KEYS, cutoff=0.0)
+        hint = f"did you mean {near[0]!r}?" if near else f"{len(known)} keys are known, {', '.join(nearest)} among them"
         raise ConfigError(f"{source}: unknown key {key!r}; {hint}")

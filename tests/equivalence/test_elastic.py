@@ -1,6 +1,5 @@
 """Workers come and go between two numbers: no step waits for who is not there, and the bits are those of one machine's tree."""
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +100,7 @@ def test_a_run_goes_on_with_those_that_are_left(
 ) -> None:
     """A worker is killed in a step, and comes back two steps later."""
     path, output, sizes = model_dir("llama"), tmp_path / "node", []
-    made, lost = Fleet(2, grace, least=1), threading.Event()
+    made = Fleet(2, grace, least=1)
     made.hire("first")
     made.hire_and_wait(1)
     wait_until(lambda: made.listener.num_waiting() == 2)
@@ -114,7 +113,6 @@ def test_a_run_goes_on_with_those_that_are_left(
         # As if it had been killed: its connections break, and it is not there any more.
         made.listener._spares[victim.peer] = "it is dead"
         made.crowd.generation.end("worker 2 is killed")
-        lost.set()
         with pytest.raises((PeerLost, StepFailed)):
             engine.step(BATCHES[1])
     made.crowd.part("it goes on")
