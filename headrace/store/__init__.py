@@ -20,5 +20,6 @@ from headrace.store.places import Places as Places
 from headrace.store.places import place_units as place_units
 from headrace.store.run_folders import OpenFile as OpenFile
 from headrace.store.run_folders import open_direct as open_direct
+from headrace.store.shard_store import ShardStore as ShardStore
 from headrace.store.state_store import StateStore as StateStore
 from headrace.store.verify import Progress as Progress

@@ -153,7 +153,7 @@ def create_parts(
 
 
 def open_parts(
-    run_directory: Path, *, open_file: OpenFile, engine: ThreadEngine | None, sink: Sink
+    run_directory: Path, *, open_file: OpenFile, engine: ThreadEngine | None, sink: Sink, at: int | None = None
 ) -> tuple[StoreParts, CommitRecord, bool]:
     """Find a store again; also return its newest commit record, and whether the record before or after it is damaged.
 
@@ -182,7 +182,7 @@ def open_parts(
         # A killed process may have written what no power cut spares yet. From here on it counts: older slots are overwritten.
         for file in (*files, *records):
             file.sync()
-        record, damaged = RecordFiles(records).read(manifest.run_id, [place.num_chunks for place in places.committed])
+        record, damaged = RecordFiles(records).read(manifest.run_id, [place.num_chunks for place in places.committed], at)
         if record is None:
             found = "only damaged commit records" if damaged else "no commit record"
             raise RunDirectoryError(

@@ -170,6 +170,7 @@ def _described(units: Sequence[Unit]) -> dict[str, Any]:
                     "planes": [asdict(plane) for plane in family.planes],
                     "durability": family.durability,
                     **({"cuts": family.cuts} if family.cuts else {}),
+                    **({"held": family.held} if family.held is not None else {}),
                 }
                 for family in unit.families
             ],
@@ -190,6 +191,7 @@ def _parse_units(fields: dict[str, Any]) -> tuple[Unit, ...]:
             planes=tuple(Plane(**plane) for plane in values["planes"]),
             durability=Durability(values["durability"]),
             cuts=tuple(Cuts(*each) for each in values.get("cuts", ())),
+            held=tuple(values["held"]) if "held" in values else None,
         )
 
     return tuple(Unit(unit["name"], tuple(map(family, unit["families"]))) for unit in fields["units"])

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from headrace.machine.host_memory import Bytes
 from headrace.terms.errors import ConfigError
 from headrace.terms.families import Durability, Unit
 from headrace.terms.layout import UNIT_ALIGNMENT
@@ -15,7 +16,10 @@ from headrace.terms.layout import UNIT_ALIGNMENT
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key of tables: itself, not its content
 class FamilyPlace:
-    """The slots of a family. Chunk `k` lies at `slot_offsets[slot] + chunk_offsets[k]`; the last is the slot's size."""
+    """The slots of a family. Chunk `k` lies at `slot_offsets[slot] + chunk_offsets[k]`; the last is the slot's size.
+
+    Where others hold the rest of the family, these are its chunks from `first` on; `whole` has the sizes of all.
+    """
 
     unit: int
     unit_name: str
@@ -23,6 +27,8 @@ class FamilyPlace:
     durability: Durability
     slot_offsets: tuple[int, ...]
     chunk_offsets: tuple[int, ...]
+    first: int = 0
+    whole: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -42,6 +48,16 @@ class FamilyPlace:
     def chunk_bytes(self, chunk: int) -> int:
         """Bytes of one chunk."""
         return self.chunk_offsets[chunk + 1] - self.chunk_offsets[chunk]
+
+    def own(self, chunk: int | None) -> range:
+        """Return which of its chunks here are chunk `chunk` of the family, or all of it: none if others hold that."""
+        here = range(self.num_chunks)
+        return here if chunk is None else here[max(0, chunk - self.first) : max(0, chunk - self.first + 1)]
+
+    def part(self, into: Bytes) -> Bytes:
+        """Return those bytes of a buffer of the whole family that are held here."""
+        start = sum(self.whole[: self.first])
+        return into[start : start + self.slot_bytes] if self.whole else into
 
     def offset(self, slot: int, chunk: int) -> int:
         """Volume offset of a chunk in a slot."""
@@ -84,7 +100,8 @@ def place_units(units: Sequence[Unit]) -> Places:
                     f"unit {unit.name}, {family.name}: a chunk begins or ends at element {odd}; expected a multiple of "
                     f"{UNIT_ALIGNMENT}"
                 )
-            chunk_offsets = tuple(accumulate(map(family.chunk_bytes, range(family.num_chunks)), initial=0))
+            held, is_part = family.held_chunks, family.held is not None
+            chunk_offsets = tuple(accumulate(map(family.chunk_bytes, held), initial=0))
             slots = family.durability.slots
             placed[index, family.name] = FamilyPlace(
                 unit=index,
@@ -93,6 +110,8 @@ def place_units(units: Sequence[Unit]) -> Places:
                 durability=family.durability,
                 slot_offsets=tuple(offset + slot * chunk_offsets[-1] for slot in range(slots)),
                 chunk_offsets=chunk_offsets,
+                first=held.start,
+                whole=tuple(map(family.chunk_bytes, range(family.num_chunks))) if is_part else (),
             )
             offset += slots * chunk_offsets[-1]
     return Places(families=placed, durable_bytes=offset)

@@ -110,8 +110,11 @@ class RecordFiles:
         file.write_from(0, huge_page_buffer(BLOCK_BYTES))
         file.sync()
 
-    def read(self, run_id: str, num_chunks: Sequence[int]) -> tuple[CommitRecord | None, bool]:
-        """Return the newest whole record, and whether the other file holds something that is none: a torn or damaged one."""
+    def read(self, run_id: str, num_chunks: Sequence[int], at: int | None = None) -> tuple[CommitRecord | None, bool]:
+        """Return the newest whole record, and whether the other file holds something that is none: a torn or damaged one.
+
+        Return record number `at` if that is given, and erase the one after it.
+        """
         found: list[CommitRecord] = []
         damaged = False
         for file in self.files:
@@ -121,6 +124,9 @@ class RecordFiles:
                 found.append(record)
             elif any(content):
                 damaged = True
+        if at is not None:
+            self.erase(at + 1)
+            return next((record for record in found if record.sequence == at), None), False
         return max(found, key=lambda record: record.sequence, default=None), damaged
 
     def close(self) -> None:

@@ -81,15 +81,21 @@ class StateStore(Closing):
 
     @classmethod
     def open(
-        cls, run_directory: Path, *, sink: Sink, open_file: OpenFile = open_direct, engine: ThreadEngine | None = None
+        cls,
+        run_directory: Path,
+        *,
+        sink: Sink,
+        open_file: OpenFile = open_direct,
+        engine: ThreadEngine | None = None,
+        at: int | None = None,
     ) -> Self:
-        """Open the run at its last commit.
+        """Open the run at its last commit, or at commit number `at`: the one after it is then forgotten.
 
         Raises:
             RunDirectoryError: no run, another format, in use, never committed, or a data file missing or too short.
             CorruptData: a commit record is damaged, and so are the data of the other one.
         """
-        parts, newest, damaged = open_parts(Path(run_directory), open_file=open_file, engine=engine, sink=sink)
+        parts, newest, damaged = open_parts(Path(run_directory), open_file=open_file, engine=engine, sink=sink, at=at)
         store = cls(parts, newest)
         for file in parts.volume.files:
             if not file.direct:
@@ -155,7 +161,10 @@ class StateStore(Closing):
         if self._parts.places.is_lent(unit, family):
             return self._lent.read(unit, into)
         place = self._place(unit, family)
-        chunks = _chunks_of(place, chunk)
+        if place.whole and (others := self._read_of_others(place, into, chunk)) is not None:
+            return others
+        chunks = place.own(chunk)
+        into = place.part(into) if chunk is None else into
         if place.durability.committed:
             return self._read(place, chunks, into)
         _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
@@ -170,6 +179,9 @@ class StateStore(Closing):
             family on the drives. Or a commit failed, and was neither repeated nor abandoned.
         """
         place = self._place(unit, family)
+        if place.whole and not place.own(chunk):
+            return self._write_of_others(place, chunk, data)
+        chunk -= place.first
         if place.durability.committed:
             return self._write(place, chunk, data, known_checksum)
         _check_size(place, data, place.chunk_bytes(chunk))
@@ -238,6 +250,18 @@ class StateStore(Closing):
         with self._writing:
             groups = [(place, slots.committed) for place, slots in self._slots.items()]
             verify_groups(self._parts.volume, groups, progress)
+
+    def holds(self, unit: int, family: str, chunk: int) -> bool:
+        """Return whether a chunk of a family lies here, and not with others."""
+        return bool(self._place(unit, family).own(chunk))
+
+    def _read_of_others(self, place: FamilyPlace, into: Bytes, chunk: int | None) -> Ticket | None:
+        """Read what is asked for from those who hold it; None where what lies here is enough: others bring the rest."""
+        return None if place.own(chunk) or chunk is None else DoneTicket()
+
+    def _write_of_others(self, place: FamilyPlace, chunk: int, data: Bytes) -> Ticket:
+        """Write a chunk that others hold: they do that themselves."""
+        return DoneTicket()
 
     def scratch_read(self, offset: int, into: Bytes) -> Ticket:
         """Start reading scratch bytes: not durable, not checked, not ordered with writes under way."""
@@ -309,7 +333,7 @@ class StateStore(Closing):
         if self._parts.places.is_lent(unit, family):
             return self._lent.read(unit, into)
         place = self._place(unit, family)
-        chunks, slot = _chunks_of(place, chunk), self._slots[place].committed.slot
+        chunks, slot = place.own(chunk), self._slots[place].committed.slot
         _check_size(place, into, sum(map(place.chunk_bytes, chunks)))
         if slot != VIRGIN and chunks:
             return self._parts.volume.read(place.offset(slot, chunks[0]), into)
@@ -352,10 +376,6 @@ class StateStore(Closing):
         if offset < 0 or offset + buffer.size > self._scratch_bytes:
             raise StorageError(f"scratch bytes {offset} to {offset + buffer.size} asked, the region has {self._scratch_bytes}")
         return self._parts.places.durable_bytes + offset
-
-
-def _chunks_of(place: FamilyPlace, chunk: int | None) -> range:
-    return range(place.num_chunks) if chunk is None else range(place.num_chunks)[chunk : chunk + 1]
 
 
 def _check_size(place: FamilyPlace, buffer: Bytes, expected_bytes: int) -> None:

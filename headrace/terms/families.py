@@ -51,6 +51,7 @@ class Family:
 
     In a chunk the planes lie back to back, in order, padded to whole pages. Chunks of whole parameters, or of whole rows,
     differ in their borders alone. `cuts` say how many numbers a chunk has in planes that do not have one for each element.
+    `held` are the first chunk that this store holds and the first after them, where others hold the rest; None: all.
 
     Raises:
         ConfigError: the borders do not lead from 0 to the last element in ascending order.
@@ -62,6 +63,7 @@ class Family:
     planes: tuple[Plane, ...]
     durability: Durability = Durability.TWO_SLOTS
     cuts: tuple[Cuts, ...] = ()
+    held: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         ascending = all(start < stop for start, stop in self.chunks)
@@ -85,6 +87,11 @@ class Family:
     def num_bytes(self) -> int:
         """Bytes of all chunks: one slot."""
         return sum(self.chunk_bytes(chunk) for chunk in range(self.num_chunks))
+
+    @property
+    def held_chunks(self) -> range:
+        """The chunks that this store holds."""
+        return range(*self.held) if self.held is not None else range(self.num_chunks)
 
     def chunk_bytes(self, chunk: int) -> int:
         """Bytes of one chunk, in whole pages."""
