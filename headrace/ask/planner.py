@@ -56,13 +56,15 @@ class PlannedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaysToPlan:
     """How plans are made. `given` is used instead of searching. Otherwise `search` makes a plan (None: the planner's). `adjust`
-    may change each plan. `packed` are the rows with which the run begins, if they are known.
+    may change each plan. `packed` are the rows with which the run begins, if they are known. Of the given plan of another kind
+    of run only the groups of sums are taken (`groups_only`).
     """
 
     given: Plan | None = None
     search: Callable[[Problem, Ceilings | None], Plan] | None = None
     adjust: Callable[[Plan], Plan] | None = None
     packed: PackedRows | None = None
+    groups_only: bool = False
 
 
 class RunPlanner:
@@ -72,7 +74,7 @@ class RunPlanner:
         self._options, self._model, self._chain, self._machine = options, model, model.chain, model.machine
         self._forms, self._ways, given = model.forms, ways, ways.given
         # Of a given plan of another kind (a node's for a machine alone, or the reverse) only the groups of sums are taken.
-        other_kind = given is not None and (ways.search is not None or given.serves)
+        other_kind = given is not None and (ways.search is not None or given.serves or ways.groups_only)
         self._given = None if other_kind else given
         self.grouping: Grouping | None = grouping_of(given) if given and other_kind else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None

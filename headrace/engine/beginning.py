@@ -14,6 +14,7 @@ from typing import Any
 from headrace.ask.planner import PlannedModel, RunPlanner, WaysToPlan
 from headrace.engine.lent_base import as_begun, lie_together
 from headrace.engine.seams import Seams, seams_of
+from headrace.engine.sharing import introduce, planned_options, share_of_step, shared_plan
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
@@ -25,7 +26,7 @@ from headrace.machine.protocol import Machine
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
-from headrace.store import StateStore, make_run_directory
+from headrace.store import ShardStore, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import pieces_of
 from headrace.terms.errors import RunDirectoryError
@@ -91,6 +92,7 @@ class Run:
             pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],
             device_updater=device_updater(plan, subject.machine, subject.updater.rule),
             workers=subject.seams.workers,
+            peers=subject.seams.fleet,
         )
 
 
@@ -123,29 +125,38 @@ def begin(
         else:
             directory = Path(options.output)
         directories = ssd or (directory,)
-        subject = _subject(closers, model, options, seams, lambda files: lie_together(files, directories))
-        planner = RunPlanner(options, _planned(subject), replace(ways, packed=whole.packed))
+        fleet = seams.fleet if seams else None
+        seams = replace(seams_of(options), fleet=fleet) if fleet else seams
+        planned = planned_options(options) if fleet else options
+        subject = _subject(closers, model, planned, seams, lambda files: not fleet and lie_together(files, directories))
+        planner = RunPlanner(planned, _planned(subject), replace(ways, packed=whole.packed, groups_only=fleet is not None))
         beside = Beside.models(options.models_at_once, whole.final, subject.finished_bytes) if whole.final else None
         plan = None
         if options.tokens_per_step is not None:
             step = options.tokens_per_step, options.sequence_length or options.tokens_per_step
+            if fleet:
+                step = share_of_step(planner, fleet, step, options.gradient_sum, state=directories, beside=beside)
             subject.choose_wire(lambda forms: planner.suits(forms, *step, state=directories, beside=beside))
             plan = planner.plan(*step, state=directories, beside=beside)
             if measure is not None and machine is None and (found := measure(plan, subject.machine)) is not None:
                 planner.use(found := found.of_directories(file_systems(directories)))
                 plan = planner.plan(*step, state=directories, beside=beside)
                 options = replace(options, machine=found)
+            plan = shared_plan(plan, fleet.size) if fleet else plan
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
             store = subject.create_store(directory, directories, beside, plan, sink)
             undo.callback(store.remove)
             tune(store, options)
+            if fleet:
+                introduce(fleet, subject, store, options, plan)
             if plan is not None:
                 sink(Planned(plan=plan))
             if warning := options.schedule.warning:
                 sink(Notice(text=warning))
             sink(Notice(text=subject.importing, level="info"))
-            subject.import_into(store, first_record(options, plan, subject))
+            with fleet.reaching(store, importing=True) if fleet else contextlib.nullcontext():
+                subject.import_into(store, first_record(options, plan, subject))
             undo.pop_all()
         closers.callback(store.close)
         if options.output is None:
@@ -172,25 +183,30 @@ def resume(
         CorruptData: a state record does not have the checksum it was written with.
     """
     with contextlib.ExitStack() as closers:
-        store = StateStore.open(run_directory, sink=sink)
+        fleet = seams.fleet if seams else None
+        store = (ShardStore if fleet else StateStore).open(run_directory, sink=sink)
         closers.callback(store.close)
         recorded = store.record.get("options")
         if not isinstance(recorded, dict):
             raise RunDirectoryError(f"{run_directory}: its newest record holds no options; it cannot be resumed")
         options = Options.from_record(recorded)
         check(options)
-        seams = seams or seams_of(options, store.manifest.identity.get("wire"))
+        own = seams_of(options, store.manifest.identity.get("wire"))
+        seams = replace(own, fleet=fleet) if fleet else seams or own
         seams.check(store)
         tune(store, options)
         if verify:
             store.verify()
         model = Path(str(store.manifest.identity["model"]))
-        subject = _subject(closers, model, options, seams, partial(as_begun, store.manifest.identity))
-        planner = RunPlanner(options, _planned(subject), ways)
+        planned = planned_options(options) if fleet else options
+        subject = _subject(closers, model, planned, seams, partial(as_begun, store.manifest.identity))
+        planner = RunPlanner(planned, _planned(subject), ways)
         subject.use_lent(store, sink)
         plan = None
         if found := store.record.get("plan"):
             plan = planner.plan_here(Plan.from_json(found), lambda text: sink(Notice(text=text)))
+        if fleet:
+            introduce(fleet, subject, store, options, plan)
         run = Run(options, subject, planner, store, plan, sink, closers)
         run.settle()
         run.closers = closers.pop_all()

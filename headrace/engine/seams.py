@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from headrace.codec import Codec
 from headrace.engine.crowd import Crowd
+from headrace.engine.fleet import Fleet
 from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.errors import RunDirectoryError
@@ -24,13 +25,14 @@ from headrace.update.wires import DenseWire, wire_of
 class Seams:
     """How gradients travel, how frozen weights lie on the drives (None: as compute reads them), and where far units live.
 
-    `workers` belong to a node, which computes nothing itself.
+    `workers` belong to a node, which computes nothing itself. A `fleet` are ranks that share out every unit.
     """
 
     wire: Wire = field(default_factory=DenseWire)
     codec: Codec | None = None
     site: Site | None = None
     workers: Crowd | None = None
+    fleet: Fleet | None = None
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -38,7 +40,8 @@ class Seams:
         codec, site = self.codec.name if self.codec else None, self.site.name if self.site else None
         if self.codec and self.codec.digest:  # the same code with other tables counts as another one
             codec = f"{codec} {self.codec.digest[:16]}"
-        return {"wire": self.wire.name, "codec": codec, "site": site, "workers": "node" if self.workers else None}
+        names = {"wire": self.wire.name, "codec": codec, "site": site, "workers": "node" if self.workers else None}
+        return {**names, "ranks": str(self.fleet.size) if self.fleet else None}
 
     @property
     def codecs(self) -> dict[str, Codec]:

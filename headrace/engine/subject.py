@@ -28,7 +28,7 @@ from headrace.machine.protocol import Machine
 from headrace.model import exact_units
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
-from headrace.store import StateStore, StoreRequest
+from headrace.store import ShardStore, StateStore, StoreRequest
 from headrace.store.committed import ReadableState
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
@@ -165,15 +165,17 @@ class Subject:
         own_planes = self.own_rule.planes if self.own_rule else planes
         usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self.forms))
         chunk_elements = plan.updates.chunk_elements if plan else usual
+        units = [form.families(planes, own_planes, chunk_elements) for form in self.forms]
         request = StoreRequest(
             directories=ssd,
-            units=[form.families(planes, own_planes, chunk_elements) for form in self.forms],
+            units=self.seams.fleet.share.of(units) if self.seams.fleet else units,
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
             identity={"model": str(self.directory), **self.seams.names, **self.lent.identity, **self._groups},
             beside=beside,
         )
-        return self.use_lent(StateStore.create(directory, request, sink=sink), sink)
+        kind = ShardStore if self.seams.fleet else StateStore
+        return self.use_lent(kind.create(directory, request, sink=sink), sink)
 
     @property
     def importing(self) -> str:

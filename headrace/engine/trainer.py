@@ -197,13 +197,15 @@ class Engine(Closing):
             cpu_batch = filled_up(cpu_batch, steps.parts.plan.batch.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()
         data = step_batch(cpu_batch, rows, self.machine.device)
+        mine, first = self._share_of(data)
         self.plan = steps.follow_hit_rate()
         verdict = self._verdict(position)
 
         def state_of(pending: Verdict | None) -> StepState:
-            return StepState(steps.parts, data, verdict, pending)
+            return StepState(steps.parts, mine, verdict, pending, first_micro=first)
 
-        state = steps.run(len(data.micro_batches), verdict, state_of)
+        state = steps.run(len(mine.micro_batches), verdict, state_of)
+        self._add_losses(state)
         self._move_on(verdict)
         self._settle(verdict)
         loss = float(state.loss_sum) / data.trained_tokens if state.loss_sum is not None else math.nan
@@ -232,6 +234,13 @@ class Engine(Closing):
             self._heap.after_step(result.peak_bytes["host"])
         self._emit(result)
         return result
+
+    def _share_of(self, data: StepBatch) -> tuple[StepBatch, int]:
+        """Return the micro-batches of a step that are computed here, and the number of the first."""
+        return data, 0
+
+    def _add_losses(self, state: StepState) -> None:
+        """Add the losses of micro-batches that are computed elsewhere."""
 
     def _verdict(self, position: Any) -> Verdict:
         plan = self.plan
@@ -316,7 +325,9 @@ class Engine(Closing):
         if self.options.compile_blocks:
             batch = filled_up(batch, steps.parts.plan.batch.sequence_length, needs_mask=False)
         data = step_batch(batch, self._rows(steps.parts.plan, *shape), self.machine.device)
-        state = steps.score(data, self._verdict(self.position))
+        mine, first = self._share_of(data)
+        state = steps.score(mine, self._verdict(self.position), first)
+        self._add_losses(state)
         self._traffic.moved()  # belongs to no step
         return data, state
 

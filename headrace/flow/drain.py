@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.flow.shards import add_norms, own_elements
 from headrace.flow.step_state import StepState
 from headrace.plan.buffer_sizes import held_gradient_bytes, held_gradient_offset
 from headrace.terms.program import Op, Pool
@@ -58,6 +59,8 @@ def push(state: StepState, op: Op) -> None:
 
 def decide(state: StepState, op: Op) -> None:
     """Global norm over all units -> clip factor, or skip. The sum has a fixed order, and so the same bits."""
+    if state.parts.peers is not None:
+        add_norms(state)
     _decide(state)
     if state.plan.far_units:
         verdict, far = state.verdict, state.plan.far_units
@@ -96,5 +99,8 @@ def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
 
 def _held(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
     plan = state.plan
-    buffer = state.parts.buffers.gradients[op.slot(Pool.GRADIENT)]
-    return held_gradient_offset(plan, op.unit), buffer[: held_gradient_bytes(plan, op.unit)]
+    buffer, offset = state.parts.buffers.gradients[op.slot(Pool.GRADIENT)], held_gradient_offset(plan, op.unit)
+    if state.parts.peers is None:
+        return offset, buffer[: held_gradient_bytes(plan, op.unit)]
+    own, width = own_elements(state, op.unit), plan.gradient_bytes_per_element
+    return offset + own.start * width, buffer[own.start * width : own.stop * width]

@@ -9,6 +9,7 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
     update.py    states come and go      ssd -> the rule in place, on host or device -> ssd, chunk by chunk
     commit.py    the step is durable     one record
     serve.py     workers compute         rows and weights to them, gradients from them: a node's step
+    shards.py    ranks share out units   what others hold comes here; gradients go to who holds the unit's part
 
 An interpreter (execute.py) performs them: overlapped, with one or more threads per lane, or plain, one after the other. Same
 bits.
@@ -17,7 +18,7 @@ bits.
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from headrace.flow import commit, compute, drain, serve, stash, update
+from headrace.flow import commit, compute, drain, serve, shards, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.step_state import StepState
 from headrace.flow.weights import WEIGHT_VERBS
@@ -48,6 +49,8 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.WRITE_STATES: update.write_states,
     Verb.WRITE_WEIGHTS: update.write_weights,
     Verb.COMMIT: commit.commit,
+    Verb.GATHER: shards.gather,
+    Verb.SCATTER: shards.scatter,
     Verb.ANNOUNCE: serve.announce,
     Verb.SEND: serve.send,
     Verb.RECEIVE: serve.receive,

@@ -44,6 +44,7 @@ class Parts:
     own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
     workers: Any = None  # at a node (`flow.serve.Workers`)
+    peers: Any = None  # where ranks share out every unit (`flow.shards.Peers`)
 
     @property
     def far_site(self) -> Site:
@@ -169,6 +170,7 @@ class StepState:
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)
+    square_blocks: dict[int, Any] = field(default_factory=dict)  # of the parts of gradients that this rank holds
     # By unit and chunk, from the update to its writes.
     checksums: dict[tuple[int, int], Checksums] = field(default_factory=dict)
 

@@ -105,7 +105,7 @@ class Steps:
         program, self._left = self._programs[key]
         return program
 
-    def score(self, batch: StepBatch, verdict: Verdict) -> StepState:
+    def score(self, batch: StepBatch, verdict: Verdict, first_micro: int = 0) -> StepState:
         """Run rows of a batch forward through the newest weights, without changing anything.
 
         Raises:
@@ -113,7 +113,7 @@ class Steps:
         """
         with self._whole_or_failed():
             self._flush()
-            return self._score(batch, verdict)
+            return self._score(batch, verdict, first_micro)
 
     def score_afresh(self, batch: StepBatch, verdict: Verdict) -> StepState:
         """As `score`, but nothing is flushed, and all weights are fetched, for this pass and for what follows: so whoever
@@ -129,8 +129,8 @@ class Steps:
             self._left = Snapshot()
             return state
 
-    def _score(self, batch: StepBatch, verdict: Verdict) -> StepState:
-        state = StepState(self.parts, batch, verdict, None, learns=False)
+    def _score(self, batch: StepBatch, verdict: Verdict, first_micro: int = 0) -> StepState:
+        state = StepState(self.parts, batch, verdict, None, first_micro=first_micro, learns=False)
         program, self._left = self._schedule.scoring(self.parts.plan, len(batch.micro_batches), self._left)
         with self.parts.chain.evaluating():
             run_step(program, state, self._interpreter)
@@ -219,7 +219,7 @@ class Steps:
     def _load_residents(self) -> Snapshot:
         """Read what lives in memory from the store's newest version: at the start, and after a step was taken back."""
         parts, plan = self.parts, self.parts.plan
-        load_residents(parts)
+        load_residents(parts, parts.peers.gather) if parts.peers is not None else load_residents(parts)
         for unit in plan.updates.resident_states:
             states = parts.buffers.resident_states[unit]
             for chunk in range(plan.num_chunks(unit)):

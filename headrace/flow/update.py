@@ -39,14 +39,14 @@ def read_states(state: StepState, op: Op) -> None:
 
 def states_to_device(state: StepState, op: Op) -> None:
     """Copy a chunk's states, weights and gradient to the device."""
-    if not state.verdict_of(op).void:
+    if _is_updated(state, op):
         for there, here in _places(state, op):
             state.parts.machine.copy(there, torch.from_numpy(here))
 
 
 def states_to_host(state: StepState, op: Op) -> None:
     """Copy a chunk's new states and weights back to where the old ones came from."""
-    if not state.verdict_of(op).void:
+    if _is_updated(state, op):
         for there, here in _places(state, op):
             state.parts.machine.copy(torch.from_numpy(here), there)
 
@@ -54,7 +54,7 @@ def states_to_host(state: StepState, op: Op) -> None:
 def update(state: StepState, op: Op) -> None:
     """Apply the rule to a chunk in place: weights in their host slot and states in staging, or everything on the device."""
     verdict = state.verdict_of(op)
-    if verdict.void:
+    if not _is_updated(state, op):
         return
     if op.is_on_device:
         _update_on_device(state, op)
@@ -92,6 +92,12 @@ def write_weights(state: StepState, op: Op) -> None:
             content = huge_page_buffer(proposal.basis.nbytes)
             content[:] = proposal.basis.view(torch.uint8).numpy()
             write_family(state.parts.store, op.unit, NEXT_BASIS if proposal.replaces else BASIS, content)
+
+
+def _is_updated(state: StepState, op: Op) -> bool:
+    """True if the update of a chunk has an effect, and is not that of another rank."""
+    family = WEIGHTS if state.plan.units[op.unit].in_place else TRAINED
+    return not state.verdict_of(op).void and state.parts.store.holds(op.unit, family, op.chunk)
 
 
 def _is_written(state: StepState, op: Op, *, stays: bool) -> bool:

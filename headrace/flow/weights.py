@@ -17,7 +17,7 @@ from headrace.machine.protocol import Machine
 from headrace.plan.placement import Placement
 from headrace.plan.weight_sizes import BufferGroup
 from headrace.store import StateStore
-from headrace.terms.families import WEIGHTS
+from headrace.terms.families import TRAINED, WEIGHTS
 from headrace.terms.program import Op, Pool, Verb
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
@@ -142,13 +142,19 @@ class Stream(Protocol):
         """Where they come to."""
 
 
-def load_residents(stream: Stream) -> None:
-    """Bring what stays in memory: trained families beside frozen weights, and resident units that live here."""
+def load_residents(stream: Stream, complete: Callable[[int, str, Bytes], None] = lambda unit, family, into: None) -> None:
+    """Bring what stays in memory: trained families beside frozen weights, and resident units that live here.
+
+    `complete` fills what others hold of a unit's family.
+    """
     plan, buffers, source = stream.plan, stream.buffers, stream.source
     source.read_trained(buffers.trained)
+    for unit, trained in buffers.trained.items():
+        complete(unit, TRAINED, trained[: plan.trained_bytes(unit)])
     for unit in sorted(set(plan.resident_units).difference(plan.far_units)):
         into, stored = buffers.residents[unit], buffers.staged(unit)
         source.read(unit, stored)
+        complete(unit, WEIGHTS, stored)
         coming = torch.from_numpy(stored)
         if plan.units[unit].is_made:
             made = torch.empty(into.numel(), dtype=into.dtype) if plan.separate_device else into

@@ -6,3 +6,4 @@ from headrace.net.lane import PIECE_BYTES as PIECE_BYTES
 from headrace.net.lane import Lane as Lane
 from headrace.net.listener import Listener as Listener
 from headrace.net.member import Member as Member
+from headrace.net.ranks import Ranks as Ranks

@@ -90,16 +90,16 @@ def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order)
         for work, rank in works:
             lane.finish(work, rank, first=number == 0)
         if own is not None:
-            total = _sum(order, {me: gradient[own], **{rank: place[:length] for rank, place in places.items()}})
+            total = add_in_order(order, {me: gradient[own], **{rank: place[:length] for rank, place in places.items()}})
             lane.finish(lane.start_send(total.to(dtype), NODE), NODE, first=number == 0)
 
 
-def _sum(order: Order, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def add_in_order(order: Order, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the sum of the ranks' parts, added in the given order."""
     if isinstance(order, int):
         return parts[order]
     left, right = order
-    return _sum(left, parts) + _sum(right, parts)
+    return add_in_order(left, parts) + add_in_order(right, parts)
 
 
 def take_sum(lane: Lane, into: torch.Tensor) -> None:

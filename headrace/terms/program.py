@@ -48,6 +48,8 @@ class Verb(StrEnum):
     WRITE_STATES = "write-states"  # a chunk's new states: staging -> ssd, other slot
     WRITE_WEIGHTS = "write-weights"  # a chunk's new weights: host slot -> ssd, other slot
     COMMIT = "commit"  # everything durable, then the record
+    GATHER = "gather"  # unit's weights: other ranks that hold parts of it -> where this rank's part is
+    SCATTER = "scatter"  # unit's drained gradient: to those ranks that hold parts of it; the sum of this rank's part -> host
     ANNOUNCE = "announce"  # a step: its rows and what decides its numbers -> workers
     SEND = "send"  # unit's weights: host slot -> workers, who pull it
     RECEIVE = "receive"  # unit's gradient: workers, who push it -> host

@@ -10,12 +10,12 @@ from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
 
 
-def build_forward(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
+def build_forward(plan: Plan, num_micro_batches: int, before: Snapshot, *, shared: bool = False) -> tuple[Program, Snapshot]:
     """Return the program of one pass over `num_micro_batches` micro-batches, and what it leaves behind.
 
-    `before` may have no pending update, because a pass reads the newest weights.
+    `before` may have no pending update, because a pass reads the newest weights. `shared`: see `Weights`.
     """
-    schedule = _Forward(plan, before)
+    schedule = _Forward(plan, before, shared=shared)
     schedule.run(num_micro_batches)
     return schedule.ledger.finish()
 
@@ -23,8 +23,8 @@ def build_forward(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple
 class _Forward(Weights):
     """Emits operations in order."""
 
-    def __init__(self, plan: Plan, before: Snapshot) -> None:
-        super().__init__(plan, before)
+    def __init__(self, plan: Plan, before: Snapshot, *, shared: bool) -> None:
+        super().__init__(plan, before, shared=shared)
         self.plan = plan
 
     def run(self, num_micro: int) -> None:

@@ -24,19 +24,22 @@ _STASH, _HOST_STASH, _SSD_STASH = buffer(Pool.STASH), buffer(Pool.HOST_STASH), b
 _LEFT, _RECALLED = buffer(Pool.LEFT), buffer(Pool.RECALLED)
 
 
-def build_program(plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool = True) -> tuple[Program, Snapshot]:
+def build_program(
+    plan: Plan, num_micro_batches: int, before: Snapshot, *, durable: bool = True, shared: bool = False
+) -> tuple[Program, Snapshot]:
     """Return the program of one step over `num_micro_batches` micro-batches, and what it leaves behind.
 
     `durable`: the step before, whose updates are pending, is a checkpoint. Otherwise what stays in memory is not written.
+    `shared`: ranks share out every unit (`Weights`).
     """
-    schedule = _Training(plan, num_micro_batches, before, durable=durable)
+    schedule = _Training(plan, num_micro_batches, before, durable=durable, shared=shared)
     schedule.step()
     return schedule.ledger.finish()
 
 
-def build_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]:
+def build_tail(plan: Plan, before: Snapshot, *, shared: bool = False) -> tuple[Program, Snapshot]:
     """Return the program that finishes what a step left pending: late updates and their commit, as of a checkpoint."""
-    schedule = _Training(plan, 0, before, durable=True)
+    schedule = _Training(plan, 0, before, durable=True, shared=shared)
     if schedule.pending:
         for unit in sorted(schedule.pending):
             schedule.pending_update(unit)
@@ -54,8 +57,8 @@ def redo(plan: Plan) -> Snapshot:
 class _Training(Updates):
     """Emits operations in order."""
 
-    def __init__(self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool) -> None:
-        super().__init__(plan, before, durable=durable)
+    def __init__(self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool, shared: bool = False) -> None:
+        super().__init__(plan, before, durable=durable, shared=shared)
         self.num_micro = num_micro
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.gradient_in_place = plan.gradient_in_place
@@ -237,6 +240,8 @@ class _Training(Updates):
         made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (self.accumulator(),)
         writes = (gradient, NORM + (unit + 1) * PIECE)
         op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
+        if self.shared:
+            op(Verb.SCATTER, Lane.NIC_UP, (), writes, unit=unit, num_bytes=num_bytes)
         self.accumulator_turn = (self.accumulator_turn + (unit not in self.ends)) % self.plan.gradients.accumulators
         if unit in self.far:
             op(Verb.PUSH, Lane.NIC_UP, (gradient,), (FAR + unit,), unit=unit, num_bytes=num_bytes)

@@ -32,8 +32,8 @@ def held_at(plan: Plan) -> dict[int, int]:
 class Updates(Weights):
     """Emits the operations of updates, in order. `durable`: the step before, whose updates are pending, is a checkpoint."""
 
-    def __init__(self, plan: Plan, before: Snapshot, *, durable: bool) -> None:
-        super().__init__(plan, before)
+    def __init__(self, plan: Plan, before: Snapshot, *, durable: bool, shared: bool = False) -> None:
+        super().__init__(plan, before, shared=shared)
         self.plan = plan
         self.durable = durable
         units = range(len(plan.units))
@@ -73,6 +73,10 @@ class Updates(Weights):
             self.contents[self.held_at[unit]] = unit
         else:
             self.update(unit, gradient, host, late=False)
+
+    def changes_first(self, unit: int) -> bool:
+        """See `Weights.changes_first`."""
+        return unit in self.pending and unit in self.in_place and self.contents.get(self.held_at[unit]) == unit
 
     # -- updates --------------------------------------------------------------------------------------------------------
 
@@ -127,6 +131,7 @@ class Updates(Weights):
             if self.durable or not (late and unit in self.staying):
                 stored, written = (newest + piece,), (weights + piece, FREE_SLOTS)
                 op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, written, (), stored, num_bytes=sizes.weights, **common)
+        self.gather(unit, weights)
         if staged:
             num_bytes = self.stored_bytes[unit]
             op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), unit=unit, num_bytes=num_bytes)

@@ -1,6 +1,7 @@
 """How the weights of blocks reach compute, in any schedule: prefetched, sent to the device, made from their families.
 
 A schedule says what it does with a block by `acquire` and `release`, and when it will want the block again by `uses_until`.
+Where ranks share out every unit (`shared`), each fetches its part, and gathers those of others.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ NONE = -1
 class Weights:
     """Emits the operations that bring weights, in order, into the program that is being built."""
 
-    def __init__(self, plan: Placement, before: Snapshot) -> None:
-        self._weights_plan = plan
+    def __init__(self, plan: Placement, before: Snapshot, *, shared: bool = False) -> None:
+        self._weights_plan, self.shared = plan, shared
         self.ledger, self.results = Ledger(before), plan.results
         self.contents = self.ledger.contents
         self.separate, self.blocks = plan.separate_device, plan.num_blocks
@@ -96,6 +97,18 @@ class Weights:
             self.ledger.op(Verb.PULL, Lane.NIC_DOWN, (FAR + unit, VERDICT), (into,), **common)
         else:
             self.ledger.op(Verb.FETCH, Lane.SSD_READ, (SSD_WEIGHTS + unit,), (into,), **common)
+            if not self.changes_first(unit):
+                self.gather(unit, into)
+
+    def changes_first(self, unit: int) -> bool:
+        """Return whether the next that happens to a unit's weights is their update, for which each rank needs its own part."""
+        return False
+
+    def gather(self, unit: int, into: int) -> None:
+        """Complete what lies in `into` with the parts of a unit that other ranks hold, if there are any."""
+        if self.shared:
+            num_bytes = self._weights_plan.trained_bytes(unit) if into == TRAINED + unit else self.stored_bytes[unit]
+            self.ledger.op(Verb.GATHER, Lane.NIC_DOWN, (), (into,), unit=unit, num_bytes=num_bytes)
 
     def refresh(self, unit: int) -> None:
         """Bring the weights of a far unit that stays where compute reads it, if the site has newer ones."""
