@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import headrace
-from headrace.cli.environment import set_process_defaults
+from headrace.cli.environment import launched, set_process_defaults
 from headrace.cli.first_look import (
     look_at_choices,
     look_at_configuration,
@@ -31,8 +31,10 @@ from headrace.cli.streams import guarded_streams
 from headrace.codec.table import written_codes
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.declared import Declaration, Group
+from headrace.terms.errors import PeerLost, StepFailed
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.launch import Launch
 from headrace.terms.plan_options import PlanOptions
 from headrace.terms.run_options import NodeOptions, RunOptions
 from headrace.terms.serve_options import ServeOptions
@@ -109,6 +111,9 @@ def train(
 
     Every option can also stand in the YAML file, or be given as key=value (with _ for -).
     """
+    if (launch := launched()) is not None and launch.rank:
+        _follow(launch)
+        return
     look_at_words(() if node is not None else words or ())
     if node is not None:
         from headrace.cli.runs import work_for
@@ -121,7 +126,7 @@ def train(
         look_at_choices(config)
         from headrace.cli.runs import start
 
-        start(config)
+        start(config, launch)
     else:
         leave("Missing argument 'RUN.YAML | MODEL DATA...', or --node HOST:PORT; see `headrace train --help`", REFUSED)
 
@@ -150,9 +155,22 @@ def node(
 @plainly
 def resume(run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")]) -> None:
     """Resume a run after its last committed step: after a crash, Ctrl-C or a power cut."""
+    if (launch := launched()) is not None and launch.rank:
+        _follow(launch)
+        return
     from headrace.cli.runs import go_on
 
-    go_on(run_directory)
+    go_on(run_directory, launch)
+
+
+def _follow(launch: Launch) -> None:
+    """Be a rank other than 0, which speaks only where it must refuse something itself."""
+    from headrace.runs.ranks import follow
+
+    try:
+        follow(launch)
+    except (PeerLost, StepFailed):  # rank 0 says it
+        raise SystemExit(REFUSED) from None
 
 
 @command(USE)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from headrace.machine.control_groups import quota_cores
+from headrace.terms.launch import Launch
 
 # By default idle OpenMP threads spin for milliseconds on cores that the update and the SSD threads could use. Without any
 # spinning, each of a block's many small operations waits for a thread to be woken (docs/decisions/0003).
@@ -37,9 +38,33 @@ def set_process_defaults() -> None:
     if quota is not None and quota < len(os.sched_getaffinity(0)):
         # No more threads than may run all the time: where threads wait for one another, a stopped one holds up all.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
+    if (launch := launched()) is not None and os.environ.get("OMP_NUM_THREADS") == "1":
+        # torchrun sets it to 1 for all processes, whatever the machine.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // launch.local_size))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     sys.setswitchinterval(min(_SWITCH_SECONDS, sys.getswitchinterval()))
+
+
+def launched() -> Launch | None:
+    """Return where this process stands among those that torchrun started; None if it is alone."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    found = [os.environ.get(name, "") for name in names]
+    if not all(each.isdecimal() for each in found) or int(found[1]) < 2 or not (address := os.environ.get("MASTER_ADDR")):
+        return None
+    rank, size, local_rank, local_size, port = map(int, found)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        address=address,
+        port=port,
+        hosts=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        meeting=f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}",
+        again=restart != "0",
+    )
 
 
 def cache_directory() -> Path:

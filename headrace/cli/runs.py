@@ -26,6 +26,7 @@ from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.prepare import default_output
 from headrace.runs.protocols import RunningEngine, StateKind
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
+from headrace.terms.launch import Launch
 from headrace.terms.options import Options
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.run_options import NodeOptions
@@ -48,10 +49,15 @@ class Terminal:
         return LiveProgress(console, total_steps) if live else LineProgress(sys.stdout, total_steps)
 
 
-def start(config: RunOptions) -> None:
-    """Train; a stop signal ends the process with 130 or 143."""
+def start(config: RunOptions, launch: Launch | None = None) -> None:
+    """Train, as rank 0 if torchrun has started several; a stop signal ends the process with 130 or 143."""
     with _stops(RunDirectory(Path(config.output or default_output(config)))), places_plainly(lambda: vars(config).values()):
-        train(config, display=Terminal())
+        if launch is None:
+            train(config, display=Terminal())
+        else:
+            from headrace.runs.ranks import train_in_ranks
+
+            train_in_ranks(config, launch, display=Terminal())
 
 
 def serve_run(config: NodeOptions) -> None:
@@ -92,14 +98,19 @@ def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wai
     )
 
 
-def go_on(run_directory: Path) -> None:
-    """Resume; a stop signal ends the process with 130 or 143."""
+def go_on(run_directory: Path, launch: Launch | None = None) -> None:
+    """Resume, as rank 0 if torchrun has started several; a stop signal ends the process with 130 or 143."""
     run = RunDirectory(run_directory)
     if run.config.exists() and isinstance(config := run.read_config(), NodeOptions):
         serve_run(config)
         return
     with _stops(run), places_plainly(lambda: vars(run.read_config()).values()):
-        resume(run_directory, display=Terminal())
+        if launch is None:
+            resume(run_directory, display=Terminal())
+        else:
+            from headrace.runs.ranks import resume_in_ranks
+
+            resume_in_ranks(run_directory.absolute(), launch, display=Terminal())
 
 
 @contextlib.contextmanager

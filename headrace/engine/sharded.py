@@ -168,8 +168,8 @@ class ShardedEngine(Engine):
         with contextlib.nullcontext() if self._closed or failed else self._together("close"):
             super().close()
 
-    def follow(self) -> None:
-        """Do what rank 0 tells until the run ends.
+    def follow(self) -> bool:
+        """Do what rank 0 tells until the run ends. Return whether its state is removed, because the model is whole.
 
         Raises:
             PeerLost, StepFailed: a rank is gone, or a step failed; the last committed step is untouched.
@@ -191,9 +191,9 @@ class ShardedEngine(Engine):
                     self._fleet.answer(self.store, words)
                 case "remove":
                     self.remove_state()
-                    return
+                    return True
                 case _:
-                    return
+                    return False
 
 
 def join(fleet: Fleet, place: Callable[[Mapping[str, Any]], Path], sink: Sink) -> ShardedEngine:

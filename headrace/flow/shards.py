@@ -56,7 +56,8 @@ def scatter(state: StepState, op: Op) -> None:
 
 def own_elements(state: StepState, unit: int) -> slice:
     """Return the elements of a unit's gradient that this rank updates."""
-    return _parts(state, unit)[state.parts.peers.rank]
+    peers: Peers = state.parts.peers
+    return _parts(state, unit)[peers.rank]
 
 
 def add_norms(state: StepState) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from headrace.engine.beginning import Whole
 from headrace.engine.crowd import Crowd
+from headrace.engine.fleet import Fleet
 from headrace.engine.node import NodeEngine
 from headrace.engine.seams import Seams
+from headrace.engine.sharded import ShardedEngine
 from headrace.engine.trainer import Engine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint
@@ -43,6 +45,18 @@ def node_engines(crowd: Crowd, *, verify: bool = True) -> Engines:
         state_of,
         discard,
         crowd.heed,
+    )
+
+
+def rank_engines(fleet: Fleet) -> Engines:
+    """Return the engines of rank 0 of a fleet."""
+    seams = Seams(fleet=fleet)
+    return Engines(
+        partial(begin, kind=ShardedEngine, seams=seams),
+        partial(resume, kind=ShardedEngine, seams=seams),
+        why_not_packed,
+        state_of,
+        discard,
     )
 
 

@@ -1,0 +1,104 @@
+"""A run of several ranks, which torchrun starts: all share out every unit, and rank 0's run is that of `loop`.
+
+Invariant: rank 0 alone has model, data and `output`, and speaks. If a rank is lost all end, and the next start goes on.
+"""
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.files.scratch import remove_tree
+from headrace.machine.limits import default_host_bytes
+from headrace.net import Ranks
+from headrace.runs.loop import Finished, resume, train
+from headrace.runs.protocols import Display
+from headrace.store.run_directory import RunDirectory
+from headrace.terms.launch import Launch
+from headrace.terms.run_options import RunOptions
+
+if TYPE_CHECKING:
+    from headrace.engine.fleet import Fleet
+
+
+def train_in_ranks(config: RunOptions, launch: Launch, *, display: Display | None = None) -> Finished:
+    """Be rank 0 of a new run of `config`, or of the same run where torchrun starts it again.
+
+    Raises:
+        As `train` and `resume`; PeerLost: a rank did not come, or is gone.
+    """
+    from headrace.runs.prepare import default_output
+
+    directory = RunDirectory(Path(config.output or default_output(config)).absolute())
+    if launch.again and directory.config.exists():
+        return resume_in_ranks(directory.path, launch, display=display)
+    host = config.host_memory or default_host_bytes(pins=_has_gpu(launch)) // launch.local_size
+    with _fleet(launch) as fleet:
+        # What other ranks do meanwhile would be measured along.
+        return train(replace(config, measure=False, host_memory=host), display=display, engines=_engines(fleet))
+
+
+def resume_in_ranks(run_directory: Path, launch: Launch, *, display: Display | None = None) -> Finished:
+    """Be rank 0 of a run that goes on. Raises as `train_in_ranks`."""
+    with _fleet(launch) as fleet:
+        return resume(run_directory, display=display, engines=_engines(fleet))
+
+
+def follow(launch: Launch) -> None:
+    """Be another rank: do what rank 0 says until the run ends. Signals are heeded by rank 0.
+
+    Raises:
+        PeerLost, StepFailed: a rank is gone; the last committed step is untouched.
+        InputError, DiskFull: the run cannot be shared out here.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _has_gpu(launch)
+    with _fleet(launch) as fleet:
+        from headrace.engine.sharded import join
+
+        folders = list[Path]()
+
+        def place(told: Mapping[str, Any]) -> Path:
+            folders.append(folder_of(told, launch.rank))
+            return folders[0]
+
+        with join(fleet, place, lambda event: None) as engine:
+            is_over = engine.follow()
+        if is_over:
+            remove_tree(folders[0])
+
+
+def folder_of(told: Mapping[str, Any], rank: int) -> Path:
+    """Return the folder of a rank that follows: in the first SSD directory, or in the run's own."""
+    base = told["ssd"][0] if told["ssd"] else told["output"]
+    return Path(base) / f"headrace-rank-{rank}-{told['run_id']}"
+
+
+@contextmanager
+def _fleet(launch: Launch) -> Iterator["Fleet"]:
+    from headrace.engine.fleet import Fleet
+
+    ranks = Ranks.meet(launch.address, launch.port, launch.rank, launch.size, prefix=launch.meeting, hosts=launch.hosts)
+    try:
+        yield Fleet(ranks)
+    finally:
+        ranks.close()
+
+
+def _engines(fleet: "Fleet") -> Any:
+    from headrace.runs.engines import rank_engines
+
+    return rank_engines(fleet)
+
+
+def _has_gpu(launch: Launch) -> bool:
+    """Take this rank's GPU, if there are any; return whether there are."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
+        return True
+    return False
