@@ -31,6 +31,7 @@ class Fleet:
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
         self.share = Share(ranks.rank, ranks.size)
         self.dtype = torch.float32
+        self.figures: dict[int, dict[str, int]] = {}  # by rank, as far as they are known here: what it did since it started
         self._order: Order = 1
         self._importing = False
         self._store: ShardStore | None = None
@@ -76,6 +77,17 @@ class Fleet:
             self.ranks.control.send_message(value, LEADER)
             return [value]
         return [value, *(self.ranks.control.receive_message(rank) for rank in self.ranks.others)]
+
+    def count(self, *, tokens: int, bytes_read: int, bytes_written: int, peak_bytes: int) -> None:
+        """Enter what this rank has done: tokens of one more step, and bytes since it started."""
+        before = self.figures.get(self.rank, {"tokens": 0, "peak_bytes": 0})
+        self.figures[self.rank] = {
+            "rank": self.rank,
+            "tokens": before["tokens"] + tokens,
+            "bytes_read": bytes_read,
+            "bytes_written": bytes_written,
+            "peak_bytes": max(before["peak_bytes"], peak_bytes),
+        }
 
     # -- within a step: `flow.shards.Peers` -----------------------------------------------------------------------------
 

@@ -101,8 +101,16 @@ class ShardedEngine(Engine):
         return own_part(data, share), share.start
 
     def _add_losses(self, state: StepState) -> None:
-        found = self._fleet.collect(None if state.loss_sum is None else float(state.loss_sum))
-        sums = [each for each in found if each is not None]
+        self._fleet.count(
+            tokens=sum(micro.input_ids.numel() for micro in state.batch.micro_batches) if state.learns else 0,
+            bytes_read=self.store.bytes_read,
+            bytes_written=self.store.bytes_written,
+            peak_bytes=self._meter.peak_bytes(),
+        )
+        loss = None if state.loss_sum is None else float(state.loss_sum)
+        found = self._fleet.collect({"loss": loss, "figures": self._fleet.figures[self._fleet.rank]})
+        sums = [each["loss"] for each in found if each["loss"] is not None]
+        self._fleet.figures |= {each["figures"]["rank"]: each["figures"] for each in found}
         state.loss_sum = torch.tensor(sum(sums), dtype=torch.float64) if sums else None
 
     # -- what rank 0 is asked for, all ranks do -------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 Invariant: rank 0 alone has model, data and `output`, and speaks. If a rank is lost all end, and the next start goes on.
 """
 
+import json
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,13 +38,14 @@ def train_in_ranks(config: RunOptions, launch: Launch, *, display: Display | Non
     host = config.host_memory or default_host_bytes(pins=_has_gpu(launch)) // launch.local_size
     with _fleet(launch) as fleet:
         # What other ranks do meanwhile would be measured along.
-        return train(replace(config, measure=False, host_memory=host), display=display, engines=_engines(fleet))
+        found = train(replace(config, measure=False, host_memory=host), display=display, engines=_engines(fleet))
+        return _with_ranks(found, fleet)
 
 
 def resume_in_ranks(run_directory: Path, launch: Launch, *, display: Display | None = None) -> Finished:
     """Be rank 0 of a run that goes on. Raises as `train_in_ranks`."""
     with _fleet(launch) as fleet:
-        return resume(run_directory, display=display, engines=_engines(fleet))
+        return _with_ranks(resume(run_directory, display=display, engines=_engines(fleet)), fleet)
 
 
 def follow(launch: Launch) -> None:
@@ -75,6 +77,15 @@ def folder_of(told: Mapping[str, Any], rank: int) -> Path:
     """Return the folder of a rank that follows: in the first SSD directory, or in the run's own."""
     base = told["ssd"][0] if told["ssd"] else told["output"]
     return Path(base) / f"headrace-rank-{rank}-{told['run_id']}"
+
+
+def _with_ranks(finished: Finished, fleet: "Fleet") -> Finished:
+    """Add to the run's summary what each rank did since the last start."""
+    directory = RunDirectory(finished.run_directory)
+    with suppress(FileNotFoundError):
+        summary = json.loads((directory.path / "summary.json").read_text(encoding="utf-8"))
+        directory.write_summary({**summary, "ranks": [fleet.figures[rank] for rank in sorted(fleet.figures)]})
+    return finished
 
 
 @contextmanager

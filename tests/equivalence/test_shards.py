@@ -9,19 +9,35 @@ import torch
 from plain import LENGTH, SPLIT, batch_of
 from ranks import ranks_run
 from short_run import short_run
+from tiers import sampled
 
 from headrace.plan.plan import Plan
 
 STEPS = 3
-SETTINGS: dict[str, dict[str, Any]] = {
-    "adamw": {"model": "llama", "max_grad_norm": 0.5},
-    "tied, immediate": {"model": "llama-tied"},
-    "lora": {"model": "llama", "adapter": "lora:rank=4", "max_grad_norm": 0.5},
-}
+SETTINGS: dict[str, dict[str, Any]] = (
+    {
+        "adamw": {"model": "llama", "max_grad_norm": 0.5},
+        "tied, immediate": {"model": "llama-tied"},
+        "lora": {"model": "llama", "adapter": "lora:rank=4", "max_grad_norm": 0.5},
+        "dora": {"model": "llama", "adapter": "dora:rank=4"},
+        "a device of its own": {"model": "llama-tied", "max_grad_norm": 0.5, "device_memory": "1GiB"},
+        "dropout": {"model": "gpt2-dropout", "max_grad_norm": 0.5},
+        "float16": {"model": "llama", "compute_dtype": "float16"},
+        "float32": {"model": "llama", "compute_dtype": "float32", "max_grad_norm": 0.5},
+        "plain": {"model": "llama", "max_grad_norm": 0.5, "interpreter": "plain"},
+        "seldom": {"model": "llama", "max_grad_norm": 0.5, "checkpoint_every": 2},
+    }
+    | {
+        rule: {"model": "llama", "optimizer": rule, "max_grad_norm": 0.5}
+        for rule in ("adamw:moments=bfloat16", "adamw:moments=int8", "sgd:momentum=0.9", "lion", "lomo", "lomo:master=none")
+    }
+    | {rule: {"model": "llama", "optimizer": rule} for rule in ("adafactor", "adalomo", "muon")}
+)
+ALL_SIZES = ("adamw", "tied, immediate", "lora")
+CASES = [(setting, size) for setting in SETTINGS for size in ((1, 2, 3, 4) if setting in ALL_SIZES else (3,))]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "size"), sampled(CASES, [("adamw", 2), ("lora", 3)]))
 def test_ranks_give_the_bits_of_one_process(setting: str, size: int, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     options = {"gradient_sum": "tree", **SETTINGS[setting]}
     path = model_dir(options.pop("model"), "bfloat16")
