@@ -1,5 +1,6 @@
-"""How a run is shared out among ranks at its beginning: each rank's share of a step, the plan of all, and what rank 0 tells the
-others of the model, so that they need no copy of it.
+"""How a run is shared out among ranks at its beginning: each rank's share of a step, and the plan of all.
+
+Rank 0 tells the others of the model what they must know, so that they need no copy of it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,9 @@ def introduce(fleet: Fleet, subject: Subject, store: StateStore, options: Option
         "run_id": store.manifest.run_id,
         "wire": subject.seams.wire.name,
         "texts": {
-            name: (subject.directory / name).read_text() for name in _CONFIGURATION if (subject.directory / name).exists()
+            name: (subject.directory / name).read_text(encoding="utf-8")
+            for name in _CONFIGURATION
+            if (subject.directory / name).exists()
         },
         "weights": {path.name: [_header_bytes(path), path.stat().st_size] for path in sorted(files)},
     }
@@ -130,7 +133,7 @@ def be_introduced(fleet: Fleet, place: Callable[[Mapping[str, Any]], Path]) -> I
     model = base / "model"
     model.mkdir(parents=True, exist_ok=True)
     for name, text in words["texts"].items():
-        (model / name).write_text(text)
+        (model / name).write_text(text, encoding="utf-8")
     for name, (head, size) in words["weights"].items():
         content: Bytes = np.empty(head, np.uint8)
         fleet.ranks.control.receive(content, LEADER)

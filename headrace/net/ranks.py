@@ -1,7 +1,7 @@
 """Ranks of one run that share out every unit: lanes between all of them, and what they exchange.
 
-Each rank sends what it holds of a unit to all others, and gets from all others what it holds of a gradient: (W - 1)/W of a unit
-each way, the pattern of a node's workers without the node. Sums are taken in fp32, in a given order, and rounded once.
+Each rank sends what it holds of a unit to all others. It gets from all others what it holds of a gradient. So (W - 1)/W of a
+unit go each way: the pattern of a node's workers, without the node. Sums are taken in fp32, in a given order, and rounded once.
 """
 
 import gc

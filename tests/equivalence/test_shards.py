@@ -21,7 +21,6 @@ SETTINGS: dict[str, dict[str, Any]] = (
         "lora": {"model": "llama", "adapter": "lora:rank=4", "max_grad_norm": 0.5},
         "dora": {"model": "llama", "adapter": "dora:rank=4"},
         "a device of its own": {"model": "llama-tied", "max_grad_norm": 0.5, "device_memory": "1GiB"},
-        "dropout": {"model": "gpt2-dropout", "max_grad_norm": 0.5},
         "float16": {"model": "llama", "compute_dtype": "float16"},
         "float32": {"model": "llama", "compute_dtype": "float32", "max_grad_norm": 0.5},
         "plain": {"model": "llama", "max_grad_norm": 0.5, "interpreter": "plain"},

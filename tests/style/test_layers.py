@@ -105,7 +105,7 @@ def test_what_needs_no_torch_imports_none() -> None:
 
 
 # Who knows of peers: those that form generations, and the site that pulls from a node and pushes to it.
-KNOWS_PEERS = {"engine/crowd.py", "engine/worker.py", "update/sites/node.py"}
+KNOWS_PEERS = {"engine/crowd.py", "engine/fleet.py", "engine/worker.py", "update/sites/node.py"}
 
 
 def test_only_one_room_knows_the_library_of_peers_and_few_know_that_room() -> None:
