@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from headrace.terms.data_source import DataSource
 from headrace.terms.errors import ModelError
 from headrace.terms.options import Options
 
@@ -77,7 +78,7 @@ def look_at_choices(options: Options, *, at_node: bool = False) -> None:
     refuse_combination(options, at_node=at_node)
 
 
-def look_at_data(paths: Sequence[str | Path]) -> None:
+def look_at_data(paths: Sequence[str | DataSource]) -> None:
     """Look at data files.
 
     Raises:
@@ -86,4 +87,4 @@ def look_at_data(paths: Sequence[str | Path]) -> None:
     from headrace.data.sources import refuse_unread
 
     for path in paths:
-        refuse_unread(str(path))
+        refuse_unread(path)

@@ -32,7 +32,7 @@ def show_samples(source: str, changes: Mapping[str, Any], *, model: Path | None,
         InputError: the run, model or data cannot be used.
     """
     config = with_lengths(_config(source, model, changes))
-    tokenizer = open_tokenizer(config.model)
+    tokenizer = open_tokenizer(config.model, config.chat_template)
     tokens, spec = open_tokens(config, tokenizer)
     if config.eval_split is not None:
         tokens = dataclasses.replace(tokens, notices=split_off(tokens, config.eval_split, config.seed).notices)

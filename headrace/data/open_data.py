@@ -54,13 +54,15 @@ class MissingTokenizer:
         return ()
 
 
-def tokenizer_for_data(model: Path) -> Any:
-    """Return the tokenizer of the model directory; if there is none, something that refuses whatever is no token ids.
+def tokenizer_for_data(model: Path, chat_template: Path | None = None) -> Any:
+    """Return the tokenizer of the model directory, with another `chat_template` if one is given; if there is none, something
+    that refuses whatever is no token ids.
 
     Raises:
         ModelError: it cannot be read.
+        ConfigError: the chat template cannot be read.
     """
-    return open_tokenizer(model) if _has_tokenizer(model) else MissingTokenizer(_missing(model))
+    return open_tokenizer(model, chat_template) if _has_tokenizer(model) else MissingTokenizer(_missing(model))
 
 
 def _has_tokenizer(model: Path) -> bool:
@@ -72,11 +74,12 @@ def _missing(model: Path) -> str:
     return f"{model}: the tokenizer is missing (none of {names}); copy the tokenizer files of the model there"
 
 
-def open_tokenizer(model: Path) -> Any:
-    """Return the tokenizer of the model directory.
+def open_tokenizer(model: Path, chat_template: Path | None = None) -> Any:
+    """Return the tokenizer of the model directory, with another `chat_template` if one is given.
 
     Raises:
         ModelError: there is none, or it cannot be read.
+        ConfigError: the chat template cannot be read.
     """
     if not _has_tokenizer(model):
         raise ModelError(_missing(model))
@@ -87,6 +90,8 @@ def open_tokenizer(model: Path) -> Any:
     for name, mark in marks.items():
         if mark is not None and not isinstance(mark, int):
             raise ModelError(f"{model}: {name} is {shortened(repr(mark), 60)}; correct it in tokenizer_config.json")
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
     template = tokenizer.chat_template
     named = list(template.values()) if isinstance(template, dict) else [] if template is None else [template]
     if not all(isinstance(each, str) for each in named):
@@ -95,6 +100,22 @@ def open_tokenizer(model: Path) -> Any:
             "correct tokenizer_config.json"
         )
     return tokenizer
+
+
+def read_chat_template(path: Path) -> str:
+    """Return the chat template in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"chat_template: {path} cannot be read ({why}); give a file with a template in Jinja") from error
+    if not text.strip():
+        raise ConfigError(f"chat_template: {path} is empty; give a file with a template in Jinja, or leave it out")
+    return text
 
 
 def with_lengths(config: _Config) -> _Config:
@@ -141,7 +162,7 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     Raises:
         InputError: see `open_tokens`.
     """
-    tokenizer = tokenizer_for_data(config.model)
+    tokenizer = tokenizer_for_data(config.model, config.chat_template)
     spec = _spec(config, tokenizer)
     config = replace(config, template_date=spec.template_date or config.template_date)  # one day, also around midnight
     sets = _token_sets(config, tokenizer, spec, resumed=resumed)

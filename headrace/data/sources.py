@@ -6,7 +6,9 @@ and chat templates would see them. Tables are read by `tables.py`. The invariant
 of its kind, and none is null.
 """
 
+import csv
 import hashlib
+import io
 import json
 import os
 import re
@@ -18,11 +20,14 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from headrace.data.columns import with_our_names
 from headrace.data.forms import FORMS, Form
 from headrace.data.json_array import elements
 from headrace.data.long_lines import cut_strings
+from headrace.data.packed_files import PACKED, form_of, unpacked
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved
 from headrace.data.values import Kind, Row
+from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, source_of
 from headrace.terms.errors import DataError, shortened
 
 ACCEPTED = (
@@ -36,35 +41,44 @@ _HUB_NAME = re.compile(r"^[\w-][\w.-]*/[\w.-]+$")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or data set. `fingerprint` changes when its content does; `read` starts at the first row each time."""
+    """A file or data set. `fingerprint` changes when its content does; `read` starts at the first row each time. `entry` is the
+    number of the entry of `data` that it belongs to.
+    """
 
     name: str
     fingerprint: str
     read: Callable[[], Iterator[Row]]
+    entry: int = 0
 
 
-def find_sources(paths: Sequence[str], cache_dir: Path, most_tokens: int = 0) -> list[Source]:
+def find_sources(paths: Sequence[str | DataSource], cache_dir: Path, most_tokens: int = 0) -> list[Source]:
     """Return the sources that `paths` name, directories searched recursively in sorted order.
 
-    A path that does not exist and looks like `owner/name` is taken as a Hub data set (split `train`), kept below `cache_dir`.
+    A path that does not exist and looks like `owner/name` is taken as a Hub data set, kept below `cache_dir`.
     In lines of JSON, only the beginning of a string is read if it is far longer than `most_tokens` tokens.
 
     Raises:
         DataError: a path is none of these, or a directory has no readable file.
     """
     string_bytes = max(_LEAST_STRING_BYTES, _BYTES_PER_TOKEN * most_tokens)
-    return [source for path in paths for source in _sources_of(path, cache_dir, string_bytes)]
+    entries = enumerate(map(source_of, paths))
+    return [source for number, entry in entries for source in _sources_of(entry, number, cache_dir, string_bytes)]
 
 
-def refuse_unread(name: str) -> None:
+def refuse_unread(entry: str | DataSource) -> None:
     """Refuse a path that no source comes from, without reading it or asking the Hub.
 
     Raises:
-        DataError: there is no such path, or it is a file of a kind that is not read.
+        DataError: there is no such path, it is a file of a kind that is not read, or a file is asked for a split.
     """
-    path = Path(name)
+    entry = source_of(entry)
+    name, path = entry.path, Path(entry.path)
     if path.is_file():
         _reader_of(path)
+        if entry.names_part:
+            raise DataError(
+                f"{name}: name and split are for data sets of the Hub and saved ones; a file has none: leave them out"
+            )
     elif not path.is_dir() and not _names_hub(name):
         raise DataError(
             f"{name}: no such file or directory; give {_suffixes()} files, directories of them, or owner/name of a Hub data set"
@@ -128,28 +142,33 @@ def _names(values: Mapping[str, Any]) -> str:
     return shortened(", ".join(repr(name) for name, value in values.items() if value is not None)) or "(none)"
 
 
-def _sources_of(name: str, cache_dir: Path, string_bytes: int) -> list[Source]:
-    refuse_unread(name)
-    path = Path(name)
+def _sources_of(entry: DataSource, number: int, cache_dir: Path, string_bytes: int) -> list[Source]:
+    refuse_unread(entry)
+    path = Path(entry.path)
     if path.is_file():
-        return [_file_source(path, string_bytes)]
-    if path.is_dir():
-        return _directory_sources(path, string_bytes)
-    fingerprint, read = open_hub(name, cache_dir / "hub")
-    return [Source(name, fingerprint, read)]
+        found = [_file_source(path, string_bytes, entry.columns)]
+    elif path.is_dir():
+        found = _directory_sources(path, string_bytes, entry)
+    else:
+        found = [Source(entry.path, *open_hub(entry, cache_dir / "hub"))]
+    renamed = json.dumps(dict(entry.columns), sort_keys=True) if entry.columns else ""
+    return [replace(source, entry=number, fingerprint=source.fingerprint + renamed) for source in found]
 
 
 def _names_hub(name: str) -> bool:
-    return bool(_HUB_NAME.match(name)) and Path(name).suffix not in _READERS
+    return bool(_HUB_NAME.match(name)) and form_of(Path(name)) not in _READERS
 
 
-def _directory_sources(path: Path, string_bytes: int) -> list[Source]:
+def _directory_sources(path: Path, string_bytes: int, entry: DataSource) -> list[Source]:
     if is_saved_dataset(path):
         files = sorted(file for file in path.rglob("*") if file.is_file())
         stamp = hashlib.sha256("".join(_stamp(file) for file in files).encode()).hexdigest()
-        return [Source(str(path), stamp, lambda: read_saved(path))]
+        split = "" if entry.split == DEFAULT_SPLIT else f"{entry.split}\n"
+        return [Source(str(path), stamp + split, lambda: read_saved(path, entry))]
+    if entry.names_part:
+        raise DataError(f"{path}: name and split are for data sets of the Hub and saved ones; name the files of the split")
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
-    found = [_file_source(file, string_bytes) for file in files if file.suffix in _READERS]
+    found = [_file_source(file, string_bytes, entry.columns) for file in files if _is_read(file)]
     if not found:
         suffixes = ", ".join(sorted({file.suffix or file.name for file in files})) or "nothing"
         raise DataError(f"{path}: no {_suffixes()} file in this directory, found {suffixes}; convert the data to one of these")
@@ -160,15 +179,19 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _file_source(path: Path, string_bytes: int) -> Source:
+def _file_source(path: Path, string_bytes: int, columns: Mapping[str, str]) -> Source:
     read = _reader_of(path)
-    return Source(str(path), _stamp(path), lambda: read(path, string_bytes))
+    return Source(str(path), _stamp(path), lambda: read(path, string_bytes, columns))
 
 
-def _reader_of(path: Path) -> Callable[[Path, int], Iterator[Row]]:
-    read = _READERS.get(path.suffix)
-    if read is None:
+def _is_read(path: Path) -> bool:
+    return form_of(path) in _READERS and (path.suffix not in PACKED or form_of(path) not in _TABLES)
+
+
+def _reader_of(path: Path) -> "_Reader":
+    if not _is_read(path):
         raise DataError(f"{path}: files ending in {path.suffix or 'nothing'!r} are not read; expected {_suffixes()}")
+    read = _READERS[form_of(path)]
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: this user may not read the file; change its permissions (chmod) or copy it")
     return read
@@ -181,11 +204,11 @@ def _stamp(path: Path) -> str:
 
 
 def _suffixes() -> str:
-    return ", ".join(_READERS)
+    return f"{', '.join(_READERS)}, or the texts among these packed as {' or '.join(PACKED)}"
 
 
 def _read_json_lines(path: Path, string_bytes: int) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with unpacked(path) as file:
         for number in count(1):
             line, unread_bytes = file.readline(string_bytes), 0
             place = f"{path}, line {number}"
@@ -210,7 +233,7 @@ def _rest_of_line(file: IO[bytes], start: bytes) -> Iterator[bytes]:
 
 
 def _read_json(path: Path, string_bytes: int) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with unpacked(path) as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not start:
             return
@@ -224,6 +247,20 @@ def _read_json(path: Path, string_bytes: int) -> Iterator[Row]:
             remarks: list[str] = []
             value = _parse(element.text, place, "an array of JSON objects", remarks, element.line - 1)
             yield Row(place, _object(value, place), tuple(remarks), element.left_out / len(element.text))
+
+
+def _read_csv(path: Path, string_bytes: int) -> Iterator[Row]:
+    with unpacked(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        csv.field_size_limit(max(csv.field_size_limit(), string_bytes))
+        rows = csv.DictReader(text, strict=True)
+        try:
+            for row in rows:
+                place = f"{path}, line {rows.line_num}"
+                if None in row or None in row.values():
+                    raise DataError(f"{place}: has another number of fields than the header; quote fields that have commas")
+                yield Row(place, row)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line {rows.line_num + 1}: not CSV in UTF-8 ({error}); correct or convert it") from error
 
 
 def _parse(text: bytes, place: str, expected: str, remarks: list[str], lines_before: int = 0) -> Any:
@@ -261,10 +298,24 @@ def _object(value: Any, place: str) -> Mapping[str, Any]:
     return value
 
 
-_READERS: Mapping[str, Callable[[Path, int], Iterator[Row]]] = {
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
-    ".json": _read_json,
-    ".parquet": lambda path, string_bytes: read_parquet(path),
-    ".arrow": lambda path, string_bytes: read_arrow(path),
+_Reader = Callable[[Path, int, Mapping[str, str]], Iterator[Row]]
+
+
+def _renaming(read: Callable[[Path, int], Iterator[Row]]) -> _Reader:
+    """Return a reader of texts that gives columns our names."""
+    return lambda path, string_bytes, columns: (
+        with_our_names(read(path, string_bytes), columns) if columns else read(path, string_bytes)
+    )
+
+
+_TABLES: Mapping[str, _Reader] = {
+    ".parquet": lambda path, string_bytes, columns: read_parquet(path, columns),
+    ".arrow": lambda path, string_bytes, columns: read_arrow(path, columns),
+}
+_READERS: Mapping[str, _Reader] = {
+    ".jsonl": _renaming(_read_json_lines),
+    ".ndjson": _renaming(_read_json_lines),
+    ".json": _renaming(_read_json),
+    ".csv": _renaming(_read_csv),
+    **_TABLES,
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.data.mixing import drawn
 from headrace.data.packing import EpochRows, packed_rows, single_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
 from headrace.data.values import IGNORED, Batch, DataSpec
@@ -191,14 +192,24 @@ class BatchStream:
             "seed": spec.seed,
             "packing": spec.packing,
             "shuffle": spec.shuffle,
+            **({"weights": list(spec.weights)} if spec.weights else {}),
             **({"held_out_digest": self._tokens.held_out.info.digest} if self._tokens.held_out else {}),
         }
 
     def _lay_out(self, epoch: int) -> EpochRows:
         seed = self._spec.seed if self._spec.shuffle else None
+        if not self._spec.weights:
+            return self._rows_of(self._tokens.lengths, seed, epoch)
+        samples = drawn(self._tokens.ends, self._spec.weights, seed=seed, epoch=epoch)
+        if not len(samples):
+            raise DataError("weight: no sample occurs in an epoch; give more samples, or larger weights")
+        rows = self._rows_of(self._tokens.lengths[samples], seed, epoch)
+        return EpochRows(samples[rows.samples], rows.offsets)
+
+    def _rows_of(self, lengths: NDArray[np.int64], seed: int | None, epoch: int) -> EpochRows:
         if self._spec.packing:
-            return packed_rows(self._tokens.lengths, self._spec.sequence_length, seed=seed, epoch=epoch)
-        return single_rows(len(self._tokens), seed=seed, epoch=epoch)
+            return packed_rows(lengths, self._spec.sequence_length, seed=seed, epoch=epoch)
+        return single_rows(len(lengths), seed=seed, epoch=epoch)
 
     def _padding_share(self) -> float:
         """Return the share of the first epoch's positions that only pad rows of one sample to the longest row of their step."""

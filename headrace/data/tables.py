@@ -15,16 +15,19 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from headrace.data.columns import our_names, refuse_missing
 from headrace.data.forms import CONVERSATIONS, READ
 from headrace.data.values import Row
+from headrace.terms.data_source import DEFAULT_SPLIT, DataSource
 from headrace.terms.errors import DataError
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 512
 
 
-def read_parquet(path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file. A row group may be the whole file, but only pages of it are in memory.
+def read_parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, under our names (`columns.py`). A row group may be the whole file, but only pages of it
+    are in memory.
 
     Raises:
         DataError: the file is empty, or is not what its name says.
@@ -36,15 +39,15 @@ def read_parquet(path: Path) -> Iterator[Row]:
             row_bytes = max(1, sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)))
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.metadata.num_rows // row_bytes))
             # No column at all would be read as no row: then all are read, and none is converted.
-            wanted = [name for name in file.schema_arrow.names if name in READ] or None
+            wanted = [theirs for theirs, ours in our_names(file.schema_arrow.names, columns).items() if ours in READ] or None
             for batch in file.iter_batches(batch_size=rows, columns=wanted, use_threads=False):
                 yield batch, file.schema_arrow
 
-    return _rows(path, "Parquet", batches)
+    return _rows(path, "Parquet", batches, columns)
 
 
-def read_arrow(path: Path) -> Iterator[Row]:
-    """Yield the rows of an Arrow file. It is mapped, so that the kernel may drop what is in memory of it.
+def read_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the rows of an Arrow file, under our names. It is mapped, so that the kernel may drop what is in memory of it.
 
     Raises:
         DataError: the file is empty, or is not what its name says.
@@ -62,10 +65,10 @@ def read_arrow(path: Path) -> Iterator[Row]:
             for batch in whole:
                 yield from ((piece, batch.schema) for piece in _pieces(batch))
 
-    return _rows(path, "Arrow", batches)
+    return _rows(path, "Arrow", batches, columns)
 
 
-def _rows(path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]]) -> Iterator[Row]:
+def _rows(path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]], columns: Mapping[str, str]) -> Iterator[Row]:
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty; expected {form} with at least one row")
     index, made = 0, batches()
@@ -77,7 +80,9 @@ def _rows(path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]
                 return
             batch, schema = found
             features = _features(schema) if features is None else features
-            values = _values(batch, schema.names, features)
+            values = _values(str(path), batch, schema.names, features, columns)
+        except DataError:
+            raise
         except Exception as error:
             raise DataError(
                 f"{path}: is not readable as {form}; write it again ({type(error).__name__}: {_first_line(error)})"
@@ -102,24 +107,30 @@ class _NotConverted:
         return self.why
 
 
-def _values(batch: Any, names: list[str], features: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of a record batch, each with all `names`; of those that no form reads, nothing but the names."""
-    columns: dict[str, list[Any]] = {name: [_NotConverted("a column that is not read")] * batch.num_rows for name in names}
+def _values(
+    place: str, batch: Any, names: list[str], features: Mapping[str, Any], renamed: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return the rows of a record batch, each with our names for all `names`; of those that no form reads, the names alone."""
+    refuse_missing(place, names, renamed)
+    ours = our_names(names, renamed)
+    columns: dict[str, list[Any]] = {
+        name: [_NotConverted("a column that is not read")] * batch.num_rows for name in ours.values()
+    }
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if name in READ:
-            columns[name] = _converted(name, column, features)
+        if ours.get(name) in READ:
+            columns[ours[name]] = _converted(ours[name], column, features.get(name))
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _converted(name: str, column: Any, features: Mapping[str, Any]) -> list[Any]:
+def _converted(name: str, column: Any, feature: Any) -> list[Any]:
     try:
         values = column.to_pylist()
-        if name in features:
-            decode = _library("datasets", "objects kept as text").Features({name: features[name]}).decode_example
+        if feature is not None:
+            decode = _library("datasets", "objects kept as text").Features({name: feature}).decode_example
             values = [decode({name: value})[name] for value in values]
     except (ValueError, OverflowError, TypeError, LookupError, ImportError) as error:  # of another form's column, it may be
         return [_NotConverted(f"a value that cannot be read ({type(error).__name__}: {_first_line(error)})")] * len(column)
-    return [_without_nulls(value, features.get(name)) for value in values] if name in CONVERSATIONS else values
+    return [_without_nulls(value, feature) for value in values] if name in CONVERSATIONS else values
 
 
 def _without_nulls(value: Any, feature: Any) -> Any:
@@ -155,54 +166,56 @@ def is_saved_dataset(path: Path) -> bool:
     )
 
 
-def read_saved(path: Path) -> Iterator[Row]:
-    """Yield the rows of a directory written by `save_to_disk`; of a dictionary of data sets, those of `train`.
+def read_saved(path: Path, entry: DataSource) -> Iterator[Row]:
+    """Yield the rows of a directory written by `save_to_disk`; of a dictionary of data sets, those of the entry's split.
 
     Raises:
-        DataError: the directory is damaged, or its dictionary has no `train`.
+        DataError: the directory is damaged, or its dictionary has no such split.
     """
     datasets = _library("datasets", str(path))
 
     def load() -> Any:
         loaded = datasets.load_from_disk(str(path))
         if not isinstance(loaded, datasets.DatasetDict):
+            if entry.split != DEFAULT_SPLIT:
+                raise DataError(f"{path}: split {entry.split!r} was asked for, this is one data set; leave split out")
             return loaded
-        if "train" not in loaded:
-            raise DataError(f"{path}: no split 'train', found {', '.join(loaded)}; name the directory of one split")
-        return loaded["train"]
+        if entry.split not in loaded:
+            raise DataError(f"{path}: no split {entry.split!r}, found {', '.join(loaded)}; name one of these as split")
+        return loaded[entry.split]
 
-    return _rows_of_data_set(str(path), load, "is not a readable saved data set; save it again")
+    return _rows_of_data_set(str(path), load, "is not a readable saved data set; save it again", entry.columns)
 
 
-def open_hub(name: str, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row]]]:
-    """Return fingerprint and reader of split `train` of the Hub data set `name`, downloaded into `cache_dir` if it is not
-    there.
+def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row]]]:
+    """Return fingerprint and reader of a Hub data set, downloaded into `cache_dir` if it is not there.
 
     Raises:
-        DataError: it is no local path, and no data set that can be downloaded.
+        DataError: it is no local path, and no data set that can be downloaded, or has no such configuration or split.
     """
-    datasets = _library("datasets", name)
+    datasets = _library("datasets", entry.path)
 
     with _quiet():
         try:
-            loaded = datasets.load_dataset(name, split="train", cache_dir=str(cache_dir))
+            loaded = datasets.load_dataset(entry.path, entry.name, split=entry.split, cache_dir=str(cache_dir))
         except Exception as error:
+            configuration = f" of {entry.name!r}" if entry.name else ""
             raise DataError(
-                f"{name}: no such file or directory here, and no Hub data set with a split 'train' ({type(error).__name__}: "
-                f"{_first_line(error)}). Check the path, or the network"
+                f"{entry.path}: no such file or directory here, and no Hub data set with a split {entry.split!r}"
+                f"{configuration} ({type(error).__name__}: {_first_line(error)}). Check the path, or the network"
             ) from error
-    return f"{name}\0{loaded._fingerprint}\n", lambda: _rows_of_data_set(
-        name, lambda: loaded, "cannot be read; delete its copy in the cache"
+    return f"{entry}\0{loaded._fingerprint}\n", lambda: _rows_of_data_set(
+        str(entry), lambda: loaded, "cannot be read; delete its copy in the cache", entry.columns
     )
 
 
-def _rows_of_data_set(name: str, load: Callable[[], Any], failure: str) -> Iterator[Row]:
+def _rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: Mapping[str, str]) -> Iterator[Row]:
     # Quiet around each step and not around the loop, because between two rows the caller's code runs under its own settings.
     try:
         with _quiet():
             loaded = load()
             features, names = _with_json(loaded.features), loaded.column_names
-            wanted = [column for column in names if column in READ]
+            wanted = [theirs for theirs, ours in our_names(names, columns).items() if ours in READ]
             tables = iter((loaded.select_columns(wanted) if wanted else loaded).with_format("arrow").iter(_BATCH_ROWS))
         index = 0
         while True:
@@ -211,7 +224,7 @@ def _rows_of_data_set(name: str, load: Callable[[], Any], failure: str) -> Itera
             if table is None:
                 return
             for piece in (piece for batch in table.to_batches() for piece in _pieces(batch)):
-                for values in _values(piece, names, features):
+                for values in _values(name, piece, names, features, columns):
                     yield Row(f"{name}, row {index}", values)
                     index += 1
     except DataError:

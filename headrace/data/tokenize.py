@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +87,7 @@ def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
         try:
             write_tokens(directory, samples, sequence_length=spec.sequence_length, pad_id=pad_id, remarks=samples.remarks)
         except NothingTrained as error:
-            raise DataError(f"{', '.join(spec.paths)}: {error}") from error
+            raise DataError(f"{', '.join(map(str, spec.paths))}: {error}") from error
     tokens = TokenSet.open(directory)
     if made is None:
         return tokens
@@ -155,12 +155,13 @@ def _system_number(error: Exception) -> int | None:
     return int(found[1]) if found else None
 
 
-def _key(sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path, version: int) -> str:
+def _key(sources: Sequence[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path, version: int) -> str:
     parts = [
         f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}"
         + (f" {spec.template_date}" if spec.template_date and version not in EARLIER_FORMATS else ""),
         tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
+        *([f"entries {[source.entry for source in sources]}"] if spec.weights else []),  # older sets do not count them
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -175,7 +176,7 @@ class _Samples:
         self._first_unmarked: Unmarked | None = None
         self._seen: dict[str, tuple[str, int]] = {}  # by remark: where it was first made, and how often
 
-    def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str]]:
+    def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str, int]]:
         for source in self._sources:
             kind, rows = read_rows(source)
             noted = self._noted(rows)
@@ -191,7 +192,7 @@ class _Samples:
                 # tokenising.
                 if self._num_unmarked == self._count >= _TRIED_SAMPLES:
                     raise DataError(self._too_many())
-                yield sample, " + ".join(kind.columns)
+                yield sample, " + ".join(kind.columns), source.entry
         if self._num_unmarked > _MOST_UNMARKED_SHARE * self._count:
             raise DataError(self._too_many())
 

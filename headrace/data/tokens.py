@@ -55,7 +55,7 @@ class TokenInfo:
     beginnings were tokenised). `dropped_samples` had no trained token (left). `unmarked_samples` were left out: the chat
     template refuses them, or its assistant tokens cannot be told from the rest. `kinds` counts the samples that were read, by
     their columns. `remarks` are sentences for people. `digest` is of the arrays: equal digests mean equal samples in equal
-    order. `largest_id` is the largest token id.
+    order. `largest_id` is the largest token id. `entries` counts the samples of each entry of the data; older sets lack it.
     """
 
     sequence_length: int
@@ -72,6 +72,16 @@ class TokenInfo:
     largest_id: int
     remarks: list[str]
     version: int
+    entries: list[int] = field(default_factory=list)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """What was left out of the samples, in sentences for people."""
+        read, length = sum(self.kinds.values()), self.sequence_length
+        share = self.cut_tokens / max(1, self.tokens + self.cut_tokens)
+        cut = f"{self.cut_samples} of {read} samples are cut at sequence_length {length}: {self.cut_tokens} tokens, {share:.1%}"
+        dropped = f"{self.dropped_samples} of {read} samples are dropped: none of their first {length} tokens is trained"
+        return tuple(words for count, words in ((self.cut_samples, cut), (self.dropped_samples, dropped)) if count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +100,12 @@ class TokenSet:
 
     def __len__(self) -> int:
         return len(self.offsets) - 1 if self.picked is None else len(self.picked)
+
+    @property
+    def ends(self) -> list[int]:
+        """Where the samples of each entry of the data end; held-out ones do not count."""
+        ends = np.cumsum(np.array(self.info.entries, dtype=np.int64))
+        return (ends if self.picked is None else np.searchsorted(self.picked, ends)).tolist()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -135,7 +151,7 @@ class TokenSet:
             raise DataError(
                 f"{directory}: not a complete token cache ({error}); delete the directory to tokenise again"
             ) from error
-        return cls(tokens, bits, offsets, info, tuple(info.remarks))
+        return cls(tokens, bits, offsets, info, (*info.losses, *info.remarks))
 
 
 def _read_info(path: Path, checksums: bytes) -> TokenInfo:
@@ -174,9 +190,10 @@ class TokenWriter(Closing):
         for file in self._files.values():
             file.close()
 
-    def add(self, sample: Encoded | Unmarked, kind: str) -> None:
-        """Append a sample, cut to `sequence_length`, unless nothing in it is left to train."""
+    def add(self, sample: Encoded | Unmarked, kind: str, entry: int = 0) -> None:
+        """Append a sample of an entry of the data, cut to `sequence_length`, unless nothing in it is left to train."""
         self._count.kinds[kind] += 1
+        self._count.entries += [0] * (entry + 1 - len(self._count.entries))
         if isinstance(sample, Unmarked):
             self._count.unmarked_samples += 1
             return
@@ -192,6 +209,7 @@ class TokenWriter(Closing):
             self._count.dropped_samples += 1
             return
         self._count.samples += 1
+        self._count.entries[entry] += 1
         self._count.tokens += len(targets)
         self._count.trained_tokens += num_targets
         kept = ids[: self._sequence_length]
@@ -249,18 +267,19 @@ class _Counts:
     dropped_samples: int = 0
     unmarked_samples: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
+    entries: list[int] = field(default_factory=list)
 
 
 def write_tokens(
     directory: Path,
-    samples: Iterable[tuple[Encoded | Unmarked, str]],
+    samples: Iterable[tuple[Encoded | Unmarked, str] | tuple[Encoded | Unmarked, str, int]],
     *,
     sequence_length: int,
     pad_id: int = 0,
     remarks: Callable[[], list[str]] = list,
 ) -> TokenInfo:
-    """Write `samples`, each with its kind, as the token directory `directory`, which appears complete or not at all. `remarks`
-    is called after all of them.
+    """Write `samples` as the token directory `directory`, which appears complete or not at all. With each sample come its kind
+    and, if there are several, the number of its entry of the data. `remarks` is called after all of them.
 
     Effects: makes `directory` and, while writing, a neighbour that ends in `.partial`; a failure may leave that behind.
 
@@ -272,8 +291,8 @@ def write_tokens(
     _remove(partial)
     try:
         with TokenWriter(partial, sequence_length=sequence_length, pad_id=pad_id) as writer:
-            for sample, kind in samples:
-                writer.add(sample, kind)
+            for sample in samples:
+                writer.add(*sample)
             info = writer.finish(remarks())
         if info.samples == 0:
             raise NothingTrained(_nothing_trained(info))

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.chat_template import Template
-from headrace.data.open_data import open_tokenizer, read_model_config
+from headrace.data.open_data import open_tokenizer, read_chat_template, read_model_config
 from headrace.data.sources import find_sources, read_rows
 from headrace.data.values import Kind
 from headrace.files.durable import write_whole
+from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.terms.errors import InputError
 from headrace.terms.run_options import RunOptions
 
@@ -37,11 +38,15 @@ def add_turn_end(config: RunOptions, out: Path) -> str:
 
 
 def turn_end_file(config: RunOptions, out: Path | None = None) -> tuple[dict[str, str], str]:
-    """Return, by its name, the generation_config.json of a run's output `out` (None: of its model), if the token that ends
-    turns is new in it. Also return a note, or "" if nothing changes.
+    """Return, by their names, the files of a run's output `out` (None: of its model) that the run decides; and a note, or "".
+
+    They are generation_config.json, if the token that ends turns is new in it, and the chat template, if the run has its own.
     """
     values, note = _with_turn_end(config, *([out] if out else []))
-    return ({} if values is None else {_NAME: json.dumps(values, indent=2) + "\n"}), note
+    files = {} if values is None else {_NAME: json.dumps(values, indent=2) + "\n"}
+    if config.chat_template is not None:
+        files[CHAT_TEMPLATE_NAME] = read_chat_template(config.chat_template)
+    return files, note
 
 
 def ends_of_run(config: RunOptions) -> tuple[Any, str]:
@@ -58,7 +63,7 @@ def _with_turn_end(config: RunOptions, *beside: Path) -> tuple[dict[str, Any] | 
     try:
         if not _is_of_conversations(config):
             return None, ""
-        tokenizer = open_tokenizer(config.model)
+        tokenizer = open_tokenizer(config.model, config.chat_template)
         mark, token = turn_end(tokenizer)
         values = _values(config.model, *beside)
     except (InputError, OSError, ValueError) as error:

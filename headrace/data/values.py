@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import ConfigError
 
 IGNORED = -100
@@ -119,13 +120,14 @@ class Sample:
 class DataSpec:
     """What the user chooses about the data.
 
-    `paths` are files, directories or one Hub data set (`owner/name`). A step takes `tokens_per_step // sequence_length` rows.
-    `packing` puts several samples into a row, which works only if the model honours `position_ids`. With `contents`, for
-    calibration, everything goes through the chat template: texts are what the user says, and tokens count as trained wherever
-    anybody speaks. A chat template that asks for the time gets the beginning of `template_date` (YYYY-MM-DD; None: none asks).
+    `paths` are files, directories, Hub data sets (`owner/name`), or entries that say more about them. A step takes
+    `tokens_per_step // sequence_length` rows. `packing` puts several samples into a row, which works only if the model honours
+    `position_ids`. With `contents`, for calibration, everything goes through the chat template: texts are what the user says,
+    and tokens count as trained wherever anybody speaks. A chat template that asks for the time gets the beginning of
+    `template_date` (YYYY-MM-DD; None: none asks).
     """
 
-    paths: tuple[str, ...]
+    paths: tuple[str | DataSource, ...]
     sequence_length: int
     tokens_per_step: int
     seed: int = 0
@@ -149,6 +151,12 @@ class DataSpec:
             )
         if self.seed < 0:
             raise ConfigError(f"seed: expected an integer >= 0, found {self.seed}")
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """How often the samples of each path occur in an epoch; () if all do once."""
+        found = tuple(source_of(path).weight for path in self.paths)
+        return () if all(weight == 1 for weight in found) else found
 
     @property
     def rows_per_step(self) -> int:

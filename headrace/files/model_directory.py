@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.terms.errors import ModelError
 
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
 _LFS = b"version https://git-lfs"
 # What is built one by one before anybody could tell whether the weights are there. No model has nearly so many.
 _MAX_COUNTS = ((re.compile(r"\w*(layers?|blocks|depth|codebooks)"), 2048), (re.compile(r"\w*experts"), 1 << 16))

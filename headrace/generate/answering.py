@@ -62,7 +62,7 @@ class Talk(Closing):
 
     def __init__(self, generator: Generator, options: GenerateOptions, sink: Sink | None = None) -> None:
         self.generator, self._options, self._sink = generator, options, sink
-        self._tokenizer = open_tokenizer(generator.model.directory)
+        self._tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
         day = options.template_date or generator.model.template_date
         self._prompts = Prompts(self._tokenizer, options.raw, options.system, day)
         self._count = 0

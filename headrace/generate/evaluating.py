@@ -196,7 +196,7 @@ class _Rows:
             raise ConfigError(f"packing: the model does not keep samples of one row apart: {model.chain.packing_reason}")
         packing = packs if options.packing is None else options.packing
         config = replace(config, tokens_per_step=length, packing=packing, shuffle=False)
-        tokens, spec = open_tokens(config, tokenizer_for_data(model.directory))
+        tokens, spec = open_tokens(config, tokenizer_for_data(model.directory, model.chat_template))
         self._stream = BatchStream(tokens, spec)
         self.notices = self._stream.notices
         self.count, self.samples, self.tokens = round(self._stream.steps_per_epoch), len(tokens), 0

@@ -80,7 +80,7 @@ def run_job(
     folder = output.with_name(output.name + ".job")
     if output.exists():
         raise RunDirectoryError(f"output: {output} exists; name a new file, or remove it")
-    tokenizer = open_tokenizer(generator.model.directory)
+    tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
     changes = changes_of(generator, options, tokenizer)
     day = options.template_date or generator.model.template_date or _day_of(folder, tokenizer)
     lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day))

@@ -36,7 +36,8 @@ class GenerationModel:
     """A model that is ready to generate. `source` has its weights; `directory` has its configuration and tokenizer.
 
     `generation_config` is what the model's directory says, or transformers' own. `template_date` is the day (YYYY-MM-DD) that a
-    run has for chat templates that ask for it; None where it is no run's model, or the run's template does not ask.
+    run has for chat templates that ask for it; None where it is no run's model, or the run's template does not ask. An
+    unfinished run may have a `chat_template` of its own.
     """
 
     directory: Path
@@ -46,6 +47,7 @@ class GenerationModel:
     generation_config: Any
     notes: tuple[str, ...] = ()
     template_date: str | None = None
+    chat_template: Path | None = None
     closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _tried: str = ""
 

@@ -49,6 +49,7 @@ def open_model(
         if ends is not None:
             found.generation_config.eos_token_id = ends
         found.notes += (note,) if note else ()
+        found.chat_template = None if config is None else config.chat_template
     else:
         raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` resumes it")
     found.template_date = None if config is None else config.template_date

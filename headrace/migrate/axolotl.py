@@ -168,10 +168,7 @@ def _take_data(source: Source) -> None:
         if not several:
             continue
         rows = [{"path": each} if isinstance(each, str) else _row(source, key, each) for each in several]
-        if option == "data":
-            set_data(source, rows, key)
-        else:
-            source.set(option, [row["path"] for row in rows], key)
+        set_data(source, rows, key, option)
 
 
 def _row(source: Source, key: str, each: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,10 +121,8 @@ def _take_data(source: Source) -> None:
         names = source.take(key)
         words = names.split(",") if isinstance(names, str) else names or []
         rows = [_row(source, folder, info, str(word).strip()) for word in words]
-        if rows and option == "data":
-            set_data(source, rows, key)
-        elif rows:
-            source.set(option, [row["path"] for row in rows], key)
+        if rows:
+            set_data(source, rows, key, option)
 
 
 def _info_in(folder: Path) -> Mapping[str, Any]:

@@ -236,16 +236,9 @@ def leave_bases(source: Source, adapter_key: str, coded_keys: Sequence[str]) -> 
             note_coded_base(source, key)
 
 
-def set_data(source: Source, rows: list[dict[str, Any]], origin: str) -> None:
-    """Set the data; where this version takes paths alone, what else is asked for becomes notes."""
-    trial = Source({})
-    trial.set("data", rows, origin)
-    has_paths_alone = all(set(row) == {"path"} for row in rows)
-    source.set("data", rows if trial.options and not has_paths_alone else [row["path"] for row in rows], origin)
-    for row in rows:
-        more = ", ".join(f"{key} {value}" for key, value in row.items() if key != "path")
-        if more and not trial.options:
-            source.notes.append(f"data: {row['path']}: {more} has no counterpart yet; name a file that holds just that")
+def set_data(source: Source, rows: list[dict[str, Any]], origin: str, option: str = "data") -> None:
+    """Set the data: entries that say nothing but a path are written as one."""
+    source.set(option, [row["path"] if set(row) == {"path"} else row for row in rows], origin)
 
 
 def note_coded_base(source: Source, key: str) -> None:

@@ -21,10 +21,8 @@ _REASONS = REASONS | {
     "append_concat_token": PLANNED,
     "assistant_only_loss": "the turns of the assistant alone are trained, wherever data are conversations",
     "average_tokens_across_devices": "the loss is the mean over a step's tokens",
-    "chat_template": "put it into the model directory as chat_template.jinja",
     "completion_only_loss": "the completion alone is trained, wherever data have prompts",
     "dataset_kwargs": "data and template decide (docs/data.md)",
-    "dataset_test_split": "name held-out files in eval_data, or give eval_split",
     "eos_token": "the end of turns is found in the chat template",
     "eval_packing": PLANNED,
     "model_revision": "download that revision and name its directory",
@@ -94,5 +92,10 @@ def _take_data(source: Source) -> None:
         }
         rows.append({key: value for key, value in row.items() if value is not None})
     set_data(source, rows, "dataset_name" if name else "dataset_mixture")
+    evaluates = source.values.get("eval_strategy", "no") not in ("no", False, None)
+    if (test := source.take("dataset_test_split")) and len(rows) == 1 and evaluates:
+        held_out = {key: value for key, value in rows[0].items() if key in ("path", "name")} | {"split": test}
+        source.set("eval_data", [held_out], "dataset_test_split")
+    source.rename("chat_template_path", "chat_template")
     if isinstance(mixture, Mapping) and mixture.get("test_split_size"):
         source.set("eval_split", mixture["test_split_size"], "dataset_mixture.test_split_size")

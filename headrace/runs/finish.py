@@ -15,6 +15,7 @@ from headrace.report.metrics import Record, best_of
 from headrace.runs.checkpoints import Checkpoints, link_model, provenance_of, remove_superseded
 from headrace.runs.protocols import RunningEngine
 from headrace.store.run_directory import RunDirectory
+from headrace.terms.data_source import source_of
 from headrace.terms.errors import ExportFailed
 from headrace.terms.run_options import RunOptions
 from headrace.terms.saving import Saving
@@ -40,7 +41,7 @@ def write_final(
     facts = CardFacts(
         name=run.path.name,
         base_model=config.model.name,
-        data=tuple(name.rstrip("/").rpartition("/")[2] for name in config.data),
+        data=tuple(source_of(entry).path.rstrip("/").rpartition("/")[2] for entry in config.data),
         versions=installed_versions(),
         options={key: value for key, value in config.to_json().items() if key not in _NOT_ON_CARD},
         records=records,

@@ -107,8 +107,10 @@ def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
         raise RunDirectoryError(f"output: {directory.path} holds a run of {found.model}; name another directory with --output")
     keys = [key for key in (*Options.fixed_keys(), "max_steps") if key != "machine"]
     pairs: list[tuple[str, Any, Any]] = [(key, getattr(config, key), getattr(found, key)) for key in keys]
+    from headrace.runs.prepare import absolute
+
     for key in ("data", "eval_data"):
-        here, there = ([str(Path(path).absolute()) for path in getattr(each, key)] for each in (config, found))
+        here, there = ([absolute(entry) for entry in getattr(each, key)] for each in (config, found))
         pairs.append((key, here, there))
     pairs.append(("eval_split", config.eval_split, found.eval_split))
     if found.template_date is not None:  # else no template asks

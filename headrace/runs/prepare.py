@@ -15,6 +15,7 @@ from headrace.runs.protocols import Engines
 from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.contradictions import refuse_evaluation_of_nothing
+from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
 from headrace.terms.run_options import NodeOptions, RunOptions
@@ -63,24 +64,27 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
 
 def default_output(config: RunOptions) -> Path:
     """Return `runs/<model>-<data>`, cut to a name that every file system accepts."""
-    name = os.fsencode(f"{config.model.absolute().name}-{Path(config.data[0]).stem}")
+    name = os.fsencode(f"{config.model.absolute().name}-{Path(source_of(config.data[0]).path).stem}")
     return Path("runs") / (os.fsdecode(name) if len(name) <= _NAME_BYTES else name[:_NAME_BYTES].decode(errors="ignore"))
 
 
 def _absolute_paths(config: RunOptions) -> dict[str, Any]:
     return {
         "model": config.model.absolute(),
-        "data": tuple(map(_absolute, config.data)),
-        "eval_data": tuple(map(_absolute, config.eval_data)),
+        "data": tuple(map(absolute, config.data)),
+        "eval_data": tuple(map(absolute, config.eval_data)),
         "ssd": tuple(path.absolute() for path in config.budget.ssd),
         "cache": config.cache.absolute(),
+        "chat_template": config.chat_template and config.chat_template.absolute(),
         "plan": config.plan and Path(config.plan).absolute(),
     }
 
 
-def _absolute(name: str) -> str:
-    """Return the path of a file of data. A name that is no path here may be a data set of the Hub."""
-    return str(Path(name).absolute()) if Path(name).exists() else name
+def absolute(entry: str | DataSource) -> str | DataSource:
+    """Return an entry of the data with its path absolute. A name that is no path here may be a data set of the Hub."""
+    if isinstance(entry, DataSource):
+        return replace(entry, path=str(absolute(entry.path)))
+    return str(Path(entry).absolute()) if Path(entry).exists() else entry
 
 
 def _said_later(event: Event) -> None:

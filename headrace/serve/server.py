@@ -74,7 +74,7 @@ def serve(
         sink(event)
 
     with listening(options) as listener, open_generator(place, options.generation, ceilings, heard) as generator:
-        tokenizer = open_tokenizer(generator.model.directory)
+        tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
         changes = changes_of(generator, options.generation, tokenizer)
         limits = limits_of(generator, options)
         copies = kept_copies(generator.model.settings(1, None, {**changes, "max_new_tokens": 1}))
@@ -85,7 +85,11 @@ def serve(
         figures.watch(desk, plan.seats)
         name = place.resolve().name
         day = options.template_date or generator.model.template_date
-        reader = Reader(name, Prompts(open_tokenizer(generator.model.directory), False, options.system, day), limits)
+        reader = Reader(
+            name,
+            Prompts(open_tokenizer(generator.model.directory, generator.model.chat_template), False, options.system, day),
+            limits,
+        )
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         config = uvicorn.Config(

@@ -1,6 +1,7 @@
 """What lies where in a run directory, and when a directory may become one.
 
     config.yaml          every option as it was resolved
+    chat_template.jinja  the chat template that was given in place of the tokenizer's
     metrics.jsonl        one line for each step, and one for each evaluation
     trainer_state.json   the same in Hugging Face's form
     plan.json            the plan that the engine ran inside
@@ -19,12 +20,14 @@ The engine keeps its records beside these. Invariant: a directory that contains 
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.files.durable import write_new, write_whole
+from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.files.yaml_options import from_yaml, to_yaml
 from headrace.plan.results import PLAN_NAME
 from headrace.terms.errors import HeadraceError, InputError, RunDirectoryError, StorageError, unwritten
@@ -81,6 +84,11 @@ class RunDirectory:
         found = (re.fullmatch(r"checkpoint-([0-9]+)", path.name) for path in self.path.iterdir() if path.is_dir())
         return {int(name[1]): self.path / name[0] for name in found if name}
 
+    @property
+    def chat_template(self) -> Path:
+        """The chat template that was given in place of the tokenizer's."""
+        return self.path / CHAT_TEMPLATE_NAME
+
     def trace(self, done_steps: int) -> Path:
         """The timeline; a resumed run writes another file and leaves the first."""
         return self.path / ("trace.json" if done_steps == 0 else f"trace-from-step-{done_steps}.json")
@@ -126,6 +134,9 @@ class RunDirectory:
         made = tuple(path for path in (self.path, *self.path.parents) if not path.exists())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            if config.chat_template is not None:
+                shutil.copyfile(config.chat_template, self.chat_template)
+                config = replace(config, chat_template=self.chat_template)
             write_new(self.config, to_yaml(config))
         except FileExistsError:
             self.check_new()
@@ -170,8 +181,9 @@ class RunDirectory:
         more than the options, another process has begun the run with them.
         """
         with contextlib.suppress(OSError):
-            if {path.name for path in self.path.iterdir()} == {self.config.name}:
+            if {path.name for path in self.path.iterdir()} <= {self.config.name, self.chat_template.name}:
                 self.config.unlink()
+                self.chat_template.unlink(missing_ok=True)
                 self._remove(made)
 
     @staticmethod

@@ -234,7 +234,7 @@ class Listed(Kind):
 
     def read(self, value: Any, key: str) -> tuple[Any, ...]:
         """Return the values."""
-        if isinstance(value, str | Path):
+        if isinstance(value, str | Path | Mapping):
             return (self.of.read(value, key),)
         if not isinstance(value, list | tuple) or len(value) < self.least or len(value) > (self.most or len(value)):
             many = f" of {self.least}{'' if self.most else ' or more'}" if self.least else ""

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.data_source import DataSource, SourceKind
 from headrace.terms.declared import Group, option, option_as
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import Either, Listed, PlaceOrName, Rate, Text, Whole
+from headrace.terms.option_kinds import Either, Listed, PlaceOrName, Rate, Whole
 from headrace.terms.run_options import RunOptions
 
 
@@ -17,7 +18,7 @@ class PlanOptions(RunOptions):
     """
 
     model: Path = option_as(RunOptions, "model", default=None, optional=True)
-    data: tuple[str, ...] = option_as(RunOptions, "data", default=(), kind=Listed(Text()))
+    data: tuple[str | DataSource, ...] = option_as(RunOptions, "data", default=(), kind=Listed(SourceKind()))
 
     workers: int | None = option(
         None,

@@ -1,17 +1,20 @@
 """The options of a whole run, and of a node that keeps its state."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from headrace.terms.contradictions import refuse_two_held_out
+from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, SourceKind, source_of
 from headrace.terms.declared import Group, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.muster import Muster
-from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, PlaceOrName, Span, Text, Whole
+from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, Span, Text, Whole
 from headrace.terms.options import Options
 from headrace.terms.summing import SEQUENTIAL, TREE
+
+_OF_DATASET = ("dataset_config", "dataset_train_split", "dataset_test_split")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +25,11 @@ class RunOptions(Options):
     """
 
     model: Path = option(kind=Place(), help="Model directory.", cli=False, group=Group.DATA)
-    data: tuple[str, ...] = option(
-        kind=Listed(PlaceOrName(), 1),
-        help="Data to train on: files or directories.",
-        row="one or more files or directories",
+    data: tuple[str | DataSource, ...] = option(
+        kind=Listed(SourceKind(), 1),
+        help="Data to train on: files, directories or data sets.",
+        row="one or more files, directories or data sets of the Hub (`owner/name`), or mappings of `path`, `name`, `split`, "
+        "`weight`, `columns` ([data](data.md#several-sources))",
         cli=False,
         group=Group.DATA,
     )
@@ -58,9 +62,9 @@ class RunOptions(Options):
         plan=True,
         group=Group.EVALUATION,
     )
-    eval_data: tuple[str, ...] = option(
+    eval_data: tuple[str | DataSource, ...] = option(
         (),
-        Listed(PlaceOrName()),
+        Listed(SourceKind()),
         "Held-out data to evaluate on during the run; may be given twice.",
         row="one or more files whose loss is measured during the run, in the forms of `data`",
         plan=True,
@@ -112,6 +116,38 @@ class RunOptions(Options):
         words="never",
         group=Group.EVALUATION,
     )
+    dataset_config: str | None = option(
+        None,
+        Text(),
+        "Configuration of the Hub data set in DATA.",
+        row="configuration of the only data set in `data`, as `name` of an entry",
+        words="none",
+        group=Group.DATA,
+    )
+    dataset_train_split: str | None = option(
+        None,
+        Text(),
+        "Split of the data set in DATA to train on.",
+        row="split of the only data set in `data` to train on, as `split` of an entry",
+        words="`train`",
+        group=Group.DATA,
+    )
+    dataset_test_split: str | None = option(
+        None,
+        Text(),
+        "Split of the data set in DATA to evaluate on during the run.",
+        row="split of the only data set in `data` that becomes `eval_data`",
+        words="none",
+        group=Group.EVALUATION,
+    )
+    chat_template: Path | None = option(
+        None,
+        Place(),
+        "File with a chat template, in place of the tokenizer's.",
+        row="file with a chat template (Jinja), in place of the tokenizer's; the run and `final/` keep it",
+        words="the tokenizer's",
+        group=Group.DATA,
+    )
     template_date: str | None = option(
         None,
         Day(),
@@ -154,7 +190,27 @@ class RunOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._take_splits()
         refuse_two_held_out(self.eval_split, self.eval_data)
+
+    def _take_splits(self) -> None:
+        """Let the names that TRL's command line has for parts of a data set become those of the entry."""
+        given = {each: getattr(self, each) for each in _OF_DATASET if getattr(self, each) is not None}
+        if not given:
+            return
+        flag = next(iter(given))
+        if len(self.data) != 1:
+            raise ConfigError(f"{flag}: data has {len(self.data)} entries; give `name` and `split` of each one in a YAML file")
+        entry, (name, train, test) = source_of(self.data[0]), (given.get(each) for each in _OF_DATASET)
+        if (name and entry.name not in (None, name)) or (train and entry.split not in (DEFAULT_SPLIT, train)):
+            raise ConfigError(f"{flag}: the entry of data says otherwise ({entry}); keep one of them")
+        if test and self.eval_data:
+            raise ConfigError("dataset_test_split and eval_data: both say what is held out; give one of them")
+        entry = replace(entry, name=name or entry.name, split=train or entry.split)
+        held_out = (SourceKind().read(replace(entry, split=test, weight=1.0), "eval_data"),) if test else self.eval_data
+        changes = {"data": (SourceKind().read(entry, "data"),), "eval_data": held_out, **dict.fromkeys(_OF_DATASET)}
+        for key, value in changes.items():
+            object.__setattr__(self, key, value)  # frozen: set once, here
 
     @property
     def evaluates(self) -> bool:
