@@ -4,18 +4,17 @@ Invariant: the result names every size that decides memory and time. For a size 
 in another model's, and a plan would be printed for that model.
 """
 
-import threading
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
 
 from headrace.codec.table import Code
+from headrace.files.hub import HUB_SECONDS, hub_answers
 from headrace.files.model_directory import read_configuration, refuse_no_configuration
 from headrace.model import Checkpoint, text_config, text_part
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
 
-_HUB_SECONDS = 2.0
 # Names as in transformers; each architecture's `attribute_map` says what its files call them.
 _NEEDED = ("hidden_size", "num_hidden_layers", "vocab_size")
 _NEEDED_WHERE_KNOWN = ("num_attention_heads", "intermediate_size")
@@ -103,9 +102,9 @@ def _from_hub(name: str) -> Path:
     kept = try_to_load_from_cache(name, "config.json")
     if isinstance(kept, str):
         return Path(kept)
-    if not _answers(name):
+    if not hub_answers(name):
         raise ModelError(
-            f"model: {name} is no directory here, and the Hub did not answer within {_HUB_SECONDS:g} seconds; "
+            f"model: {name} is no directory here, and the Hub did not answer within {HUB_SECONDS:g} seconds; "
             "give a local model directory or config.json"
         )
     try:
@@ -117,30 +116,6 @@ def _from_hub(name: str) -> Path:
             f"({type(error).__name__}: {(reason[0] if reason else 'no reason given')}). Give a local model directory or "
             "config.json"
         ) from error
-
-
-def _answers(name: str) -> bool:
-    """Return whether the Hub soon says anything about a model: its own library tries for a minute if nothing answers."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    answered: list[bool] = []
-
-    def ask() -> None:
-        try:
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
-            answered.append(True)
-        except OfflineModeIsEnabled:
-            answered.append(False)
-        except HfHubHTTPError as error:  # no such model, no access: that is an answer, which the download will put into words
-            answered.append(error.response is not None)
-        except Exception:  # whatever the libraries below raise without a network
-            answered.append(False)
-
-    asking = threading.Thread(target=ask, daemon=True)  # names are looked up without a time limit
-    asking.start()
-    asking.join(_HUB_SECONDS)
-    return bool(answered and answered[0])
 
 
 def _check_sizes(values: dict[str, Any], config: Any, path: Path) -> None:

@@ -21,6 +21,8 @@ from headrace.cli.first_look import (
     look_at_model,
     look_at_place,
     look_at_words,
+    model_here,
+    with_model_here,
 )
 from headrace.cli.migrating import migrate
 from headrace.cli.option_parameters import with_options
@@ -124,6 +126,7 @@ def train(
 
         config = config_of(words, given, RunOptions)
         look_at_choices(config)
+        config = with_model_here(config)
         from headrace.cli.runs import start
 
         start(config, launch)
@@ -146,6 +149,7 @@ def node(
 
     config = config_of(words, given, NodeOptions)
     look_at_choices(config, at_node=True)
+    config = with_model_here(config)
     from headrace.cli.runs import serve_run
 
     serve_run(config)
@@ -177,10 +181,11 @@ def _follow(launch: Launch) -> None:
 @plainly
 @with_options(GenerateOptions.declarations())
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, or a run, finished or not.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, OWNER/NAME on the Hub, or a run.")],
     **given: Any,
 ) -> None:
     """Answer a prompt or a file of prompts, or hold a conversation."""
+    model = str(model_here(model))
     look_at_place(model)
     from headrace.cli.generating import generate as run
 
@@ -191,10 +196,11 @@ def generate(
 @plainly
 @with_options(ServeOptions.declarations())
 def serve(
-    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, or a run, finished or not.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, OWNER/NAME on the Hub, or a run.")],
     **given: Any,
 ) -> None:
     """Answer requests of OpenAI's API: chat and completions, streaming."""
+    model = str(model_here(model))
     look_at_place(model)
     from headrace.cli.serving import serve_model
 
@@ -205,12 +211,13 @@ def serve(
 @plainly
 @with_options(EvalOptions.declarations())
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, or a run, finished or not.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL | RUN_DIR", help="Model directory, OWNER/NAME on the Hub, or a run.")],
     *,
     as_json: Json = False,
     **given: Any,
 ) -> None:
     """Measure a model's loss on held-out data. Nothing is trained or changed."""
+    model = str(model_here(model))
     look_at_place(model)
     look_at_data(given.get("data") or ())
     from headrace.cli.evaluating import evaluate_model
@@ -236,11 +243,12 @@ def export(
 @plainly
 @with_options(_listing_codes(each) for each in CompressOptions.declarations() if each.key not in ("model", "output"))
 def compress(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model directory, or OWNER/NAME on the Hub.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     **given: Any,
 ) -> None:
     """Write a model with smaller weights, block by block. Run the same command again to resume."""
+    model = model_here(model)
     look_at_model(model)
     from headrace.cli.compressing import compress_model
 
@@ -254,6 +262,7 @@ def decompress(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
 ) -> None:
     """Write a compressed model as an ordinary directory, in 16 bits."""
+    model = model_here(model)
     look_at_model(model)
     from headrace.cli.compressing import decompress_model
 
@@ -275,6 +284,7 @@ def data(
     from headrace.cli.samples import show_samples
 
     changes = {"sequence_length": sequence_length, "template_date": template_date, "chat_template": chat_template}
+    model = model_here(model) if model is not None else None
     show_samples(
         source, {key: value for key, value in changes.items() if value is not None}, model=model, count=show, as_json=as_json
     )

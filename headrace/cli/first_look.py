@@ -5,12 +5,18 @@ Invariant: nothing is refused here that would be accepted later, and the words a
 """
 
 import re
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from headrace.terms.data_source import DataSource
 from headrace.terms.errors import ModelError
 from headrace.terms.options import Options
+from headrace.terms.run_options import RunOptions
+
+_Config = TypeVar("_Config", bound=RunOptions)
 
 _CHANGE = re.compile(r"^[A-Za-z_-]+=")
 
@@ -33,12 +39,45 @@ def look_at_words(words: Sequence[str]) -> None:
         look_at_data(places[1:])
 
 
+def model_here(model: str | Path) -> Path:
+    """Return the directory of a model, or of a run; a model of the Hub is fetched if it is not there.
+
+    Raises:
+        ModelError: it cannot be fetched.
+    """
+    from headrace.files.hub import fetched_model, is_hub_name
+
+    if not is_hub_name(model):
+        return Path(model)
+    return fetched_model(str(model), lambda words: print(words, file=sys.stderr, flush=True))
+
+
+def with_model_here(config: _Config) -> _Config:
+    """Return the configuration with the directory of its model. The run keeps the name of a model of the Hub as its own.
+
+    Raises:
+        ModelError: it cannot be fetched.
+    """
+    from headrace.files.hub import is_hub_name
+
+    if not is_hub_name(config.model):
+        return config
+    from headrace.runs.prepare import default_output  # late: it imports torch
+
+    model = model_here(config.model)
+    return replace(config, model=model, output=config.output or default_output(config))
+
+
 def look_at_model(model: str | Path) -> None:
-    """Look at a model directory.
+    """Look at a model directory; names of the Hub are not asked for.
 
     Raises:
         ModelError: it is none.
     """
+    from headrace.files.hub import is_hub_name
+
+    if is_hub_name(model):
+        return
     from headrace.files.model_directory import refuse_no_model
 
     refuse_no_model(Path(model))
@@ -79,12 +118,14 @@ def look_at_choices(options: Options, *, at_node: bool = False) -> None:
 
 
 def look_at_data(paths: Sequence[str | DataSource]) -> None:
-    """Look at data files.
+    """Look at data: a data set of the Hub must be there, or the Hub must answer.
 
     Raises:
         DataError: one does not exist, or its kind is not read.
     """
-    from headrace.data.sources import refuse_unread
+    from headrace.cli.environment import cache_directory
+    from headrace.data.sources import refuse_unreachable, refuse_unread
 
     for path in paths:
         refuse_unread(path)
+        refuse_unreachable(path, cache_directory())

@@ -33,7 +33,8 @@ def unpacked(path: Path) -> Iterator[IO[bytes]]:
             yield file
         return
     try:
-        with gzip.open(path) if path.suffix == ".gz" else _zst(path) as packed:
+        packed: Any = gzip.open(path) if path.suffix == ".gz" else _zst(path)  # noqa: SIM115 -- closed below
+        with packed:
             yield packed
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: cannot be unpacked ({error}); fetch the file again") from error

@@ -25,7 +25,7 @@ from headrace.data.forms import FORMS, Form
 from headrace.data.json_array import elements
 from headrace.data.long_lines import cut_strings
 from headrace.data.packed_files import PACKED, form_of, unpacked
-from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved
+from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved, refuse_no_answer
 from headrace.data.values import Kind, Row
 from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, source_of
 from headrace.terms.errors import DataError, shortened
@@ -83,6 +83,17 @@ def refuse_unread(entry: str | DataSource) -> None:
         raise DataError(
             f"{name}: no such file or directory; give {_suffixes()} files, directories of them, or owner/name of a Hub data set"
         )
+
+
+def refuse_unreachable(entry: str | DataSource, cache_dir: Path) -> None:
+    """Refuse a data set of the Hub that is not below `cache_dir`, if the Hub does not answer.
+
+    Raises:
+        DataError: it does not.
+    """
+    name = source_of(entry).path
+    if not Path(name).exists() and _names_hub(name):
+        refuse_no_answer(name, cache_dir / "hub")
 
 
 def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:

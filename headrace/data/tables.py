@@ -18,6 +18,7 @@ from typing import Any
 from headrace.data.columns import our_names, refuse_missing
 from headrace.data.forms import CONVERSATIONS, READ
 from headrace.data.values import Row
+from headrace.files.hub import HUB_SECONDS, hub_answers
 from headrace.terms.data_source import DEFAULT_SPLIT, DataSource
 from headrace.terms.errors import DataError
 
@@ -187,6 +188,19 @@ def read_saved(path: Path, entry: DataSource) -> Iterator[Row]:
     return _rows_of_data_set(str(path), load, "is not a readable saved data set; save it again", entry.columns)
 
 
+def refuse_no_answer(name: str, cache_dir: Path) -> None:
+    """Refuse a Hub data set that is not in `cache_dir`, if the Hub does not answer.
+
+    Raises:
+        DataError: it does not.
+    """
+    if not (cache_dir / name.replace("/", "___")).is_dir() and not hub_answers(name, "dataset"):
+        raise DataError(
+            f"{name}: no such file or directory here, and the Hub did not answer within {HUB_SECONDS:g} seconds; check the "
+            "path, or the network"
+        )
+
+
 def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row]]]:
     """Return fingerprint and reader of a Hub data set, downloaded into `cache_dir` if it is not there.
 
@@ -194,6 +208,7 @@ def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iter
         DataError: it is no local path, and no data set that can be downloaded, or has no such configuration or split.
     """
     datasets = _library("datasets", entry.path)
+    refuse_no_answer(entry.path, cache_dir)
 
     with _quiet():
         try:

@@ -105,7 +105,7 @@ class TokenSet:
     def ends(self) -> list[int]:
         """Where the samples of each entry of the data end; held-out ones do not count."""
         ends = np.cumsum(np.array(self.info.entries, dtype=np.int64))
-        return (ends if self.picked is None else np.searchsorted(self.picked, ends)).tolist()
+        return [int(end) for end in (ends if self.picked is None else np.searchsorted(self.picked, ends))]
 
     @property
     def lengths(self) -> NDArray[np.int64]:

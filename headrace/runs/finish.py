@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.data.turn_end import turn_end_file
 from headrace.files.durable import sync, write_whole
+from headrace.files.hub import hub_name_of
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record, best_of
 from headrace.runs.checkpoints import Checkpoints, link_model, provenance_of, remove_superseded
@@ -40,7 +41,7 @@ def write_final(
     wanted, best = engine.provenance, best_of(evaluations) if config.load_best_model_at_end else None
     facts = CardFacts(
         name=run.path.name,
-        base_model=config.model.name,
+        base_model=hub_name_of(config.model) or config.model.name,
         data=tuple(source_of(entry).path.rstrip("/").rpartition("/")[2] for entry in config.data),
         versions=installed_versions(),
         options={key: value for key, value in config.to_json().items() if key not in _NOT_ON_CARD},

@@ -34,7 +34,7 @@ def refuse_adapters_and_parts(train: str) -> None:
 _OF_EVALUATIONS = ("eval_steps", "load_best_model_at_end", "early_stopping_patience")
 
 
-def refuse_two_held_out(split: float | None, data: tuple[str, ...]) -> None:
+def refuse_two_held_out(split: float | None, data: tuple[object, ...]) -> None:
     """See that held-out samples come from one place, and are a share or a number.
 
     Raises:

@@ -24,7 +24,13 @@ class RunOptions(Options):
     The `config.yaml` of a run directory has what was chosen where an option is None.
     """
 
-    model: Path = option(kind=Place(), help="Model directory.", cli=False, group=Group.DATA)
+    model: Path = option(
+        kind=Place(),
+        help="Model directory, or OWNER/NAME on the Hub.",
+        row="model directory, or `OWNER/NAME` on the Hub, which is fetched into `HF_HOME`",
+        cli=False,
+        group=Group.DATA,
+    )
     data: tuple[str | DataSource, ...] = option(
         kind=Listed(SourceKind(), 1),
         help="Data to train on: files, directories or data sets.",

@@ -1,4 +1,4 @@
-"""A run keeps the chat template that it was given, and gives it to its model. Run: pytest tests/runs/test_run_chat_template.py"""
+"""A run keeps the chat template that it was given. Run: pytest tests/runs/test_run_chat_template.py"""
 
 from pathlib import Path
 
