@@ -39,7 +39,6 @@ _REASONS = REASONS | {
     "plot_loss": "`headrace report RUN_DIR` has the picture",
     "preprocessing_*": PLANNED,
     "quantization_method": "see quantization_bit",
-    "run_name": "output names the run",
     "template": "the chat template of the model directory is used",
     "enable_liger_kernel": "see the option liger",
     "video_*": "words alone are trained",

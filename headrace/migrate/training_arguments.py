@@ -77,6 +77,7 @@ def take_common(source: Source) -> None:
     take_precision(source)
     source.rename("early_stopping_patience", "early_stopping_patience", int)
     source.rename("load_best_model_at_end", "load_best_model_at_end", bool)
+    source.rename("run_name", "run_name")
     loggers = source.take("report_to", [])
     names = [loggers] if isinstance(loggers, str) else list(loggers)
     if names := [name for name in names if name not in ("none", "all")]:

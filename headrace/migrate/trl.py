@@ -28,7 +28,6 @@ _REASONS = REASONS | {
     "model_revision": "download that revision and name its directory",
     "packing_strategy": "rows are filled best fit first",
     "padding_free": PLANNED,
-    "run_name": "output names the run",
     "bnb_4bit_*": "see load_in_4bit",
     "use_bnb_nested_quant": "see load_in_4bit",
     "lora_task_type": PLANNED,

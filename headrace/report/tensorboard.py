@@ -8,12 +8,12 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.report.scalars import scalars_of
 from headrace.terms.errors import ConfigError
-from headrace.terms.events import Evaluated, Event, StepResult
+from headrace.terms.events import Event
 
 _FILE_VERSION = "brain.Event:2"  # readers expect this in the first record
 
@@ -45,29 +45,12 @@ class TensorBoard:
 
     def __call__(self, event: Event) -> None:
         """Take the end of a step or of an evaluation."""
-        if isinstance(event, Evaluated):
-            self._write(event.step, {"eval/loss": event.loss, "eval/seconds": event.seconds})
-            return
-        if not isinstance(event, StepResult):
-            return
-        scalars = {
-            "train/loss": event.loss,
-            "train/grad_norm": event.grad_norm,
-            "train/learning_rate": event.learning_rate,
-            "train/tokens_per_second": event.tokens_per_second,
-            "train/skipped": float(event.skipped is not None),
-            **{f"bytes_read/{tier}": size for tier, size in event.bytes_read.items()},
-            **{f"bytes_written/{tier}": size for tier, size in event.bytes_written.items()},
-            **{f"peak_bytes/{tier}": size for tier, size in event.peak_bytes.items()},
-        }
-        self._write(event.step, scalars)
-
-    def _write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        values = [
-            self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items() if value is not None
-        ]
-        self._put(step=step, summary=self._summaries.Summary(value=values))
-        self._file.flush()
+        found = scalars_of(event)
+        if found is not None:
+            step, scalars = found
+            values = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            self._put(step=step, summary=self._summaries.Summary(value=values))
+            self._file.flush()
 
     def close(self) -> None:
         """Close the event file. A second call does nothing."""

@@ -23,7 +23,7 @@ from headrace.terms.saving import Saving
 
 _CARD_NAME = "README.md"
 # Options that are places on somebody's machine: useless to a reader of the card, and private.
-_NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "interpreter"}
+_NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report_to", "run_name", "interpreter"}
 
 
 def write_final(

@@ -20,6 +20,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.serving import explain_serving, grouping_of
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
+from headrace.report.trackers import TRACKERS, Tracker
 from headrace.runs.checkpoints import Checkpoints, CheckpointWriter
 from headrace.runs.evaluating import Evaluations, Evaluator
 from headrace.runs.finish import keep_model, write_final
@@ -323,6 +324,10 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
     reporters.add(LanesFile(directory.path, committed_steps=done_steps, memory=lambda: {"host": anonymous_bytes()}))
     if "tensorboard" in config.report_to:
         reporters.add(TensorBoard(directory.tensorboard, committed_steps=done_steps))
+    for kind in TRACKERS:
+        if kind in config.report_to:
+            name = config.run_name or directory.path.name
+            reporters.add(Tracker(kind, name, config.to_json(), say=lambda words: run.display.say(f"note: {words}")))
     if "trace" in config.report_to:
         reporters.add(TraceFile(directory.trace(done_steps)))
     return metrics

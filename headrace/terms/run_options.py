@@ -164,9 +164,16 @@ class RunOptions(Options):
     )
     report_to: tuple[str, ...] = option(
         (),
-        Listed(OneOf(("tensorboard", "trace"))),
-        "Also write logs for tensorboard, or a trace; may be given twice.",
-        row="`tensorboard`, `trace` (timeline for ui.perfetto.dev)",
+        Listed(OneOf(("tensorboard", "trace", "trackio", "wandb", "mlflow"))),
+        "Also report to tensorboard, trackio, wandb or mlflow, or write a trace; repeatable.",
+        row="`tensorboard`, `trackio`, `wandb`, `mlflow`, `trace` (timeline for ui.perfetto.dev); several may be given",
+        group=Group.RUN,
+    )
+    run_name: str | None = option(
+        None,
+        Text(),
+        "Name of the run for trackers.",
+        words="that of the run directory",
         group=Group.RUN,
     )
     measure: bool = option(
