@@ -66,10 +66,10 @@ class Tracker:
 
     def __call__(self, event: Event) -> None:
         """Take the end of a step or of an evaluation."""
-        found = scalars_of(event)
-        if found is not None and self._log is not None:
+        found, log = scalars_of(event), self._log
+        if found is not None and log is not None:
             step, scalars = found
-            self._tried(lambda log=self._log: log(scalars, step))
+            self._tried(lambda: log(scalars, step))
 
     def close(self) -> None:
         """End the tracker's run. A second call does nothing."""
