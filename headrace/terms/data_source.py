@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from os.path import expanduser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.option_kinds import Kind, Number, PlaceOrName, shown
@@ -62,6 +62,8 @@ def source_of(entry: str | DataSource) -> DataSource:
 @dataclass(frozen=True)
 class SourceKind(Kind):
     """A path or a name, or a mapping of `path`, `name`, `split`, `weight` and `columns`."""
+
+    takes_mapping: ClassVar[bool] = True
 
     def read(self, value: Any, key: str) -> str | DataSource:
         """Return the entry: text where it is a path alone."""

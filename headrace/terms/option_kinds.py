@@ -20,9 +20,13 @@ _MOST_SHOWN_LETTERS = 120
 
 
 class Kind:
-    """One kind. `cli` is the type that the command line reads a value as, None where it cannot be given there."""
+    """One kind. `cli` is the type that the command line reads a value as, None where it cannot be given there.
+
+    `takes_mapping`: a mapping is one value, also where a list of them may stand.
+    """
 
     cli: ClassVar[Any] = str
+    takes_mapping: ClassVar[bool] = False
 
     def read(self, value: Any, key: str) -> Any:
         """Return the value of `key`, checked; ConfigError says what was expected and found."""
@@ -234,7 +238,7 @@ class Listed(Kind):
 
     def read(self, value: Any, key: str) -> tuple[Any, ...]:
         """Return the values."""
-        if isinstance(value, str | Path | Mapping):
+        if isinstance(value, str | Path) or (self.of.takes_mapping and isinstance(value, Mapping)):
             return (self.of.read(value, key),)
         if not isinstance(value, list | tuple) or len(value) < self.least or len(value) > (self.most or len(value)):
             many = f" of {self.least}{'' if self.most else ' or more'}" if self.least else ""
