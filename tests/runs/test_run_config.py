@@ -42,7 +42,7 @@ def test_sizes_are_understood(text: object, num_bytes: int) -> None:
         ({"compute_dtype": ["bf16"]}, ["compute_dtype", "bf16"]),
         ({"optimizer": "adamw:eps"}, ["optimizer", "'eps' has no value"]),
         ({"lr_schedule": "step"}, ["lr_schedule", "'step'", "cosine"]),
-        ({"report_to": "wandb"}, ["report_to", "'wandb'", "tensorboard"]),
+        ({"report_to": "comet"}, ["report_to", "'comet'", "tensorboard"]),
         ({"sequence_length": 100, "tokens_per_step": 250}, ["tokens_per_step: 250", "sequence_length 100", "use 200"]),
         ({"parameter_groups": [{"patern": "x"}]}, ["parameter_groups.0", "patern"]),
         ({"parameter_groups": [{"pattern": "("}]}, ["pattern", "'('", "no regular expression"]),
