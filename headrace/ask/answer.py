@@ -96,6 +96,9 @@ def plan_model(
     check_whole(config, whole)
     rule = rule_of(optimizer, options.compute_dtype).figures
     chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
+    given = load_plan(Path(options.plan)) if options.plan else None
+    if given is not None:
+        chain.take_head_by(given.batch.head_rows)
     stored = stored_codes(chain, chain.attach(checkpoint), rule.planes) if checkpoint else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
@@ -125,7 +128,7 @@ def plan_model(
         unused_tensors=chain.unused_tensors if checkpoint else None,
     )
     try:
-        plan = planner.plan(question, load_plan(Path(options.plan)) if options.plan else None)
+        plan = planner.plan(question, given)
     except PlanInfeasible as error:
         return _unfit(report, error, question, planner, variants_seconds)
     of_wire = question.wire.of(chain).notes

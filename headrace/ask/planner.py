@@ -68,7 +68,7 @@ class WaysToPlan:
 
 
 class RunPlanner:
-    """Plans the steps of `model`, as `options` ask. Set `grouping` to have sums taken in certain groups."""
+    """Plans the steps of `model`, as `options` ask."""
 
     def __init__(self, options: Options, model: PlannedModel, ways: WaysToPlan) -> None:
         self._options, self._model, self._chain, self._machine = options, model, model.chain, model.machine
@@ -76,10 +76,22 @@ class RunPlanner:
         # Of a given plan of another kind (a node's for a machine alone, or the reverse) only the groups of sums are taken.
         other_kind = given is not None and (ways.search is not None or given.serves or ways.groups_only)
         self._given = None if other_kind else given
-        self.grouping: Grouping | None = grouping_of(given) if given and other_kind else None
+        self._grouping: Grouping | None = grouping_of(given) if given and other_kind else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(model.chain)
+        if given is not None:
+            self._take_head_by(given.head_rows)
         self._runtime_bytes: int | None = None
+
+    def group(self, grouping: Grouping) -> None:
+        """Have sums taken in these groups from now on."""
+        self._grouping = grouping
+        self._take_head_by(grouping.head_rows)
+
+    def _take_head_by(self, rows: int) -> None:
+        if rows != self._chain.head_rows:
+            self._chain.take_head_by(rows)
+            self._profiles = Profiles(self._chain)
 
     def use(self, ceilings: Ceilings) -> None:
         """Plan for this machine from now on."""
@@ -130,7 +142,7 @@ class RunPlanner:
             self._allowance(lambda: costs_of(1), state, beside),
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
-            grouping=self.grouping,
+            grouping=self._grouping,
             packed=self._ways.packed,
         )
         return question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
@@ -139,6 +151,7 @@ class RunPlanner:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:
         the run can have no other budget, and loses nothing if it is ended from outside.
         """
+        self._take_head_by(plan.batch.head_rows)
         plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.batch.sequence_length)))
         if plan.peak("host") > plan.results.allowed_bytes["host"]:
             needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.results.allowed_bytes["host"])

@@ -75,6 +75,7 @@ class Run:
         subject = self.subject
         self.store.grow_scratch(scratch_bytes(plan))
         subject.use_threads(plan)
+        subject.chain.take_head_by(plan.batch.head_rows)
         return Parts(
             plan=plan,
             chain=subject.chain,

@@ -154,7 +154,7 @@ class Worker(Closing):
             assert found is not None, "a plan that computes groups sums"
             up.send_message({"grouping": found.to_json()}, NODE)
         grouping = Grouping.from_json(self._generation.down.receive_message(NODE))
-        self._planner.grouping = grouping
+        self._planner.group(grouping)
         num_micro, way = -(-setup.sequences // grouping.rows), self._options.gradient_sum
         even = max(map(len, shares_of(num_micro, order_of(num_micro, workers, way), way).values()))
         # All plan for the same, so that all take the same turns: of a tree, where those who are fast get more, for more.

@@ -156,7 +156,7 @@ def bound(state: StepState, op: Op, unit: int, caught: Caught | None = None) -> 
     if form.is_beside or caught is None:  # what is trained beside weights is no parameter of the unit
         chain.bind(unit, flat, None)
     else:
-        chain.bind(unit, flat, sink, lambda spec: spec.name not in form.left and caught.wanted(spec))
+        chain.bind(unit, flat, sink, lambda spec: spec.name not in form.left and caught.wanted(spec), rows=caught.rows)
     if form.is_beside:
         assert form.trained is not None, "what is trained beside weights has a layout"
         trained = torch.from_numpy(state.parts.buffers.trained[unit]).view(torch.float32)

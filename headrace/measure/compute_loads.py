@@ -195,6 +195,7 @@ def chain_of(machine: Machine, compute_dtype: str, hidden_size: int, tokens: int
         max_position_embeddings=tokens,
     )
     chain = Chain.from_config(config, compute_dtype, Optimizer())
+    chain.take_head_by(0)  # as rates are counted; ranges of rows are priced by them
     if not machine.multiplies(compute_dtype):
         chain.multiply_wide()
     return chain

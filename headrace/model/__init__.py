@@ -2,7 +2,6 @@
 
 from headrace.model.binding import GradientSink as GradientSink
 from headrace.model.chain import Chain as Chain
-from headrace.model.chain import block_seed as block_seed
 from headrace.model.chain_values import IGNORED as IGNORED
 from headrace.model.chain_values import BlockResult as BlockResult
 from headrace.model.chain_values import MicroBatch as MicroBatch
@@ -29,6 +28,7 @@ from headrace.model.probe import Traits as Traits
 from headrace.model.probe import probe as probe
 from headrace.model.probe import self_check as self_check
 from headrace.model.products import WideProducts as WideProducts
+from headrace.model.random_numbers import block_seed as block_seed
 from headrace.model.replay import Record as Record
 from headrace.model.replay import Replay as Replay
 from headrace.model.replay import ReplayMismatch as ReplayMismatch

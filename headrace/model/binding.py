@@ -5,6 +5,7 @@ its buffer. Binding replaces the `Parameter` objects, it never writes into stora
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ from headrace.terms.errors import ModelError, StepFailed
 from headrace.terms.layout import ParameterSpec, UnitLayout
 
 GradientSink = Callable[[ParameterSpec, torch.Tensor], None]
+# Takes the gradient of some rows of a parameter, from the element that is the last argument on.
+RowSink = Callable[[ParameterSpec, torch.Tensor, int], None]
+
+# The attribute of a bound parameter that takes gradients of its rows.
+_ROWS = "headrace_rows"
 
 
 class Binding:
@@ -33,6 +39,7 @@ class Binding:
         sink: GradientSink | None,
         wanted: Callable[[ParameterSpec], bool] = lambda spec: True,
         *,
+        rows: RowSink | None = None,
         as_loaded: bool = False,
     ) -> None:
         """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements.
@@ -40,7 +47,8 @@ class Binding:
         With a `sink`, each gradient is handed over once it is complete for the running backward, and then dropped. A parameter
         used in several backwards of a step is handed over in each. A parameter needs no gradient if there is no sink or it is
         not `wanted`. With `as_loaded` it still says that it needs one, as the parameters of a loaded model do. Torch then folds
-        products differently and rounds differently, even if no gradient is computed.
+        products differently and rounds differently, even if no gradient is computed. `rows` takes gradients that come by rows;
+        without it the sink gets wholes that are zero elsewhere.
 
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
@@ -57,6 +65,7 @@ class Binding:
             parameter = nn.Parameter(view, requires_grad=takes or as_loaded)
             if sink is not None and takes:
                 parameter.register_post_accumulate_grad_hook(hand_over(spec, sink))  # type: ignore[no-untyped-call]
+                setattr(parameter, _ROWS, partial(rows or by_wholes(sink), spec))
             self._place(spec.name, parameter)
         self._bound.add(unit)
 
@@ -78,6 +87,28 @@ class Binding:
     def _place(self, name: str, parameter: nn.Parameter) -> None:
         for module, attribute in self._owners[name]:
             module._parameters[attribute] = parameter
+
+
+def by_wholes(sink: GradientSink) -> RowSink:
+    """Return what takes gradients of rows for a `sink` of whole ones."""
+
+    def take(spec: ParameterSpec, gradient: torch.Tensor, start: int) -> None:
+        whole = gradient.new_zeros(spec.num_elements)
+        whole[start : start + gradient.numel()] = gradient.flatten()
+        sink(spec, whole.view(spec.shape))
+
+    return take
+
+
+def hand_over_rows(parameter: nn.Parameter, start: int, gradient: torch.Tensor) -> None:
+    """Give the gradient of the rows of `parameter` from `start` on to whoever takes them, or add it to the gradient there."""
+    take = getattr(parameter, _ROWS, None)
+    if take is not None:
+        take(gradient, start * parameter[0].numel())
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    parameter.grad[start : start + len(gradient)] += gradient
 
 
 def parameter_owners(model: nn.Module) -> Mapping[str, Sequence[tuple[nn.Module, str]]]:

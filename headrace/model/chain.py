@@ -7,7 +7,6 @@ Invariant: what a unit computes is what the unmodified model computes there, gra
 """
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,15 +14,17 @@ import torch
 from torch import nn
 
 from headrace.model.adapters import Adapters
-from headrace.model.binding import Binding, GradientSink, is_tied
+from headrace.model.binding import Binding, GradientSink, RowSink, is_tied
 from headrace.model.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
 from headrace.model.find_blocks import block_of, find_blocks, refuse_shared_between_blocks
+from headrace.model.head_rows import rows_of_range
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, describe_unknown, load_buffers, match_weights, refuse_left_out_blocks
 from headrace.model.probe import Traits, probe
 from headrace.model.products import WideProducts
+from headrace.model.random_numbers import draws_random_numbers
 from headrace.model.runner import Runner, run_block
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
@@ -64,7 +65,7 @@ class Chain:
         self.num_blocks = len(blocks.modules)
         self.has_epilogue_unit = len(self.layouts) == self.num_blocks + 2
         self.tied = is_tied(skeleton)
-        self.has_dropout = _draws_random_numbers(skeleton)
+        self.has_dropout = draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = _packing_notes(traits)
         self.wide_products = False
         self.adapters: Adapters | None = None
@@ -81,6 +82,9 @@ class Chain:
             passed_over=traits.passed_over,
         )
         self.collects_asides = self.runner.collects_asides
+        self._head_by_rows = traits.head_by_rows
+        if traits.head_by_rows:
+            self.take_head_by(rows_of_range(*skeleton.get_output_embeddings().weight.shape))
         self._attached: WeightMap | None = None
         self._binding = Binding(skeleton, self.layouts, self.dtype)
         self._resident = (0, self.num_blocks + 1) if self.has_epilogue_unit else (0,)
@@ -156,10 +160,11 @@ class Chain:
         gradient_sink: GradientSink | None,
         wanted: Callable[[ParameterSpec], bool] = lambda spec: True,
         *,
+        rows: RowSink | None = None,
         as_loaded: bool = False,
     ) -> None:
         """Make the parameters of `unit` views of `flat` (1-D, compute dtype). See `Binding.bind`."""
-        self._binding.bind(unit, flat, gradient_sink, wanted, as_loaded=as_loaded)
+        self._binding.bind(unit, flat, gradient_sink, wanted, rows=rows, as_loaded=as_loaded)
 
     def release(self, unit: int) -> None:
         """Put the parameters of `unit` back on the meta device: running it is an error until it is bound."""
@@ -204,16 +209,18 @@ class Chain:
     @contextlib.contextmanager
     def adapted(self, adapters: Adapters | None) -> Iterator[None]:
         """Have blocks compute with `adapters` in this context; None stands for none."""
-        before = self.adapters, self.has_dropout, self.notes
+        before = self.adapters, self.has_dropout, self.notes, self.head_rows
         undo = adapters.install(self.model) if adapters is not None else lambda: None
         self.adapters = adapters
         self.notes += adapters.notes if adapters is not None else ()
         self.has_dropout |= adapters is not None and adapters.settings.dropout > 0
+        if adapters is not None and any(unit in adapters.layouts for unit in self._resident):
+            self.take_head_by(0)  # what is added to a head's logits is for all of its rows
         try:
             yield
         finally:
             undo()
-            self.adapters, self.has_dropout, self.notes = before
+            self.adapters, self.has_dropout, self.notes, self.runner.head_rows = before
 
     @property
     def replayable(self) -> bool:
@@ -318,6 +325,20 @@ class Chain:
         self._binding.require(*self._resident)
         return self.runner.logits(input_ids, hidden)[:, -1]
 
+    def label_log_probs(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability (b, C) of each target, float32. See `Runner.label_log_probs`, and `loss_sum`."""
+        self._binding.require(*self._resident)
+        return self.runner.label_log_probs(input_ids, hidden, targets)
+
+    @property
+    def head_rows(self) -> int:
+        """How many rows of the head losses take at a time; 0: all."""
+        return self.runner.head_rows
+
+    def take_head_by(self, rows: int) -> None:
+        """Take so many `rows` of the head at a time in losses, 0: all. Where a logit needs other rows, too, all are taken."""
+        self.runner.head_rows = rows if self._head_by_rows else 0
+
     def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return coefficient times the model's auxiliary loss over a whole step.
 
@@ -327,15 +348,6 @@ class Chain:
         """
         self._binding.require(*self._resident)
         return self.runner.aside_loss(asides, attention_mask)
-
-
-def block_seed(seed: int, step: int, unit: int, micro: int) -> int:
-    """Return the generator seed (63 bits) for running `unit` on micro-batch `micro` of `step`.
-
-    A function of the position only, so that recomputation in backward and a resumed run draw the same numbers.
-    """
-    text = f"{seed}/{step}/{unit}/{micro}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def _lay_out_units(
@@ -364,14 +376,3 @@ def _packing_notes(traits: Traits) -> tuple[str, ...]:
     return (
         f"packed rows{which} are run sample by sample (those of one length together), without replay: {traits.packing_reason}",
     )
-
-
-def _draws_random_numbers(model: nn.Module) -> bool:
-    """Say whether any module holds a positive dropout or jitter rate; transformers keeps some as plain attributes."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        for name, value in vars(module).items():
-            if isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name or "jitter" in name):
-                return True
-    return False

@@ -19,6 +19,7 @@ from torch import nn
 from headrace.model.block_major import RELATIVE_TOLERANCE, block_major_backward, differing_gradient, plain_loss, take_gradients
 from headrace.model.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.find_blocks import check_architecture, find_blocks, refuse_shared_between_blocks
+from headrace.model.head_check import takes_head_by_rows
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.kinds import NO_KINDS, Kinds, find_kinds
 from headrace.model.runner import Runner, left_as_found, parameter_names
@@ -42,7 +43,7 @@ class Traits:
     too, but blocks run on each by itself. `by_exact_lengths` says that none may be padded to another's length.
     `has_aside_loss`: as configured, the model adds an auxiliary loss of router logits. `passed_over` are names of the
     parameters of blocks that do not use what other blocks hand them besides hidden states. `kinds` are those of parameters that
-    shapes do not tell.
+    shapes do not tell. `head_by_rows`: each logit follows from its own row of the head, so losses may take some rows at a time.
     """
 
     blocks_name: str
@@ -56,6 +57,7 @@ class Traits:
     has_aside_loss: bool = False
     passed_over: frozenset[frozenset[str]] = frozenset()
     kinds: Kinds = NO_KINDS
+    head_by_rows: bool = False
 
     @property
     def samples_from(self) -> int | None:
@@ -245,6 +247,7 @@ def _probe(config_class: type, key: str) -> Traits:
         has_aside_loss=runner.collects_asides,
         passed_over=_passed_over(runner),
         kinds=_kinds(runner),
+        head_by_rows=takes_head_by_rows(runner),
     )
 
 

@@ -6,6 +6,7 @@ computed, by the model's own code, and everything that carries a gradient out of
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult
+from headrace.model.head_rows import label_log_probs
 from headrace.model.sample_groups import SampleGroup, groups_of
 from headrace.model.taps import BlockCall, Taps
 from headrace.terms.errors import ModelError
@@ -52,7 +54,8 @@ class Runner:
     Rows of `samples_from` tokens or more are run sample by sample if they hold several (None: never). Layers that carry a state
     along the row need that. Samples of about one length run together, with `by_exact_lengths` those of exactly one.
     `passed_over` are sets of parameter names: blocks with such parameters do not use what others hand them. `run_block` may be
-    replaced by another way to run a block that computes the same, and `run_sample` by one for rows of any length.
+    replaced by another way to run a block that computes the same, and `run_sample` by one for rows of any length. Losses take
+    `head_rows` rows of the head at a time; 0: all.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Runner:
         self.collects_asides = collect_asides
         self.run_block: RunBlock = run_block
         self.run_sample: RunBlock | None = None
+        self.head_rows = 0
         self.takes = [parameter_names(block) not in passed_over for block in self.blocks]
         self._asides: list[torch.Tensor] | None = None
         self._coefficient: float | None = None
@@ -180,16 +184,36 @@ class Runner:
         """Return the sum of token cross-entropies (float32 scalar) of a chunk of positions.
 
         `input_ids` and `targets` are (b, C), `hidden` the final hidden states (b, C, hidden). Norm, head, soft-capping and
-        scaling are the model's own; logits exist for the chunk only.
+        scaling are the model's own; logits exist for the chunk only, or with `head_rows` for some rows of the head.
         """
+        if self.head_rows:
+            found = self.label_log_probs(input_ids, hidden, targets)
+            return -torch.where(targets != IGNORED, found, 0.0).sum()
         logits = self.logits(input_ids, hidden)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
+    def label_log_probs(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the log-probability (b, C) of each target, float32; arguments as in `loss_sum`. What it is of positions
+        without a target means nothing. Backward takes any gradient.
+        """
+        if self.head_rows:
+            head = self.model.get_output_embeddings()
+            return label_log_probs(head, self.head_rows, partial(self._after_blocks, input_ids), hidden, targets)
+        logits = self.logits(input_ids, hidden).flatten(0, 1)
+        return -F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view(targets.shape)
+
     def logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (b, C, vocabulary) of a chunk of positions, float32; arguments as in `loss_sum`."""
-        with left_as_found(self.outside), Taps(self.blocks, self.tuple_length, inject=hidden):
-            logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        logits = self._after_blocks(input_ids, hidden)
+        assert logits is not None, "no tap is reached"
         return logits.float()
+
+    def _after_blocks(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return the logits as the model gives them; None if whoever stands in for the head wanted no more."""
+        logits: torch.Tensor | None = None
+        with left_as_found(self.outside), Taps(self.blocks, self.tuple_length, inject=hidden):
+            logits = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
 
     def aside_loss(self, asides: Sequence[torch.Tensor], attention_mask: torch.Tensor | None) -> torch.Tensor:
         """Return the model's own auxiliary loss times its coefficient, over all tokens given.

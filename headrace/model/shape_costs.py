@@ -11,6 +11,7 @@ from headrace.model.chain import Chain
 from headrace.model.chain_values import MicroBatch
 from headrace.model.chunk_peaks import peaks_of_chunks
 from headrace.model.cost_meter import CostMeter
+from headrace.model.head_rows import kept_tokens
 from headrace.model.on_shapes import either_answer, outline
 from headrace.model.taps import Handed
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
@@ -81,6 +82,8 @@ def costs_on_shapes(
         epilogue_flops_per_token=other.epilogue_flops_per_token if other else tried[chunks[0]].flops / chunks[0] / 3,
         call_bytes=call_bytes(result.calls, sequences if chain.packs(length) else 1),
         wide_products=chain.wide_products,
+        head_rows=chain.head_rows,
+        kept_logit_tokens=kept_tokens(chain.vocabulary, chain.dtype.itemsize) if chain.head_rows else 0,
         by_samples=chain.runs_by_samples(length),
         by_exact_lengths=chain.groups_exactly(length),
     )
@@ -222,7 +225,8 @@ def _profile_chunk(
         flat = torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device)
         flats.append(flat)
         chain.release(unit)
-        chain.bind(unit, flat, None if chain.adapters else lambda parameter, gradient: None)
+        sink = None if chain.adapters else lambda parameter, gradient: None
+        chain.bind(unit, flat, sink, rows=lambda parameter, gradient, start: None)
         flats += _bind_adapters(chain, unit, learns=True)
     used = meter(*flats)
     try:

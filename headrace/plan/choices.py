@@ -8,7 +8,10 @@ from headrace.terms.summing import SEQUENTIAL
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The tokens of a step, and how they are cut: `hidden_size_bytes` are those of one token's hidden state."""
+    """The tokens of a step, and how they are cut: `hidden_size_bytes` are those of one token's hidden state.
+
+    The loss takes `head_rows` rows of the head at a time; 0: all.
+    """
 
     sequence_length: int
     tokens_per_step: int
@@ -16,6 +19,7 @@ class Batch:
     num_micro_batches: int
     hidden_size_bytes: int
     loss_chunk_tokens: int
+    head_rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,6 +84,11 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
             "plan: it is for blocks with other operators (compile_blocks, liger, or another version of transformers or "
             "torch). Give the plan of a run like this, or none"
         )
+    if plan.batch.head_rows != costs.head_rows:
+        raise ConfigError(
+            f"plan: its loss takes {plan.batch.head_rows or 'all'} rows of the head at a time, and {costs.head_rows or 'all'} here; "
+            "give the plan of a run like this, or none"
+        )
     allowance = problem.allowance
     plan = with_footprint(
         with_groups(plan, problem), costs, replace(allowance, runtime_bytes=runtime_row(plan, allowance.runtime_bytes))

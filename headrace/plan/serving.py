@@ -46,6 +46,7 @@ def with_grouping(plan: Plan, grouping: Grouping) -> Plan:
             micro_batch_sequences=grouping.rows,
             num_micro_batches=-(-rows // grouping.rows),
             loss_chunk_tokens=grouping.loss_chunk_tokens,
+            head_rows=grouping.head_rows,
         ),
         compute_threads=grouping.compute_threads,
     )
@@ -55,7 +56,8 @@ def grouping_of(plan: Plan) -> Grouping | None:
     """Return what decides the numbers of runs under `plan`; None where a node's workers have not agreed upon it."""
     if not plan.batch.micro_batch_sequences:
         return None
-    return Grouping(plan.batch.micro_batch_sequences, plan.batch.loss_chunk_tokens, plan.compute_threads)
+    batch = plan.batch
+    return Grouping(batch.micro_batch_sequences, batch.loss_chunk_tokens, plan.compute_threads, batch.head_rows)
 
 
 def explain_serving(plan: Plan) -> str:

@@ -239,6 +239,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             num_micro_batches=num_micro,
             hidden_size_bytes=costs.hidden_size_bytes,
             loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
+            head_rows=costs.head_rows,
         ),
         host_slots=min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
@@ -369,10 +370,13 @@ def _micro_batches(workload: Workload) -> list[int]:
 
 
 def _loss_chunk_tokens(costs: ModelCosts, workload: Workload, lean: bool) -> int:
-    """Return the largest tried chunk of positions whose logits take little beside the head's own gradient."""
+    """Return the largest tried chunk of positions whose logits take little beside the head's own gradient. With the head by
+    ranges, none of them is computed again.
+    """
     if workload.grouping is not None:
         return workload.grouping.loss_chunk_tokens
     samples = costs.epilogue_workspace_bytes
     allowed = samples[0][1] + _LOSS_CHUNK_BYTES // (4 if lean else 1)
-    fitting = [tokens for tokens, num_bytes in samples if num_bytes <= allowed]
+    most = max(samples[0][0], costs.kept_logit_tokens or samples[-1][0])
+    fitting = [tokens for tokens, num_bytes in samples if num_bytes <= allowed and tokens <= most]
     return min(fitting[-1], costs.sequences * workload.sequence_length)

@@ -60,6 +60,8 @@ class ModelCosts:
     call_bytes: int  # masks and rotary tables of one micro-batch, kept through the step
     wide_products: bool = False  # products of 16-bit numbers are computed in float32
     by_samples: bool = False  # rows are run sample by sample: a micro-batch has several gradients to be summed
+    head_rows: int = 0  # rows of the head that the loss takes at a time; 0: all
+    kept_logit_tokens: int = 0  # so many tokens at a time, no logits of ranges are computed again; 0: there are no ranges
     by_exact_lengths: bool = False  # of these, only samples of exactly one length run together
 
     @property

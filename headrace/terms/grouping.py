@@ -6,11 +6,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Rows of a micro-batch, tokens of a chunk of the loss, and threads of compute, which share out matrix products."""
+    """Rows of a micro-batch, tokens of a chunk of the loss, and threads of compute, which share out matrix products.
+
+    `head_rows` are the rows of the head that the loss takes at a time; 0: all, as in runs that began before there were ranges.
+    """
 
     rows: int
     loss_chunk_tokens: int
     compute_threads: int
+    head_rows: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""

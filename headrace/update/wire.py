@@ -43,11 +43,13 @@ ReadTrained: TypeAlias = Callable[[int], Mapping[str, Tensor]]
 
 class Caught(NamedTuple):
     """How the gradients of a unit are taken while its backward runs. `sink` gets the gradients of the parameters that are
-    `wanted`, each once it is complete for the running backward; for the others autograd computes none.
+    `wanted`, each once it is complete for the running backward; for the others autograd computes none. `rows` gets gradients
+    of some rows of a parameter, from the element that is its last argument on.
     """
 
     sink: Sink
     wanted: Callable[[ParameterSpec], bool]
+    rows: Callable[[ParameterSpec, Tensor, int], None] | None = None
 
 
 class Proposal(NamedTuple):
@@ -95,14 +97,16 @@ class Gradients:
         """Return whether the trained family has a parameter of this name."""
         return spec.name in self._places
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add `gradient`, of any shape, to that of the trained parameter `name`."""
-        spec = self._places[name]
-        into, flat = self._flat[spec.offset : spec.offset + spec.num_elements], gradient.reshape(-1)
-        if name not in self._delivered:  # the first gradient is copied instead of added to zero
-            into.copy_(flat)
+    def add(self, name: str, gradient: Tensor, start: int = 0) -> None:
+        """Add `gradient`, of any shape, to that of the trained parameter `name`, from its element `start` on."""
+        whole, flat = part(self._flat, self._places[name]), gradient.reshape(-1)
+        into = whole[start : start + flat.numel()]
+        if name not in self._delivered:
             self._delivered.add(name)
-            return
+            if into.numel() == whole.numel():  # the first gradient is copied instead of added to zero
+                into.copy_(flat)
+                return
+            whole.zero_()
         # In pieces, because for another dtype torch copies all that it adds into the sum's dtype.
         for start in range(0, into.numel(), _ADD_ELEMENTS):
             into[start : start + _ADD_ELEMENTS].add_(flat[start : start + _ADD_ELEMENTS])
@@ -182,7 +186,11 @@ class Wire:
         `weights` is the slot that the unit's parameters are views of: a parameter is identified by where it lies. A wire that
         takes a gradient by its factors replaces the model's product by its own in this context, and wants no gradient of it.
         """
-        yield Caught(lambda spec, gradient: gradients.add(spec.name, gradient), gradients.takes)
+
+        def add(spec: ParameterSpec, gradient: Tensor, start: int = 0) -> None:
+            gradients.add(spec.name, gradient, start)
+
+        yield Caught(add, gradients.takes, add)
 
     def as_they_are(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
         """Yield the parameters that a trained family has as they are, of the same name and shape: their places in both."""
