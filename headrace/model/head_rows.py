@@ -159,7 +159,8 @@ class _LabelLogProbs(torch.autograd.Function):
             inside, places = _places(targets, start, logits)
             found = logits.gather(-1, places).squeeze(-1)
             chosen = found if chosen is None else torch.where(inside, found, chosen)
-        assert total is not None and chosen is not None, "a head has rows"
+        assert total is not None, "a head has rows"
+        assert chosen is not None, "a head has rows"
         ctx.save_for_backward(inputs, targets, total)
         ctx.head = head
         return (chosen.double() - total).float()
