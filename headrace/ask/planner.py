@@ -57,7 +57,7 @@ class PlannedModel:
 class WaysToPlan:
     """How plans are made. `given` is used instead of searching. Otherwise `search` makes a plan (None: the planner's). `adjust`
     may change each plan. `packed` are the rows with which the run begins, if they are known. Of the given plan of another kind
-    of run only the groups of sums are taken (`groups_only`).
+    of run only the groups of sums are taken (`groups_only`). A loss of the whole step makes two `head_passes`.
     """
 
     given: Plan | None = None
@@ -65,6 +65,7 @@ class WaysToPlan:
     adjust: Callable[[Plan], Plan] | None = None
     packed: PackedRows | None = None
     groups_only: bool = False
+    head_passes: int = 1
 
 
 class RunPlanner:
@@ -80,7 +81,7 @@ class RunPlanner:
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(model.chain)
         if given is not None:
-            self._take_head_by(given.head_rows)
+            self._take_head_by(given.batch.head_rows)
         self._runtime_bytes: int | None = None
 
     def group(self, grouping: Grouping) -> None:
@@ -144,6 +145,7 @@ class RunPlanner:
             sequence_length=sequence_length,
             grouping=self._grouping,
             packed=self._ways.packed,
+            head_passes=self._ways.head_passes,
         )
         return question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
 

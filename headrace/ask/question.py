@@ -43,10 +43,11 @@ class Question:
         sequence_length: int,
         grouping: Grouping | None = None,
         packed: PackedRows | None = None,
+        head_passes: int | None = None,
         **more: Any,
     ) -> "Question":
         """Return the question for a step of so many tokens under `options`, whose sums are taken as `grouping` says, and
-        whose rows begin as `packed` says.
+        whose rows begin as `packed` says. With `head_passes` 2 the loss is one of the whole step, as where options name one.
         """
         workload = Workload(
             tokens_per_step=tokens_per_step,
@@ -56,6 +57,7 @@ class Question:
             grouping=grouping,
             gradient_sum=options.gradient_sum,
             packed=packed,
+            head_passes=head_passes or (2 if options.loss else 1),
         )
         return cls(
             workload=workload,

@@ -101,11 +101,23 @@ FORMS = (
     Form("Alpaca", ("instruction", "output"), _alpaca),
 )
 # Columns whose values are objects, or may be.
-CONVERSATIONS = frozenset({"messages", "prompt", "completion", "conversations", "tools"})
+CONVERSATIONS = frozenset({"messages", "prompt", "completion", "chosen", "rejected", "conversations", "tools"})
 # All columns that are looked at, whatever the form of a row.
 READ = frozenset(
     {
         *(column for form in (*Kind, *FORMS) for column in form.columns),
-        *("labels", "attention_mask", "position_ids", "seq_lengths", "tools", "input", "history", "system", *MEDIA_COLUMNS),
+        *(
+            "chosen",
+            "rejected",
+            "labels",
+            "attention_mask",
+            "position_ids",
+            "seq_lengths",
+            "tools",
+            "input",
+            "history",
+            "system",
+            *MEDIA_COLUMNS,
+        ),
     }
 )

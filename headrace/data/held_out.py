@@ -22,21 +22,25 @@ from headrace.terms.errors import DataError
 _DRAW = 1 << 32
 
 
-def split_off(tokens: TokenSet, share: float, seed: int) -> TokenSet:
+def split_off(tokens: TokenSet, share: float, seed: int, together: int = 1) -> TokenSet:
     """Return the samples to train, with the others as their `held_out`. A `share` of 1 or more is a number of samples; a
-    smaller one is rounded up to whole samples.
+    smaller one is rounded up to whole samples. So many neighbours count as one sample and stay `together`.
 
     Raises:
         DataError: nothing would be left to train.
     """
-    samples = len(tokens)
+    samples = len(tokens) // together
     count = int(share) if share >= 1 else math.ceil(share * samples)
     if count >= samples:
         raise DataError(f"eval_split: {share:g} holds out {count} of {samples} samples, so none is trained; give a smaller one")
     order = np.random.default_rng([seed, _DRAW]).permutation(samples)
-    held_out, trained = (_picked(tokens, np.sort(part)) for part in (order[:count], order[count:]))
+    held_out, trained = (_picked(tokens, _neighbours(np.sort(part), together)) for part in (order[:count], order[count:]))
     words = f"eval_split: {count} of {samples} samples are held out for evaluation"
     return replace(trained, held_out=replace(held_out, notices=()), notices=(*tokens.notices, words))
+
+
+def _neighbours(places: NDArray[np.int64], together: int) -> NDArray[np.int64]:
+    return (places[:, None] * together + np.arange(together)).ravel()
 
 
 def _picked(tokens: TokenSet, indices: NDArray[np.int64]) -> TokenSet:
@@ -58,7 +62,8 @@ class HeldOutRows:
             self._order = np.arange(len(self._rows))
         else:
             self._rows = single_rows(len(tokens), seed=None, epoch=0)
-            self._order = np.argsort(lengths, kind="stable")
+            longest = lengths.reshape(-1, spec.samples_together).max(axis=1)
+            self._order = _neighbours(np.argsort(longest, kind="stable"), spec.samples_together)
 
     def __len__(self) -> int:
         return len(self._order)

@@ -167,7 +167,7 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     config = replace(config, template_date=spec.template_date or config.template_date)  # one day, also around midnight
     sets = _token_sets(config, tokenizer, spec, resumed=resumed)
     if config.eval_split is not None:
-        sets = [split_off(each, config.eval_split, config.seed) for each in sets]
+        sets = [split_off(each, config.eval_split, config.seed, spec.samples_together) for each in sets]
     elif config.eval_data:
         of_evaluation = replace(config, data=config.eval_data)
         their = _spec(of_evaluation, tokenizer)
@@ -201,6 +201,7 @@ def _spec(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> Data
         packing=config.packing is not False,
         shuffle=config.shuffle,
         contents=contents,
+        pairs=config.loss is not None,
     )
     day = config.template_date or date.today().isoformat()
     return replace(spec, template_date=day) if asks_for_date(spec, tokenizer, config.cache) else spec

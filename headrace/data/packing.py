@@ -60,10 +60,12 @@ def packed_rows(lengths: Indices, sequence_length: int, *, seed: int | None, epo
     return _grouped(visited, place_of[row_of], num_rows)
 
 
-def single_rows(num_samples: int, *, seed: int | None, epoch: int) -> EpochRows:
-    """Return rows of one sample each, in the order of the samples if `seed` is None."""
-    samples = np.arange(num_samples) if seed is None else np.random.default_rng([seed, epoch]).permutation(num_samples)
-    return EpochRows(samples, np.arange(num_samples + 1))
+def single_rows(num_samples: int, *, seed: int | None, epoch: int, together: int = 1) -> EpochRows:
+    """Return rows of one sample each, in the order of the samples if `seed` is None; so many neighbours stay `together`."""
+    count = num_samples // together
+    order = np.arange(count) if seed is None else np.random.default_rng([seed, epoch]).permutation(count)
+    samples = (order[:, None] * together + np.arange(together)).ravel()
+    return EpochRows(samples, np.arange(len(samples) + 1))
 
 
 def _longest_first(order: Indices, lengths: Indices) -> Indices:

@@ -120,6 +120,21 @@ def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
     return Kind.CHAT, map(partial(_renamed, form=form), noted)
 
 
+def read_with(source: Source, columns: tuple[str, ...], expected: str) -> Iterator[Row]:
+    """Return the rows of `source`, each checked to have `columns`.
+
+    Raises:
+        DataError: there are no rows, or the first has not the columns; `expected` says what would be read.
+    """
+    rows = source.read()
+    first = next(rows, None)
+    if first is None:
+        raise DataError(f"{source.name}: holds no samples; {expected}")
+    if not _has(first, columns):
+        raise DataError(f"{first.place}: found the columns {_names(first.values)}; {expected}. Rename or add them")
+    return _checked(first, rows, columns)
+
+
 def _has(row: Row, columns: Sequence[str]) -> bool:
     return all(row.values.get(column) is not None for column in columns)
 

@@ -4,6 +4,7 @@ The invariant: after `restore(state)` come the batches that followed when `state
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, count, islice
 from typing import Any
 
@@ -64,6 +65,15 @@ class BatchStream:
     def held_out(self) -> TokenSet | None:
         """The samples that are evaluated and never trained; None if there are none."""
         return self._tokens.held_out
+
+    @property
+    def digest(self) -> str:
+        """A digest of the samples that are trained."""
+        return self._tokens.info.digest
+
+    def from_the_start(self) -> "BatchStream":
+        """Return a stream of the same samples, at its first row."""
+        return BatchStream(self._tokens, self._spec)
 
     @property
     def spec(self) -> DataSpec:
@@ -209,7 +219,7 @@ class BatchStream:
     def _rows_of(self, lengths: NDArray[np.int64], seed: int | None, epoch: int) -> EpochRows:
         if self._spec.packing:
             return packed_rows(lengths, self._spec.sequence_length, seed=seed, epoch=epoch)
-        return single_rows(len(lengths), seed=seed, epoch=epoch)
+        return single_rows(len(lengths), seed=seed, epoch=epoch, together=self._spec.samples_together)
 
     def _padding_share(self) -> float:
         """Return the share of the first epoch's positions that only pad rows of one sample to the longest row of their step."""
@@ -258,7 +268,8 @@ def padded_batch(tokens: TokenSet, rows: list[NDArray[np.int64]]) -> Batch:
     attention_mask = np.zeros(shape, dtype=np.int64)
     for row, index in enumerate(samples):
         attention_mask[row, : _fill(tokens, index, input_ids[row], labels[row])] = 1
-    return _batch(input_ids, labels, int(attention_mask.sum()), attention_mask=attention_mask)
+    batch = _batch(input_ids, labels, int(attention_mask.sum()), attention_mask=attention_mask)
+    return replace(batch, samples=np.array(samples))
 
 
 def _fill(tokens: TokenSet, index: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:

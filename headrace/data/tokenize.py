@@ -18,6 +18,7 @@ from pathlib import Path
 
 from headrace.data.chat_template import asks_for_time
 from headrace.data.encode import encode_rows
+from headrace.data.pairs import PAIR, read_pairs, whole_pairs
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
 from headrace.data.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
@@ -58,7 +59,7 @@ def asks_for_date(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> bool
     """
     if not asks_for_time(tokenizer):
         return False
-    kinds = (read_rows(source)[0] for source in find_sources(spec.paths, cache_dir, spec.sequence_length))
+    kinds = (_read(source, spec)[0] for source in find_sources(spec.paths, cache_dir, spec.sequence_length))
     return any(kind in (Kind.CHAT, Kind.COMPLETION) or spec.contents for kind in kinds)
 
 
@@ -157,13 +158,17 @@ def _system_number(error: Exception) -> int | None:
 
 def _key(sources: Sequence[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path, version: int) -> str:
     parts = [
-        f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}"
+        f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}{' pairs' if spec.pairs else ''}"
         + (f" {spec.template_date}" if spec.template_date and version not in EARLIER_FORMATS else ""),
         tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
         *([f"entries {[source.entry for source in sources]}"] if spec.weights else []),  # older sets do not count them
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _read(source: Source, spec: DataSpec) -> tuple[Kind, Iterator[Row]]:
+    return read_pairs(source) if spec.pairs else read_rows(source)
 
 
 class _Samples:
@@ -178,10 +183,11 @@ class _Samples:
 
     def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str, int]]:
         for source in self._sources:
-            kind, rows = read_rows(source)
+            kind, rows = _read(source, self._spec)
             noted = self._noted(rows)
             length, day = self._spec.sequence_length, self._spec.template_date
-            for sample in encode_rows(kind, noted, self._tokenizer, length, contents=self._spec.contents, day=day):
+            encoded = encode_rows(kind, noted, self._tokenizer, length, contents=self._spec.contents, day=day)
+            for sample in whole_pairs(encoded, length) if self._spec.pairs else encoded:
                 self._count += 1
                 if isinstance(sample, Unmarked):
                     self._num_unmarked += 1
@@ -192,7 +198,7 @@ class _Samples:
                 # tokenising.
                 if self._num_unmarked == self._count >= _TRIED_SAMPLES:
                     raise DataError(self._too_many())
-                yield sample, " + ".join(kind.columns), source.entry
+                yield sample, " + ".join(PAIR if self._spec.pairs else kind.columns), source.entry
         if self._num_unmarked > _MOST_UNMARKED_SHARE * self._count:
             raise DataError(self._too_many())
 

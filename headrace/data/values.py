@@ -123,8 +123,8 @@ class DataSpec:
     `paths` are files, directories, Hub data sets (`owner/name`), or entries that say more about them. A step takes
     `tokens_per_step // sequence_length` rows. `packing` puts several samples into a row, which works only if the model honours
     `position_ids`. With `contents`, for calibration, everything goes through the chat template: texts are what the user says,
-    and tokens count as trained wherever anybody speaks. A chat template that asks for the time gets the beginning of
-    `template_date` (YYYY-MM-DD; None: none asks).
+    and tokens count as trained wherever anybody speaks. With `pairs` two samples that follow one another are one choice: chosen,
+    and rejected. A chat template that asks for the time gets the beginning of `template_date` (YYYY-MM-DD; None: none asks).
     """
 
     paths: tuple[str | DataSource, ...]
@@ -135,6 +135,7 @@ class DataSpec:
     shuffle: bool = True
     contents: bool = False
     template_date: str | None = None
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -149,6 +150,13 @@ class DataSpec:
                 f"tokens_per_step: {self.tokens_per_step} is less than one row of sequence_length {self.sequence_length}; "
                 f"set it to a multiple of {self.sequence_length}"
             )
+        if self.pairs and self.rows_per_step % 2:
+            raise ConfigError(
+                f"tokens_per_step: {self.tokens_per_step} is {self.rows_per_step} rows of {self.sequence_length} tokens, and pairs "
+                "take an even number; give a multiple of twice the sequence_length"
+            )
+        if self.pairs and self.weights:
+            raise ConfigError("weight and loss: each pair occurs once in an epoch; leave weight out")
         if self.seed < 0:
             raise ConfigError(f"seed: expected an integer >= 0, found {self.seed}")
 
@@ -157,6 +165,11 @@ class DataSpec:
         """How often the samples of each path occur in an epoch; () if all do once."""
         found = tuple(source_of(path).weight for path in self.paths)
         return () if all(weight == 1 for weight in found) else found
+
+    @property
+    def samples_together(self) -> int:
+        """How many samples that follow one another are never apart."""
+        return 2 if self.pairs else 1
 
     @property
     def rows_per_step(self) -> int:
@@ -171,7 +184,8 @@ class Batch:
     Packed rows have `position_ids` that restart at each sample, and a `token_mask`: 1 for tokens, 0 for padding, on the right.
     They have no `attention_mask`, which would hide from models that samples are separate. Padded rows (one sample each) have an
     `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out;
-    `num_trained_tokens` counts the labels that are not `IGNORED`, and is the divisor of a token-weighted loss.
+    `num_trained_tokens` counts the labels that are not `IGNORED`, and is the divisor of a token-weighted loss. `samples`
+    (rows,) are the places of padded rows in their token set.
     """
 
     input_ids: Ids
@@ -181,3 +195,4 @@ class Batch:
     token_mask: Ids | None
     num_tokens: int
     num_trained_tokens: int
+    samples: Ids | None = None

@@ -94,6 +94,7 @@ class Run:
             device_updater=device_updater(plan, subject.machine, subject.updater.rule),
             workers=subject.seams.workers,
             peers=subject.seams.fleet,
+            token_loss=subject.seams.token_loss,
         )
 
 
@@ -130,7 +131,8 @@ def begin(
         seams = replace(seams_of(options), fleet=fleet) if fleet else seams
         planned = planned_options(options) if fleet else options
         subject = _subject(closers, model, planned, seams, lambda files: not fleet and lie_together(files, directories))
-        planner = RunPlanner(planned, _planned(subject), replace(ways, packed=whole.packed, groups_only=fleet is not None))
+        ways = replace(ways, packed=whole.packed, groups_only=fleet is not None, head_passes=subject.head_passes)
+        planner = RunPlanner(planned, _planned(subject), ways)
         beside = Beside.models(options.models_at_once, whole.final, subject.finished_bytes) if whole.final else None
         plan = None
         if options.tokens_per_step is not None:
@@ -201,7 +203,7 @@ def resume(
         model = Path(str(store.manifest.identity["model"]))
         planned = planned_options(options) if fleet else options
         subject = _subject(closers, model, planned, seams, partial(as_begun, store.manifest.identity))
-        planner = RunPlanner(planned, _planned(subject), ways)
+        planner = RunPlanner(planned, _planned(subject), replace(ways, head_passes=subject.head_passes))
         subject.use_lent(store, sink)
         plan = None
         if found := store.record.get("plan"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from headrace.codec import Codec
 from headrace.engine.crowd import Crowd
 from headrace.engine.fleet import Fleet
+from headrace.losses import Loss, TokenLoss, loss_of
 from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.errors import RunDirectoryError
@@ -25,7 +26,8 @@ from headrace.update.wires import DenseWire, wire_of
 class Seams:
     """How gradients travel, how frozen weights lie on the drives (None: as compute reads them), and where far units live.
 
-    `workers` belong to a node, which computes nothing itself. A `fleet` are ranks that share out every unit.
+    `workers` belong to a node, which computes nothing itself. A `fleet` are ranks that share out every unit. `token_loss` is a
+    loss of the whole step (`headrace.losses`).
     """
 
     wire: Wire = field(default_factory=DenseWire)
@@ -33,6 +35,7 @@ class Seams:
     site: Site | None = None
     workers: Crowd | None = None
     fleet: Fleet | None = None
+    token_loss: TokenLoss | None = None
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -41,7 +44,14 @@ class Seams:
         if self.codec and self.codec.digest:  # the same code with other tables counts as another one
             codec = f"{codec} {self.codec.digest[:16]}"
         names = {"wire": self.wire.name, "codec": codec, "site": site, "workers": "node" if self.workers else None}
-        return {**names, "ranks": str(self.fleet.size) if self.fleet else None}
+        names["ranks"] = str(self.fleet.size) if self.fleet else None
+        return names | ({"loss": self.loss_name} if self.token_loss else {})
+
+    @property
+    def loss_name(self) -> str:
+        """What the loss of the whole step is called."""
+        loss = self.token_loss
+        return loss.text if isinstance(loss, Loss) else getattr(loss, "__qualname__", type(loss).__name__)
 
     @property
     def codecs(self) -> dict[str, Codec]:
@@ -54,7 +64,7 @@ class Seams:
         Raises:
             RunDirectoryError: it was begun with another wire, codec or site; or one was begun by a node and the other is not.
         """
-        for name, asked in self.names.items():
+        for name, asked in ({"loss": None} | self.names).items():
             if (found := store.manifest.identity.get(name)) != asked:
                 raise RunDirectoryError(
                     f"{name}: the run was begun with {found or 'none'}, asked for is {asked or 'none'}. Its state means "
@@ -91,4 +101,4 @@ def seams_of(options: Options, begun: str | None = None) -> Seams:
     Raises:
         ConfigError: there is no wire of that name, or it has no such setting.
     """
-    return Seams(wire_of(options, begun))
+    return Seams(wire_of(options, begun), token_loss=loss_of(options.loss))

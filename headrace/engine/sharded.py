@@ -54,6 +54,8 @@ class ShardedEngine(Engine):
         """
         if options.gradient.partition(":")[0] == "lsp":
             raise ConfigError("gradient: lsp changes its subspaces by whole matrices, which ranks do not have; leave it out")
+        if options.loss:
+            raise ConfigError(f"loss: {options.loss} needs all rows in one place, and ranks share them out; train on one machine")
 
     @property
     def _fleet(self) -> Fleet:
@@ -61,7 +63,7 @@ class ShardedEngine(Engine):
         assert fleet is not None, "a sharded engine has a fleet"
         return fleet
 
-    def _checked(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _for_all(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the batch, before the other ranks hear of it, if they and this one can step with it.
 
         Raises:
@@ -129,14 +131,14 @@ class ShardedEngine(Engine):
 
     def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
         """See `Engine.step`; the batch is that of all ranks."""
-        with self._together("step", self._checked(batch)):
+        with self._together("step", self._for_all(batch)):
             return super().step(batch, position=position)
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
         """See `Engine.evaluate`. Each rank gets rows: where there are too few, rows without labels are added."""
         if self.plan is not None and "input_ids" in batch:
             batch = with_idle_rows(batch, (self._fleet.size - 1) * self.plan.batch.micro_batch_sequences + 1)
-        with self._together("evaluate", self._checked(batch)):
+        with self._together("evaluate", self._for_all(batch)):
             return super().evaluate(batch)
 
     def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -135,6 +135,11 @@ class Subject:
         """What a reader of the exported files should know."""
         return self.seams.wire.notes
 
+    @property
+    def head_passes(self) -> int:
+        """How often a step passes the head: twice for a loss of the whole step."""
+        return 2 if self.seams.token_loss else 1
+
     def warm_up(self) -> None:
         """Compile and load what updates will use."""
         dtype = GRADIENT_VIEWS[self._gradient_dtype].name

@@ -1,6 +1,5 @@
 """The engine of training: it runs steps, evaluates, exports. `beginning` builds the parts that it needs."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 from headrace.ask.planner import WaysToPlan
 from headrace.engine.beginning import Measure, Run, Whole, begin, first_record, resume
 from headrace.engine.saving import Saver
+from headrace.engine.scoring import Scoring, mean_loss
 from headrace.engine.seams import Seams
 from headrace.flow.execute import interpreter_of
 from headrace.flow.settle import proposed_in
-from headrace.flow.step_batch import StepBatch, check_apart, checked_batch, filled_up, step_batch
 from headrace.flow.step_state import StepState, Verdict
 from headrace.flow.steps import Schedule, Steps
 from headrace.flow.traffic import Traffic
@@ -26,13 +25,13 @@ from headrace.plan.plan import Plan
 from headrace.plan.space import Problem
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.closing import Closing
-from headrace.terms.events import Evaluation, Event, Sink, StepResult
+from headrace.terms.events import Event, Sink, StepResult
 from headrace.terms.options import Options
 from headrace.terms.saving import Saved, Saving
 from headrace.update import HitRate, LossScale
 
 
-class Engine(Closing):
+class Engine(Scoring, Closing):
     """Fine-tunes one model out of core. Use as a context manager, or `close` it.
 
     `step` runs one optimizer step over a whole batch. Updates of the last blocks, and the commit, may still be under way
@@ -47,7 +46,7 @@ class Engine(Closing):
         self._run = run
         self.options, self.plan, self.store = run.options, run.plan, run.store
         self._subject, self._planner, self._emit, self._closers = run.subject, run.planner, run.sink, run.closers
-        self.chain, self.machine = run.subject.chain, run.subject.machine
+        self.chain, self.machine, self._token_loss = run.subject.chain, run.subject.machine, run.subject.seams.token_loss
         self._heap: HeapGuard | None = None
         self._saver = Saver(run.subject, run.store, lambda: self.provenance)
         self._read_record()
@@ -181,22 +180,20 @@ class Engine(Closing):
 
         `batch` has integer tensors of shape (sequences, length): `input_ids`, `labels` (-100: not trained), and optionally
         `attention_mask`, `position_ids` and `token_mask`. `token_mask` is 0 for tokens that only fill a packed row; auxiliary
-        losses leave them out. The loss is the mean over the step's trained tokens, whatever the split into micro-batches.
+        losses leave them out. The loss is the mean over the step's trained tokens, whatever the split into micro-batches. A
+        loss of the whole step gets all of `batch`, which may then have other tensors, too.
         `position` is stored with the step (the data position; see `Engine.position`).
 
         Raises:
             DataError: shapes do not agree, a token is not in the vocabulary, or none is trained.
             StepFailed: a lane failed (its cause is chained). The last committed step is untouched; `resume` continues from it.
         """
-        started, cpu_batch = time.perf_counter(), checked_batch(batch, self.chain.vocabulary)
-        check_apart(cpu_batch, self.chain)
+        started, cpu_batch = time.perf_counter(), self._checked(batch)
         shape = cpu_batch["input_ids"].shape
         steps = self._ready(*shape)
         rows = self._rows(steps.parts.plan, *shape)
-        if self.options.compile_blocks:  # one length is one graph
-            cpu_batch = filled_up(cpu_batch, steps.parts.plan.batch.sequence_length, needs_mask=self.chain.collects_asides)
         self._meter.reset()
-        data = step_batch(cpu_batch, rows, self.machine.device)
+        data = self._cut(cpu_batch, rows, steps.parts.plan, needs_mask=self.chain.collects_asides)
         mine, first = self._share_of(data)
         self.plan = steps.follow_hit_rate()
         verdict = self._verdict(position)
@@ -208,7 +205,7 @@ class Engine(Closing):
         self._add_losses(state)
         self._move_on(verdict)
         self._settle(verdict)
-        loss = float(state.loss_sum) / data.trained_tokens if state.loss_sum is not None else math.nan
+        loss = mean_loss(state)
         if state.aside_loss is not None:
             loss += float(state.aside_loss)
         moved = self._traffic.moved()
@@ -229,6 +226,7 @@ class Engine(Closing):
             io_cpu_seconds=moved.io_cpu_seconds,
             peak_bytes=measured_peaks(self._meter, self.machine, self.plan.peak("device")),
             estimation_errors=verdict.estimation_errors,
+            metrics={name: float(value) for name, value in state.outcome.metrics.items()} if state.outcome else {},
         )
         if self._heap is not None:
             self._heap.after_step(result.peak_bytes["host"])
@@ -293,43 +291,6 @@ class Engine(Closing):
             moved = self._traffic.moved()
             if any((*moved.bytes_read.values(), *moved.bytes_written.values())):
                 self._emit(moved)
-
-    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
-        """Return the mean loss of a batch under the newest weights; nothing is changed. `batch` is as for `step`.
-
-        The newest step is made durable first. Auxiliary losses are left out.
-
-        Raises:
-            DataError: as `step`.
-            StepFailed: a lane failed; the last committed step is untouched.
-        """
-        data, state = self._score(checked_batch(batch, self.chain.vocabulary))
-        assert state.loss_sum is not None, "something is trained in a checked batch"
-        return Evaluation(loss=float(state.loss_sum) / data.trained_tokens, tokens=data.trained_tokens)
-
-    def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits (sequences, vocabulary) of the token after each row, float32 on the host, under the newest weights.
-
-        `batch` is as for `step`, without `labels`; shorter rows are padded on the left, and masked.
-
-        Raises:
-            DataError: as `step`.
-            StepFailed: a lane failed; the last committed step is untouched.
-        """
-        _, state = self._score(checked_batch(batch, self.chain.vocabulary, labelled=False))
-        return torch.cat([state.logits[micro].cpu() for micro in sorted(state.logits)])
-
-    def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
-        check_apart(batch, self.chain)
-        steps = self._ready(*(shape := batch["input_ids"].shape))
-        if self.options.compile_blocks:
-            batch = filled_up(batch, steps.parts.plan.batch.sequence_length, needs_mask=False)
-        data = step_batch(batch, self._rows(steps.parts.plan, *shape), self.machine.device)
-        mine, first = self._share_of(data)
-        state = steps.score(mine, self._verdict(self.position), first)
-        self._add_losses(state)
-        self._traffic.moved()  # belongs to no step
-        return data, state
 
     @property
     def step_index(self) -> int:

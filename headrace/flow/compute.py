@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from headrace.flow.step_state import Package, StepState
+from headrace.flow.whole_loss import read_log_probs, spans_of, take_loss
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
 from headrace.terms.program import Op
 from headrace.update.wire import Caught, Gradients, Moment, Proposal, Wire
@@ -57,37 +58,48 @@ def epilogue(state: StepState, op: Op) -> None:
     hidden = state.inputs.pop((plan.num_blocks + 1, op.micro))
     batch, targets = state.batch.micro_batches[op.micro], state.batch.targets[op.micro]
     gradient = torch.zeros_like(hidden)
-    positions = max(1, plan.batch.loss_chunk_tokens // hidden.shape[0])
+    whole = state.log_prob_gradients.pop(op.micro).to(hidden.device) if plan.batch.head_passes > 1 else None
     _seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     of_embedding = (catching if plan.tied else bound)(state, op, 0)
     with torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
-        for start in range(0, hidden.shape[1], positions):
-            span = slice(start, start + positions)
-            if not any(state.batch.trained_columns[op.micro][span]):
-                continue  # no loss and no gradient, because nothing is trained here
+        for span in spans_of(state, op.micro, hidden):  # elsewhere is no loss and no gradient, because nothing is trained
             part = hidden[:, span].detach().requires_grad_()
-            loss = parts.chain.loss_sum(batch.input_ids[:, span], part, targets[:, span])
-            (loss * state.loss_multiplier).backward()  # type: ignore[no-untyped-call]
+            chunk = batch.input_ids[:, span], part, targets[:, span]
+            if whole is not None:
+                parts.chain.label_log_probs(*chunk).backward(whole[:, span])  # type: ignore[no-untyped-call]
+            else:
+                loss = parts.chain.loss_sum(*chunk)
+                (loss * state.loss_multiplier).backward()  # type: ignore[no-untyped-call]
+                total = loss.detach().double()
+                state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
             assert part.grad is not None
             gradient[:, span] = part.grad
-            total = loss.detach().double()
-            state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
         if state.asides and op.micro == len(state.batch.micro_batches) - 1:
             _aside_gradients(state)
     state.hidden_gradients[op.micro] = gradient
+
+
+def log_probs(state: StepState, op: Op) -> None:
+    """Final hidden states -> log-probabilities of labels; with the last micro-batch the loss of the whole step is called."""
+    hidden = state.inputs[state.plan.num_blocks + 1, op.micro]
+    _seed(state, state.plan.num_blocks + 1, op.micro)
+    with torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
+        state.log_probs[op.micro] = read_log_probs(state, op.micro, hidden)
+    if op.micro == len(state.batch.micro_batches) - 1:
+        take_loss(state)
 
 
 def score(state: StepState, op: Op) -> None:
     """Final hidden states -> the loss of what has labels; without labels, the logits of each row's last position."""
     plan, chain = state.plan, state.parts.chain
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
-    positions = max(1, plan.batch.loss_chunk_tokens // hidden.shape[0])
     with torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
         if not state.batch.trained_tokens:
             state.logits[op.micro] = chain.last_logits(batch.input_ids[:, -1:], hidden[:, -1:])
-        for start in range(0, hidden.shape[1] if state.batch.trained_tokens else 0, positions):
-            span = slice(start, start + positions)
-            if any(state.batch.trained_columns[op.micro][span]):
+        elif state.batch.whole:
+            state.log_probs[op.micro] = read_log_probs(state, op.micro, hidden)
+        else:
+            for span in spans_of(state, op.micro, hidden):
                 loss = chain.loss_sum(batch.input_ids[:, span], hidden[:, span], state.batch.targets[op.micro][:, span])
                 state.loss_sum = loss.double() if state.loss_sum is None else state.loss_sum + loss.double()
     del state.calls[op.micro]

@@ -34,6 +34,7 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.UNSPILL: stash.unspill,
     Verb.RECALL: stash.recall,
     Verb.EPILOGUE: compute.epilogue,
+    Verb.LOG_PROBS: compute.log_probs,
     Verb.SCORE: compute.score,
     Verb.BACKWARD: compute.backward,
     Verb.PROLOGUE_BACKWARD: compute.prologue_backward,

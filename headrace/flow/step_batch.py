@@ -1,14 +1,14 @@
 """A batch as the user gives it: checked, and cut into micro-batches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from headrace.model import IGNORED, Chain, MicroBatch, shift_labels
 from headrace.terms.errors import DataError
 
-_BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "token_mask")
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "token_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,14 @@ class StepBatch:
     """The micro-batches of a step, on the device that computes, with the targets (b, T) of each.
 
     `trained_columns` says, on the host, which columns of a micro-batch have labels: asking the device would make it wait.
+    `whole` is all of it on the host, for a loss of the whole step: `labels` of what is trained, `scored` of what is asked for.
     """
 
     micro_batches: tuple[MicroBatch, ...] = ()
     targets: tuple[torch.Tensor, ...] = ()
     trained_columns: tuple[list[bool], ...] = ()
     trained_tokens: int = 0
+    whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int, *, labelled: bool = True) -> dict[str, torch.Tensor]:
@@ -33,8 +35,8 @@ def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int, *, labelle
         DataError: keys are unknown or missing, shapes do not agree, the model has no embedding for a token, or no token is
             trained.
     """
-    if unknown := set(batch) - set(_BATCH_KEYS):
-        raise DataError(f"batch: unknown keys {sorted(unknown)}; known are {sorted(_BATCH_KEYS)}")
+    if unknown := set(batch) - set(KEYS):
+        raise DataError(f"batch: unknown keys {sorted(unknown)}; known are {sorted(KEYS)}")
     if not labelled:
         if "labels" in batch or "input_ids" not in batch:
             raise DataError(f"batch: needs input_ids and no labels, found {sorted(batch)}")

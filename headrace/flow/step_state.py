@@ -11,6 +11,7 @@ from headrace.flow.buffers import Buffers
 from headrace.flow.gradient_sums import SequentialSums, sums_of
 from headrace.flow.step_batch import StepBatch
 from headrace.flow.weights import WeightSource
+from headrace.losses import Outcome, TokenLoss
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.plan.plan import Plan
@@ -45,6 +46,7 @@ class Parts:
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
     workers: Any = None  # at a node (`flow.serve.Workers`)
     peers: Any = None  # where ranks share out every unit (`flow.shards.Peers`)
+    token_loss: TokenLoss | None = None  # a loss of the whole step
 
     @property
     def far_site(self) -> Site:
@@ -167,6 +169,9 @@ class StepState:
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
     sums: SequentialSums = field(init=False)
     logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of rows that were scored without labels
+    log_probs: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of labels, for a loss of the whole step
+    log_prob_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # and what the loss gives back
+    outcome: Outcome | None = None  # what that loss says
     loss_sum: torch.Tensor | None = None
     aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from headrace.terms.summing import SEQUENTIAL
 class Batch:
     """The tokens of a step, and how they are cut: `hidden_size_bytes` are those of one token's hidden state.
 
-    The loss takes `head_rows` rows of the head at a time; 0: all.
+    The loss takes `head_rows` rows of the head at a time; 0: all. A loss of the whole step makes two `head_passes`.
     """
 
     sequence_length: int
@@ -20,6 +20,7 @@ class Batch:
     hidden_size_bytes: int
     loss_chunk_tokens: int
     head_rows: int = 0
+    head_passes: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

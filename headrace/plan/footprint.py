@@ -29,6 +29,8 @@ _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
 _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BYTES = 4, 6, 350, 140
 # Programs that are kept: the steady state repeats one, and rare batch shapes must not pile up.
 MOST_PROGRAMS = 3
+# A loss of the whole step makes about eight float32 numbers of each token.
+_LOSS_TOKEN_BYTES = 32
 # oneDNN keeps at most 1024 pieces of code, three for each product.
 _MOST_PRODUCTS = 340
 # A checkpoint is written while steps go on if that takes at most this part of host memory. A unit's adapters are in memory so
@@ -226,7 +228,9 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
     backward = (count + 1) * hidden
     recalled = (RECALLED_AHEAD + 2) * (hidden + max(kept_away, default=0))
     most = max(forward, backward) + recalled if pools else max(forward, backward + recalled)
-    return most + count * (staying + costs.call_bytes)
+    # Of a loss of the whole step: log-probabilities and their gradients, and what the loss makes of them.
+    of_loss = (plan.batch.head_passes - 1) * plan.batch.tokens_per_step * _LOSS_TOKEN_BYTES
+    return most + count * (staying + costs.call_bytes) + of_loss
 
 
 def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:

@@ -209,7 +209,7 @@ def _flops_per_step(plan: Plan) -> float:
     """
     each = zip(plan.units, plan.results.forward_flops, strict=False)
     blocks = sum((3 if unit.is_beside else 4) * flops for unit, flops in each) - sum(plan.results.spared_flops)
-    return plan.batch.num_micro_batches * (blocks + 3 * plan.results.epilogue_flops)
+    return plan.batch.num_micro_batches * (blocks + (2 + plan.batch.head_passes) * plan.results.epilogue_flops)
 
 
 def _with_rows(plan: Plan) -> Plan:

@@ -84,9 +84,9 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
             "plan: it is for blocks with other operators (compile_blocks, liger, or another version of transformers or "
             "torch). Give the plan of a run like this, or none"
         )
-    if plan.batch.head_rows != costs.head_rows:
+    if (rows := plan.batch.head_rows) != costs.head_rows:
         raise ConfigError(
-            f"plan: its loss takes {plan.batch.head_rows or 'all'} rows of the head at a time, and {costs.head_rows or 'all'} here; "
+            f"plan: its loss takes {rows or 'all'} rows of the head at a time, and {costs.head_rows or 'all'} here; "
             "give the plan of a run like this, or none"
         )
     allowance = problem.allowance
@@ -113,6 +113,7 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
         "tokens_per_step": (batch.tokens_per_step, workload.tokens_per_step),
         "sequence_length": (batch.sequence_length, workload.sequence_length),
         "gradient_sum": (plan.gradients.order, workload.gradient_sum),
+        "passes of the head": (batch.head_passes, workload.head_passes),
         "checkpoint_every": (updates.checkpoint_every, min(asked, updates.checkpoint_every)),
         "device memory of its own": (_words(plan.separate_device), _words(problem.separate_device)),
         "chunk_elements": (updates.chunk_elements, problem.allowance.chunk_elements or updates.chunk_elements),

@@ -42,7 +42,7 @@ class Workload:
     """What a step is: tokens, in rows of `sequence_length`; `clip`: whether the global norm must be known before updates.
 
     `grouping`: the groups in which sums are taken, where the planner may not choose them. `packed`: the rows with which the
-    run begins, where they are known.
+    run begins, where they are known. `head_passes`: 2 with a loss of the whole step.
     """
 
     tokens_per_step: int
@@ -52,6 +52,7 @@ class Workload:
     grouping: Grouping | None = None
     gradient_sum: str = SEQUENTIAL
     packed: PackedRows | None = None
+    head_passes: int = 1
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1 or self.tokens_per_step < 1:
@@ -240,6 +241,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             hidden_size_bytes=costs.hidden_size_bytes,
             loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
             head_rows=costs.head_rows,
+            head_passes=workload.head_passes,
         ),
         host_slots=min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,

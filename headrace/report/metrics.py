@@ -47,7 +47,7 @@ def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:
             name: [None if error is None else round(error, 4) for error in errors]
             for name, errors in result.estimation_errors.items()
         }
-    return record
+    return record | {name: _finite(value) for name, value in result.metrics.items()}
 
 
 def evaluation_record(result: Evaluated) -> Record:

@@ -7,12 +7,14 @@ Invariant: an evaluation changes nothing of training; what it records is of a du
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from headrace.ask.between_steps import Evaluating
-from headrace.data import BatchStream
+from headrace.data import Batch, BatchStream
 from headrace.data.held_out import HeldOutRows
 from headrace.data.open_data import tensors_of
 from headrace.report.metrics import Record, evaluations_since_best
@@ -78,7 +80,8 @@ class Evaluations:
 class Evaluator:
     """Evaluates the model of `engine` between steps.
 
-    `evaluations` are the records so far; `sink` gets new ones, and adds them. `heed` says whether to break off.
+    `evaluations` are the records so far; `sink` gets new ones, and adds them. `heed` says whether to break off. `tensors` makes
+    of a batch what the engine takes.
     """
 
     plan: Evaluations
@@ -86,6 +89,7 @@ class Evaluator:
     evaluations: Sequence[Record]
     sink: Sink
     heed: Callable[[], bool]
+    tensors: Callable[[Batch], Mapping[str, torch.Tensor]] = tensors_of
 
     def evaluate_if_due(self) -> None:
         """Evaluate after the newest step if that is due and not done.
@@ -104,12 +108,13 @@ class Evaluator:
             self.sink(Notice(text=f"the evaluation after step {step} has no finite loss"))
 
     def _evaluated(self, step: int) -> Evaluated | None:
-        """Return the mean loss over all held-out rows; None if it was broken off."""
+        """Return the mean loss over all held-out tokens or pairs; None if it was broken off."""
         assert self.plan.rows is not None, "an evaluation that is due has rows"
-        started, total, tokens = time.perf_counter(), 0.0, 0
+        started, total, shares, tokens = time.perf_counter(), 0.0, 0, 0
         for batch in self.plan.rows.batches():
             if self.heed():
                 return None
-            found = self.engine.evaluate(tensors_of(batch))
-            total, tokens = total + found.loss * found.tokens, tokens + found.tokens
-        return Evaluated(step=step, loss=total / tokens, tokens=tokens, seconds=time.perf_counter() - started)
+            found = self.engine.evaluate(self.tensors(batch))
+            share = found.rows if self.plan.config.loss else found.tokens  # a loss of pairs is their mean
+            total, shares, tokens = total + found.loss * share, shares + share, tokens + found.tokens
+        return Evaluated(step=step, loss=total / shares, tokens=tokens, seconds=time.perf_counter() - started)

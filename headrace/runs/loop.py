@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from headrace.runs.finish import keep_model, write_final
 from headrace.runs.measuring import MachineOfRun
 from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
+from headrace.runs.references import References
 from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
@@ -192,7 +194,11 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
                 raise _interrupted(run, engine.step_index, stop.received)
 
         run.engines.heed(heed)
+        references = _references(run, engine, lambda: stop.received is not None)
         evaluator, keeper = _between_steps(run, engine, reporters, metrics, lambda: stop.received is not None)
+        if references is not None:
+            evaluator = replace(evaluator, tensors=partial(references.beside, held_out=True))
+        tensors = references.beside if references is not None else tensors_of
 
         def look_after_step() -> None:
             """Evaluate, and keep a checkpoint. What was broken off by a kill is done again first."""
@@ -207,7 +213,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             and reporters.failure is None
             and not evaluator.plan.over(metrics.evaluations)
         ):
-            batch = tensors_of(run.stream.next_batch())
+            batch = tensors(run.stream.next_batch())
             result = engine.step(batch, position={"data": run.stream.state()})
             reporters(replace(result, step=engine.step_index))
             taken.append(result.seconds)
@@ -239,6 +245,18 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> References | None:
+    """Return the log-probabilities of the reference, made before the first step; None if the loss takes none."""
+    references = References.of(run.config, run.stream)
+    if references is not None:
+        started = time.monotonic()
+        if made := references.make(engine, run.stream, run.evaluations, heed):
+            run.display.say(
+                f"reference: {made} rows scored before the first step, {format_seconds(time.monotonic() - started)}"
+            )
+    return references
 
 
 def _between_steps(

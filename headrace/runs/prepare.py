@@ -56,7 +56,7 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
             f"packing: {config.model.name} cannot keep several samples of one row of {config.sequence_length} tokens apart: "
             f"{reason}; leave packing out or set it to false"
         )
-    packing = not reason and config.packing is not False
+    packing = not reason and config.packing is not False and config.loss is None
     config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
     stream = open_stream(config)
     return replace(config, max_steps=total_steps(config, stream), template_date=stream.template_date), stream

@@ -48,6 +48,9 @@ class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
         """Return the mean loss of a batch under the newest weights, and change nothing."""
 
+    def log_probs(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the log-probability of each row's trained tokens together, under the newest weights."""
+
     def flush(self) -> None:
         """Finish and commit everything under way."""
 

@@ -31,6 +31,17 @@ def refuse_adapters_and_parts(train: str) -> None:
         raise ConfigError(f"train: {train} and adapter: adapters are trained, and everything else is frozen; give one of them")
 
 
+def refuse_packed_pairs(options: Declared) -> None:
+    """See that a loss of pairs gets each completion in a row of its own.
+
+    Raises:
+        ConfigError: packing is asked for, too.
+    """
+    given = vars(options)
+    if given["loss"] is not None and given["packing"]:
+        raise ConfigError("loss and packing: a loss of pairs takes one completion a row; leave packing out")
+
+
 _OF_EVALUATIONS = ("eval_steps", "load_best_model_at_end", "early_stopping_patience")
 
 

@@ -27,10 +27,11 @@ class OpDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The mean loss over the `tokens` of a batch that have labels."""
+    """The mean loss over the `tokens` of a batch that have labels; or a loss of the whole batch, of `rows` sequences."""
 
     loss: float
     tokens: int
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class StepResult:
     updates still run while the next step does. `update_policy` is the plan's; `redone`: updates were begun on the guess that
     nothing is clipped, and done again. `estimation_errors` are by matrix, for the projectors that the step checked: the error
     of the projector in use on held-out gradients, and that of another one if it was tried. `io_cpu_seconds` is the CPU time of
-    the I/O threads, system calls included, and of checksums that the update did not take.
+    the I/O threads, system calls included, and of checksums that the update did not take. `metrics` are a loss's own figures.
     """
 
     step: int
@@ -60,6 +61,7 @@ class StepResult:
     peak_bytes: dict[str, int] = field(default_factory=dict)
     io_cpu_seconds: float | None = None
     estimation_errors: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

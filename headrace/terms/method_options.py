@@ -55,6 +55,15 @@ class MethodOptions(Declared):
         group=Group.METHOD,
         often=True,
     )
+    loss: str | None = option(
+        None,
+        Text(),
+        "Loss of pairs instead of tokens, such as dpo:beta=0.1, orpo or simpo.",
+        row="train on preferences by a loss of pairs, with settings as in [preferences](preferences.md). Fixed for a run",
+        words="of each token",
+        plan=True,
+        group=Group.METHOD,
+    )
     learning_rate: float = option(1e-5, Number(), "Learning rate after the warm-up.", group=Group.LEARNING, often=True)
     weight_decay: float = option(
         0.0,

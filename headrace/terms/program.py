@@ -24,6 +24,7 @@ class Verb(StrEnum):
     UNSPILL = "unspill"  # block input: ssd -> host
     RECALL = "recall"  # block input: host -> device
     EPILOGUE = "epilogue"  # norm, head, loss and their gradients, one micro-batch
+    LOG_PROBS = "log-probs"  # norm, head, and the log-probability of each label; after the last micro-batch, the loss
     SCORE = "score"  # norm, head, and the loss where there are labels, one micro-batch: without gradients
     CACHE_READ = "cache-read"  # a seat's keys and values of a block: ssd -> host
     CACHE_IN = "cache-in"  # the same: host -> device

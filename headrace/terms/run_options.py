@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.terms.contradictions import refuse_two_held_out
+from headrace.terms.contradictions import refuse_packed_pairs, refuse_two_held_out
 from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, SourceKind, source_of
 from headrace.terms.declared import Group, option
 from headrace.terms.errors import ConfigError
@@ -205,6 +205,7 @@ class RunOptions(Options):
         super().__post_init__()
         self._take_splits()
         refuse_two_held_out(self.eval_split, self.eval_data)
+        refuse_packed_pairs(self)
 
     def _take_splits(self) -> None:
         """Let the names that TRL's command line has for parts of a data set become those of the entry."""

@@ -3,6 +3,7 @@
 Invariant: choices that are not refused here work together; `tests/equivalence/test_combinations.py` walks all of them.
 """
 
+from headrace.losses import loss_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import Options
 from headrace.update.rules.table import optimizer_of, rule_of
@@ -13,6 +14,7 @@ _NOT_AT_A_NODE = {
     "gradient": "workers send whole gradients",
     "train": "it updates all of each unit",
     "adapter": "workers hold nothing that is trained",
+    "loss": "a loss of the whole step needs all rows in one place",
 }
 
 
@@ -25,6 +27,7 @@ def refuse_combination(options: Options, *, at_node: bool = False) -> None:
     wire, optimizer = wire_of(options), optimizer_of(options)
     wire.refuse(optimizer)
     rule_of(optimizer, options.compute_dtype)
+    loss_of(options.loss)
     for name, why in _NOT_AT_A_NODE.items() if at_node else ():
         declared = next(each for each in Options.declarations() if each.key == name)
         if (value := getattr(options, name)) != declared.default:

@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("machine",),
     ("codec", "files", "net"),
     ("data", "model", "plan"),
-    ("report", "store"),
+    ("losses", "report", "store"),
     ("update",),
     ("flow",),
     ("measure",),

@@ -130,6 +130,10 @@ class _Training(Updates):
         unit = self.blocks + 1 if self.plan.has_epilogue else 0
         weights = (RESIDENT, RESIDENT + unit, *self.read_beside(unit)) if unit else (RESIDENT,)
         made = (_RESIDENT_ACCUMULATOR,) if self.trained & {0, unit} else ()
+        if self.plan.batch.head_passes > 1:
+            for micro in range(self.num_micro):
+                flops = self.results.epilogue_flops
+                self.ledger.op(Verb.LOG_PROBS, Lane.COMPUTE, weights, unit=unit, micro=micro, flops=flops)
         for micro in range(self.num_micro):
             self.ledger.op(
                 Verb.EPILOGUE,

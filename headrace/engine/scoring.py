@@ -1,0 +1,130 @@
+"""What an engine says of rows without training on them, and how batches become a step's.
+
+Invariant: nothing of the run changes, and what is said is of the newest weights.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from headrace.flow.step_batch import KEYS, StepBatch, check_apart, checked_batch, filled_up, step_batch
+from headrace.flow.step_state import StepState
+from headrace.flow.traffic import Traffic
+from headrace.flow.whole_loss import by_tokens, called, scored_labels
+from headrace.losses import Loss, TokenLoss
+from headrace.machine.protocol import Machine
+from headrace.model import Chain
+from headrace.plan.plan import Plan
+from headrace.terms.errors import DataError
+from headrace.terms.events import Evaluation
+from headrace.terms.options import Options
+
+
+class Scoring:
+    """The part of an engine that scores rows. `_token_loss` is a loss of the whole step, if the run has one."""
+
+    options: Options
+    chain: Chain
+    machine: Machine
+    position: Any
+    _traffic: Traffic
+    _token_loss: TokenLoss | None
+    _ready: Any
+    _rows: Any
+    _share_of: Any
+    _add_losses: Any
+    _verdict: Any
+
+    def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
+        """Return the mean loss of a batch under the newest weights; nothing is changed. `batch` is as for `step`.
+
+        The newest step is made durable first. Auxiliary losses are left out.
+
+        Raises:
+            DataError: as `step`.
+            StepFailed: a lane failed; the last committed step is untouched.
+        """
+        data, state = self._score(self._checked(batch))
+        if data.whole:
+            state.outcome = called(state, by_tokens(_joined(state.log_probs)))
+        return Evaluation(loss=mean_loss(state), tokens=data.trained_tokens, rows=len(batch["input_ids"]))
+
+    def log_probs(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the log-probability of each row's trained tokens together (sequences,), float32, under the newest weights.
+
+        Only for runs with a loss of the whole step. `batch` is as for `step`.
+
+        Raises:
+            DataError: as `step`.
+            StepFailed: a lane failed; the last committed step is untouched.
+        """
+        assert self._token_loss is not None, "log-probabilities are read for a loss of the whole step"
+        data, state = self._score(self._checked(batch, weighed=False))
+        mask = data.whole["labels"][:, 1:] == data.whole["scored"][:, 1:]
+        return (by_tokens(_joined(state.log_probs))[:, 1:] * mask).sum(dim=1)
+
+    def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits (sequences, vocabulary) of the token after each row, float32 on the host, under the newest weights.
+
+        `batch` is as for `step`, without `labels`; shorter rows are padded on the left, and masked.
+
+        Raises:
+            DataError: as `step`.
+            StepFailed: a lane failed; the last committed step is untouched.
+        """
+        _, state = self._score(self._checked(batch, labelled=False))
+        return torch.cat([state.logits[micro].cpu() for micro in sorted(state.logits)])
+
+    def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
+        steps = self._ready(*(shape := batch["input_ids"].shape))
+        data = self._cut(batch, self._rows(steps.parts.plan, *shape), steps.parts.plan, needs_mask=False)
+        mine, first = self._share_of(data)
+        state = steps.score(mine, self._verdict(self.position), first)
+        self._add_losses(state)
+        self._traffic.moved()  # belongs to no step
+        return data, state
+
+    def _checked(
+        self, batch: Mapping[str, torch.Tensor], *, labelled: bool = True, weighed: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """Return the batch on the host; what only a loss of the whole step reads is left as it is. If the loss is `weighed`,
+        it has to suit that.
+
+        Raises:
+            DataError: see `checked_batch`; or several samples share a row that the model does not keep apart, or a loss of the
+                whole step cannot.
+        """
+        others = {name: tensor for name, tensor in batch.items() if name not in KEYS} if self._token_loss else {}
+        own = {name: tensor for name, tensor in batch.items() if name not in others}
+        checked = checked_batch(own, self.chain.vocabulary, labelled=labelled)
+        check_apart(checked, self.chain)
+        if self._token_loss and (positions := checked.get("position_ids")) is not None and (positions[:, 1:] == 0).any():
+            raise DataError("batch: position_ids begin again within a row, and the loss takes one sample a row")
+        if isinstance(self._token_loss, Loss) and labelled and weighed:
+            self._token_loss.check(batch)
+        return checked | others
+
+    def _cut(self, batch: dict[str, torch.Tensor], rows: int, plan: Plan, *, needs_mask: bool) -> StepBatch:
+        """Return a checked batch as micro-batches of `rows`, filled up where blocks are compiled: one length is one graph."""
+        own = {name: tensor for name, tensor in batch.items() if name in KEYS}
+        if self.options.compile_blocks:
+            own = filled_up(own, plan.batch.sequence_length, needs_mask=needs_mask)
+        if (loss := self._token_loss) is None:
+            return step_batch(own, rows, self.machine.device)
+        scored = scored_labels(own, prompts=isinstance(loss, Loss) and loss.takes_prompts)
+        data = step_batch({**own, "labels": scored}, rows, self.machine.device)
+        return replace(data, whole={**batch, **own, "scored": scored})
+
+
+def mean_loss(state: StepState) -> float:
+    """Return the loss of a step without auxiliary ones: that of the whole, or the mean over trained tokens."""
+    if state.outcome is not None:
+        return float(state.outcome.loss)
+    return float(state.loss_sum) / state.batch.trained_tokens if state.loss_sum is not None else math.nan
+
+
+def _joined(by_micro: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([by_micro[micro].cpu() for micro in sorted(by_micro)])
