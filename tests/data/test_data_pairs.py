@@ -1,0 +1,86 @@
+"""Preferences: which columns are read, what of them is trained, and that both sides of a choice stay together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_tokenizers import make_tokenizer
+
+from headrace.data import BatchStream, DataSpec, load_tokens
+from headrace.data.held_out import HeldOutRows, split_off
+from headrace.terms.errors import ConfigError, DataError
+
+
+def _spec(path: Path, length: int = 32, rows: int = 4) -> DataSpec:
+    return DataSpec(paths=(str(path),), sequence_length=length, tokens_per_step=rows * length, packing=False, pairs=True)
+
+
+def _tokens(folder: Path, rows: list[dict[str, Any]], **spec: int) -> Any:
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return load_tokens(_spec(path, **spec), make_tokenizer(), folder / "cache"), _spec(path, **spec)
+
+
+def _trained_text(tokens: Any, index: int) -> str:
+    sample = tokens.sample(index)
+    return str(make_tokenizer().decode(sample.input_ids[sample.trained].tolist(), skip_special_tokens=True))
+
+
+ROWS = [{"prompt": f"question {n}:", "chosen": f" good {n}", "rejected": f" bad {n}"} for n in range(10)]
+
+
+def test_each_row_is_two_samples_whose_completions_are_trained(tmp_path: Path) -> None:
+    tokens, _ = _tokens(tmp_path, ROWS)
+    assert len(tokens) == 20
+    assert [_trained_text(tokens, index) for index in (0, 1, 18, 19)] == [" good 0", " bad 0", " good 9", " bad 9"]
+
+
+def test_without_a_prompt_it_is_what_both_begin_with(tmp_path: Path) -> None:
+    tokens, _ = _tokens(tmp_path, [{"chosen": "ask: yes it is", "rejected": "ask: no"}])
+    assert [_trained_text(tokens, index) for index in (0, 1)] == [" yes it is", " no"]
+
+
+def test_a_pair_of_which_one_side_has_nothing_left_is_left_out(tmp_path: Path) -> None:
+    long = {"prompt": "x" * 20, "chosen": "ok", "rejected": "no"}
+    tokens, _ = _tokens(tmp_path, [{**long, "prompt": "y" * 40}, long], length=32)
+    assert len(tokens) == 2
+    assert tokens.info.dropped_samples == 2
+
+
+def test_both_sides_of_a_choice_are_in_one_step_in_each_epoch(tmp_path: Path) -> None:
+    stream = BatchStream(*_tokens(tmp_path, ROWS))
+    seen = [stream.next_batch().samples for _ in range(10)]
+    assert all(samples is not None and (samples[1::2] == samples[0::2] + 1).all() for samples in seen)
+    first = np.concatenate([samples for samples in seen[:5] if samples is not None])
+    assert sorted(first.tolist()) == list(range(20))
+
+
+def test_held_out_samples_are_whole_pairs(tmp_path: Path) -> None:
+    tokens, spec = _tokens(tmp_path, ROWS)
+    trained = split_off(tokens, 0.3, seed=1, together=2)
+    assert (len(trained), len(trained.held_out)) == (14, 6)
+    for batch in HeldOutRows(trained.held_out, spec).batches():
+        assert batch.samples is not None
+        assert (batch.samples[1::2] == batch.samples[0::2] + 1).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"text": "alone"}, "chosen \\+ rejected"),
+        ({"chosen": "a", "rejected": "a"}, "equal"),
+        ({"chosen": "a", "rejected": [{"role": "assistant", "content": "b"}]}, "both be texts"),
+        ({"prompt": "q", "chosen": "a"}, "chosen \\+ rejected"),
+    ],
+)
+def test_what_is_no_choice_is_refused_with_its_place(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words) as found:
+        _tokens(tmp_path, [row])
+    assert "line 1" in str(found.value)
+
+
+def test_a_step_of_half_a_pair_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="even number"):
+        _spec(tmp_path, rows=3)
