@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
+.PHONY: test-trl architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -85,6 +85,10 @@ bench-gpu: $(GPU_ENV)  ## Headrace on a GPU capped to 8, 16 and 24 GiB, beside p
 
 test-net: $(STAMP)  ## tests on a network of their own, with cables that are shaped and pulled: as root, skipped elsewhere
 	$(TEST_ENV) $(BIN)/python -m pytest -m net tests/namespaces -rs --timeout=600
+
+test-trl: $(STAMP)  ## renew the numbers of TRL that losses are compared with; TRL: a folder made by pip install --no-deps --target
+	PYTHONPATH=.:$(TRL) $(BIN)/python tests/losses/trl_numbers.py
+	$(TEST_ENV) $(BIN)/python -m pytest tests/losses
 
 golden: $(STAMP)  ## renew the golden plans, and say which field of which changed (minutes); NAMES=train-S
 	$(TEST_ENV) $(BIN)/python tests/plan/golden_plans.py $(NAMES)

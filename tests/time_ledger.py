@@ -29,6 +29,7 @@ MOST_PERCENT = {
     "files": 0.5,
     "flow": 2,
     "gpu": 0.5,
+    "losses": 0.5,
     "machine": 0.5,
     "measure": 2,
     "memory": 0.5,

@@ -152,8 +152,8 @@ class DataSpec:
             )
         if self.pairs and self.rows_per_step % 2:
             raise ConfigError(
-                f"tokens_per_step: {self.tokens_per_step} is {self.rows_per_step} rows of {self.sequence_length} tokens, and pairs "
-                "take an even number; give a multiple of twice the sequence_length"
+                f"tokens_per_step: {self.tokens_per_step} is {self.rows_per_step} rows of {self.sequence_length} tokens, and "
+                "pairs take an even number; give a multiple of twice the sequence_length"
             )
         if self.pairs and self.weights:
             raise ConfigError("weight and loss: each pair occurs once in an epoch; leave weight out")

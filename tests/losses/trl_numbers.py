@@ -1,4 +1,4 @@
-"""The numbers of TRL's trainers on a tiny model: loss, rewards and gradients of one batch of pairs, written to trl_numbers.json.
+"""The numbers of TRL's trainers on a tiny model: loss, rewards and gradients of a batch of pairs, in trl_numbers.json.
 
     make test-trl    # in an environment of its own, with TRL; `make test` compares with what was written
 
