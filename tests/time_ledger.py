@@ -37,7 +37,7 @@ MOST_PERCENT = {
     "model": 12,
     "namespaces": 0.5,
     "net": 0.5,
-    "plan": 13,
+    "plan": 12.5,
     "report": 2,
     "runs": 2,
     "serve": 2,
