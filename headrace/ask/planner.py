@@ -77,7 +77,7 @@ class RunPlanner:
         # Of a given plan of another kind (a node's for a machine alone, or the reverse) only the groups of sums are taken.
         other_kind = given is not None and (ways.search is not None or given.serves or ways.groups_only)
         self._given = None if other_kind else given
-        self._grouping: Grouping | None = grouping_of(given) if given and other_kind else None
+        self.grouping: Grouping | None = grouping_of(given) if given and other_kind else None
         self._ceilings = options.machine if isinstance(options.machine, Ceilings) else None
         self._profiles = Profiles(model.chain)
         if given is not None:
@@ -86,7 +86,7 @@ class RunPlanner:
 
     def group(self, grouping: Grouping) -> None:
         """Have sums taken in these groups from now on."""
-        self._grouping = grouping
+        self.grouping = grouping
         self._take_head_by(grouping.head_rows)
 
     def _take_head_by(self, rows: int) -> None:
@@ -143,7 +143,7 @@ class RunPlanner:
             self._allowance(lambda: costs_of(1), state, beside),
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
-            grouping=self._grouping,
+            grouping=self.grouping,
             packed=self._ways.packed,
             head_passes=self._ways.head_passes,
         )

@@ -49,7 +49,7 @@ class Scoring:
         """
         data, state = self._score(self._checked(batch))
         if data.whole:
-            state.outcome = called(state, by_tokens(_joined(state.log_probs)))
+            state.outcome = called(state, by_tokens(_joined(state.scored)))
         return Evaluation(loss=mean_loss(state), tokens=data.trained_tokens, rows=len(batch["input_ids"]))
 
     def log_probs(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -64,7 +64,7 @@ class Scoring:
         assert self._token_loss is not None, "log-probabilities are read for a loss of the whole step"
         data, state = self._score(self._checked(batch, weighed=False))
         mask = data.whole["labels"][:, 1:] == data.whole["scored"][:, 1:]
-        return (by_tokens(_joined(state.log_probs))[:, 1:] * mask).sum(dim=1)
+        return (by_tokens(_joined(state.scored))[:, 1:] * mask).sum(dim=1)
 
     def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits (sequences, vocabulary) of the token after each row, float32 on the host, under the newest weights.
@@ -76,7 +76,7 @@ class Scoring:
             StepFailed: a lane failed; the last committed step is untouched.
         """
         _, state = self._score(self._checked(batch, labelled=False))
-        return torch.cat([state.logits[micro].cpu() for micro in sorted(state.logits)])
+        return torch.cat([state.scored[micro].cpu() for micro in sorted(state.scored)])
 
     def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
         steps = self._ready(*(shape := batch["input_ids"].shape))

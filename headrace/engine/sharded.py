@@ -55,7 +55,9 @@ class ShardedEngine(Engine):
         if options.gradient.partition(":")[0] == "lsp":
             raise ConfigError("gradient: lsp changes its subspaces by whole matrices, which ranks do not have; leave it out")
         if options.loss:
-            raise ConfigError(f"loss: {options.loss} needs all rows in one place, and ranks share them out; train on one machine")
+            raise ConfigError(
+                f"loss: {options.loss} needs all rows in one place, and ranks share them out; train on one machine"
+            )
 
     @property
     def _fleet(self) -> Fleet:

@@ -49,8 +49,10 @@ def share_of_step(
     sequences = tokens // length
     if planner.grouping is None:
         rows = max(1, sequences // fleet.size)
-        planner.grouping = grouping_of(planner.plan(rows * length, length, state=state, beside=beside))
-    assert planner.grouping is not None, "a plan that computes groups sums"
+        found = grouping_of(planner.plan(rows * length, length, state=state, beside=beside))
+        assert found is not None, "a plan that computes groups sums"
+        planner.group(found)
+    assert planner.grouping is not None, "it was just given"
     rows = planner.grouping.rows
     num_micro = -(-sequences // rows)
     if num_micro < fleet.size:

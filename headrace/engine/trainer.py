@@ -15,6 +15,7 @@ from headrace.engine.scoring import Scoring, mean_loss
 from headrace.engine.seams import Seams
 from headrace.flow.execute import interpreter_of
 from headrace.flow.settle import proposed_in
+from headrace.flow.step_batch import StepBatch
 from headrace.flow.step_state import StepState, Verdict
 from headrace.flow.steps import Schedule, Steps
 from headrace.flow.traffic import Traffic

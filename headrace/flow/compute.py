@@ -84,7 +84,7 @@ def log_probs(state: StepState, op: Op) -> None:
     hidden = state.inputs[state.plan.num_blocks + 1, op.micro]
     _seed(state, state.plan.num_blocks + 1, op.micro)
     with torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
-        state.log_probs[op.micro] = read_log_probs(state, op.micro, hidden)
+        state.scored[op.micro] = read_log_probs(state, op.micro, hidden)
     if op.micro == len(state.batch.micro_batches) - 1:
         take_loss(state)
 
@@ -95,9 +95,9 @@ def score(state: StepState, op: Op) -> None:
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
     with torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
         if not state.batch.trained_tokens:
-            state.logits[op.micro] = chain.last_logits(batch.input_ids[:, -1:], hidden[:, -1:])
+            state.scored[op.micro] = chain.last_logits(batch.input_ids[:, -1:], hidden[:, -1:])
         elif state.batch.whole:
-            state.log_probs[op.micro] = read_log_probs(state, op.micro, hidden)
+            state.scored[op.micro] = read_log_probs(state, op.micro, hidden)
         else:
             for span in spans_of(state, op.micro, hidden):
                 loss = chain.loss_sum(batch.input_ids[:, span], hidden[:, span], state.batch.targets[op.micro][:, span])

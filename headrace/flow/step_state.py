@@ -168,8 +168,8 @@ class StepState:
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
     sums: SequentialSums = field(init=False)
-    logits: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of rows that were scored without labels
-    log_probs: dict[int, torch.Tensor] = field(default_factory=dict)  # by micro-batch: of labels, for a loss of the whole step
+    # By micro-batch: log-probabilities of labels, for a loss of the whole step; logits of rows that are scored without labels.
+    scored: dict[int, torch.Tensor] = field(default_factory=dict)
     log_prob_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # and what the loss gives back
     outcome: Outcome | None = None  # what that loss says
     loss_sum: torch.Tensor | None = None

@@ -34,8 +34,8 @@ def read_log_probs(state: StepState, micro: int, hidden: torch.Tensor) -> torch.
 
 def take_loss(state: StepState) -> None:
     """Call the loss with the log-probabilities of all micro-batches; keep what it says, and their gradients."""
-    micros = sorted(state.log_probs)
-    joined = torch.cat([state.log_probs.pop(micro).cpu() for micro in micros]).requires_grad_()
+    micros = sorted(state.scored)
+    joined = torch.cat([state.scored.pop(micro).cpu() for micro in micros]).requires_grad_()
     with torch.enable_grad():
         outcome = called(state, by_tokens(joined))
         scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
