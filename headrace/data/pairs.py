@@ -9,10 +9,8 @@ from itertools import takewhile
 from typing import Any
 
 from headrace.data.sources import Source, read_with
-from headrace.data.values import Encoded, Kind, Row, Unmarked
+from headrace.data.values import PAIR, Encoded, Kind, Row, Unmarked
 from headrace.terms.errors import DataError
-
-PAIR = ("chosen", "rejected")
 
 
 def read_pairs(source: Source) -> tuple[Kind, Iterator[Row]]:

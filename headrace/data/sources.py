@@ -26,7 +26,7 @@ from headrace.data.json_array import elements
 from headrace.data.long_lines import cut_strings
 from headrace.data.packed_files import PACKED, form_of, unpacked
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved, refuse_no_answer
-from headrace.data.values import Kind, Row
+from headrace.data.values import PAIR, Kind, Row
 from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, source_of
 from headrace.terms.errors import DataError, shortened
 
@@ -112,10 +112,11 @@ def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
         return kind, map(partial(_noting_others, used=kind.columns), _checked(first, rows, kind.columns))
     form = next((form for form in FORMS if _has(first, form.columns)), None)
     if form is None:
-        raise DataError(
-            f"{first.place}: nothing to train on in the columns {_names(first.values)}; accepted are {ACCEPTED}. "
-            "Rename or add the columns, every sample needs them"
-        )
+        advice = "Rename or add the columns, every sample needs them"
+        if _has(first, PAIR):
+            advice = "Preferences are trained with --loss, as dpo"
+        found = _names(first.values)
+        raise DataError(f"{first.place}: nothing to train on in the columns {found}; accepted are {ACCEPTED}. {advice}")
     noted = map(partial(_noting_others, used=form.columns), _checked(first, rows, form.columns))
     return Kind.CHAT, map(partial(_renamed, form=form), noted)
 

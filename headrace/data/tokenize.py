@@ -18,10 +18,10 @@ from pathlib import Path
 
 from headrace.data.chat_template import asks_for_time
 from headrace.data.encode import encode_rows
-from headrace.data.pairs import PAIR, read_pairs, whole_pairs
+from headrace.data.pairs import read_pairs, whole_pairs
 from headrace.data.sources import Source, find_sources, read_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.data.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
+from headrace.data.values import PAIR, DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, ModelError, has_no_space, in_one_line
 from headrace.terms.sizes import format_bytes
 

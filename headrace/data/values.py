@@ -59,6 +59,9 @@ class Tokenizer(Protocol):
         """Write all files that make up the tokenizer."""
 
 
+PAIR = ("chosen", "rejected")  # columns of preferences
+
+
 class Kind(Enum):
     """The accepted sets of columns; the first that a source has wins. The value is the columns that every sample needs."""
 

@@ -212,6 +212,13 @@ class RunOptions(Options):
         given = {each: getattr(self, each) for each in _OF_DATASET if getattr(self, each) is not None}
         if not given:
             return
+        changes: dict[str, Any] = dict.fromkeys(_OF_DATASET)
+        if self.data:  # a plan needs none
+            changes |= self._with_splits(given)
+        for key, value in changes.items():
+            object.__setattr__(self, key, value)  # frozen: set once, here
+
+    def _with_splits(self, given: Mapping[str, str]) -> dict[str, Any]:
         flag = next(iter(given))
         if len(self.data) != 1:
             raise ConfigError(f"{flag}: data has {len(self.data)} entries; give `name` and `split` of each one in a YAML file")
@@ -222,9 +229,7 @@ class RunOptions(Options):
             raise ConfigError("dataset_test_split and eval_data: both say what is held out; give one of them")
         entry = replace(entry, name=name or entry.name, split=train or entry.split)
         held_out = (SourceKind().read(replace(entry, split=test, weight=1.0), "eval_data"),) if test else self.eval_data
-        changes = {"data": (SourceKind().read(entry, "data"),), "eval_data": held_out, **dict.fromkeys(_OF_DATASET)}
-        for key, value in changes.items():
-            object.__setattr__(self, key, value)  # frozen: set once, here
+        return {"data": (SourceKind().read(entry, "data"),), "eval_data": held_out}
 
     @property
     def evaluates(self) -> bool:

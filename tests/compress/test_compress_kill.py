@@ -59,10 +59,11 @@ class Stopped(Exception):
 
 
 def stop_after(lines: int) -> Any:
+    """Stop at this line about blocks; notices about the data come before them."""
     said: list[str] = []
 
     def say(text: str) -> None:
-        said.append(text)
+        said.extend([text] if text.startswith(("block", "going on")) else [])
         if len(said) == lines:
             raise Stopped
 

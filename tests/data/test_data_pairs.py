@@ -10,6 +10,8 @@ from made_tokenizers import make_tokenizer
 
 from headrace.data import BatchStream, DataSpec, load_tokens
 from headrace.data.held_out import HeldOutRows, split_off
+from headrace.data.sources import find_sources, read_rows
+from headrace.terms.data_source import DataSource
 from headrace.terms.errors import ConfigError, DataError
 
 
@@ -84,3 +86,17 @@ def test_what_is_no_choice_is_refused_with_its_place(row: dict[str, Any], words:
 def test_a_step_of_half_a_pair_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="even number"):
         _spec(tmp_path, rows=3)
+
+
+def test_weights_of_pairs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weight and loss"):
+        DataSpec(
+            paths=(DataSource(path="a.jsonl", weight=2),), sequence_length=8, tokens_per_step=16, pairs=True, packing=False
+        )
+
+
+def test_preferences_without_a_loss_are_told_of_it(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n')
+    (source,) = find_sources([str(tmp_path / "pairs.jsonl")], tmp_path)
+    with pytest.raises(DataError, match="--loss"):
+        read_rows(source)

@@ -35,6 +35,11 @@ DATA: dict[str, Any] = {
     "messages": CHAT,
     "completion": {"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]},
     "alpaca": {"instruction": "Hi", "output": "Ho"},
+    "pairs": {
+        "prompt": CHAT["messages"][:1],
+        "chosen": CHAT["messages"][1:],
+        "rejected": [{"role": "assistant", "content": "No"}],
+    },
     "text": {"text": "Hi"},
 }
 
@@ -70,7 +75,8 @@ def test_it_is_added_where_conversations_were_trained(form: str, own: Any, tmp_p
     out.mkdir()
     before = {"eos_token_id": own, "top_p": 0.9}
     (out / "generation_config.json").write_text(json.dumps(before))
-    note = add_turn_end(RunOptions(model=model, data=(str(tmp_path / "data.jsonl"),)), out)
+    loss = "dpo" if form == "pairs" else None
+    note = add_turn_end(RunOptions(model=model, data=(str(tmp_path / "data.jsonl"),), loss=loss), out)
     after = json.loads((out / "generation_config.json").read_text())
     if form == "text" or own == [4]:
         assert (note, after) == ("", before)
