@@ -21,6 +21,7 @@ from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display, NoDisplay
 from headrace.store import leftovers_of, remove_leftover
 from headrace.store.run_directory import RunDirectory
+from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.options import Options
 from headrace.terms.run_options import NodeOptions
@@ -105,12 +106,10 @@ def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
         raise RunDirectoryError(f"output: {directory.path} holds a run without a node; name another directory with --output")
     if found.model != config.model.absolute():
         raise RunDirectoryError(f"output: {directory.path} holds a run of {found.model}; name another directory with --output")
-    keys = [key for key in (*Options.fixed_keys(), "max_steps") if key != "machine"]
+    keys = (*(key for key in Options.fixed_keys() if key not in ("machine", "max_steps")), "max_steps")
     pairs: list[tuple[str, Any, Any]] = [(key, getattr(config, key), getattr(found, key)) for key in keys]
-    from headrace.runs.prepare import absolute
-
-    for key in ("data", "eval_data"):
-        here, there = ([absolute(entry) for entry in getattr(each, key)] for each in (config, found))
+    for key in ("data", "eval_data"):  # also files that are gone by now
+        here, there = ([_lying_at(entry) for entry in getattr(each, key)] for each in (config, found))
         pairs.append((key, here, there))
     pairs.append(("eval_split", config.eval_split, found.eval_split))
     if found.template_date is not None:  # else no template asks
@@ -121,6 +120,12 @@ def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:
             f"output: {directory.path} holds a run that began otherwise: {'; '.join(others)}; resume it with `headrace "
             f"resume {directory.path}`, or name another directory with --output"
         )
+
+
+def _lying_at(entry: str | DataSource) -> object:
+    source = source_of(entry)
+    path = str(Path(source.path).absolute())
+    return replace(source, path=path).to_json() if isinstance(entry, DataSource) else path
 
 
 def _listener(config: NodeOptions, secret: bytes | None, silence_seconds: float) -> Listener:
