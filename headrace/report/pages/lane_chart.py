@@ -13,13 +13,13 @@ from headrace.terms.sizes import format_bytes
 # Families of verbs; each has a colour of its own in the style sheet.
 FAMILIES = {
     "forward": ("prologue", "forward", "query", "attend", "score", "turn"),
-    "backward": ("epilogue", "backward", "prologue-backward"),
-    "weights": ("fetch", "pull", "send", "upload", "make", "write-weights"),
+    "backward": ("log-probs", "epilogue", "backward", "prologue-backward"),
+    "weights": ("fetch", "pull", "gather", "send", "upload", "make", "write-weights"),
     "activations": (
         *("stash", "spill", "unspill", "recall"),
         *("cache-read", "cache-in", "cache-out", "cache-write", "query-out", "result-in"),
     ),
-    "gradients": ("drain", "push", "receive", "hold", "unhold"),
+    "gradients": ("drain", "push", "scatter", "receive", "hold", "unhold"),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
     "control": ("announce", "report", "decide", "route", "commit"),
 }
