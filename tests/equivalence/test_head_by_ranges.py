@@ -41,7 +41,8 @@ def test_float32_training_by_ranges_is_plain_pytorch(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
 
 
-@pytest.mark.parametrize("name", ["llama-tied", pytest.param("llama", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["llama-tied", "llama"])
 def test_where_things_are_placed_changes_no_bit_of_ranges(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir(name, "bfloat16")
     losses, weights = train(path, tmp_path / "run", adjust=SPLIT | _RANGES)

@@ -73,6 +73,7 @@ def test_a_step_that_must_be_clipped_is_run_again(
     assert not any(result.redone for result in want[0])
 
 
+@pytest.mark.deep
 def test_weights_without_a_master_are_rounded_alike_again(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Nothing but the weights is written, in another cut; the losses are near those of the whole master."""
     path, options = model_dir("llama", "bfloat16"), {"optimizer": "lomo:master=none", "max_grad_norm": 0.5}
