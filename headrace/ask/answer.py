@@ -131,8 +131,7 @@ def plan_model(
         plan = planner.plan(question, given)
     except PlanInfeasible as error:
         return _unfit(report, error, question, planner, variants_seconds)
-    of_wire = question.wire.of(chain).notes
-    more = (*([] if whole is None else [note_on(whole)]), *of_wire, *notes_on(planner.forms(question)))
+    more = (*([] if whole is None else [note_on(whole)]), *question.wire.of(chain).notes, *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
     steps = options.max_steps or DEFAULT_STEPS
     report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), steps, between)

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from headrace.data.chat_template import asks_for_time
 from headrace.data.encode import encode_rows
-from headrace.data.pairs import read_pairs, whole_pairs
-from headrace.data.sources import Source, find_sources, read_rows
+from headrace.data.pairs import read, whole_pairs
+from headrace.data.sources import Source, find_sources
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
 from headrace.data.values import PAIR, DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, ModelError, has_no_space, in_one_line
@@ -59,7 +59,7 @@ def asks_for_date(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> bool
     """
     if not asks_for_time(tokenizer):
         return False
-    kinds = (_read(source, spec)[0] for source in find_sources(spec.paths, cache_dir, spec.sequence_length))
+    kinds = (read(source, pairs=spec.pairs)[0] for source in find_sources(spec.paths, cache_dir, spec.sequence_length))
     return any(kind in (Kind.CHAT, Kind.COMPLETION) or spec.contents for kind in kinds)
 
 
@@ -167,10 +167,6 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer, spec: DataSpec, cache_
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _read(source: Source, spec: DataSpec) -> tuple[Kind, Iterator[Row]]:
-    return read_pairs(source) if spec.pairs else read_rows(source)
-
-
 class _Samples:
     """The samples of `sources`, tokenised as they are asked for; afterwards, remarks about them."""
 
@@ -183,7 +179,7 @@ class _Samples:
 
     def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str, int]]:
         for source in self._sources:
-            kind, rows = _read(source, self._spec)
+            kind, rows = read(source, pairs=self._spec.pairs)
             noted = self._noted(rows)
             length, day = self._spec.sequence_length, self._spec.template_date
             encoded = encode_rows(kind, noted, self._tokenizer, length, contents=self._spec.contents, day=day)

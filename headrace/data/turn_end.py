@@ -12,8 +12,8 @@ from typing import Any
 
 from headrace.data.chat_template import Template
 from headrace.data.open_data import open_tokenizer, read_chat_template, read_model_config
-from headrace.data.pairs import read_pairs
-from headrace.data.sources import find_sources, read_rows
+from headrace.data.pairs import read
+from headrace.data.sources import find_sources
 from headrace.data.values import Kind
 from headrace.files.durable import write_whole
 from headrace.files.model_directory import CHAT_TEMPLATE_NAME
@@ -90,7 +90,7 @@ def turn_end(tokenizer: Any) -> tuple[str, int | None]:
 
 def _is_of_conversations(config: RunOptions) -> bool:
     for source in find_sources(config.data, config.cache):
-        kind, rows = read_pairs(source) if config.loss else read_rows(source)
+        kind, rows = read(source, pairs=config.loss is not None)
         if kind is Kind.CHAT or (kind is Kind.COMPLETION and isinstance(next(rows).values["completion"], list)):
             return True
     return False

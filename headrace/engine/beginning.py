@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.ask.planner import PlannedModel, RunPlanner, WaysToPlan
+from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.lent_base import as_begun, lie_together
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.sharing import introduce, planned_options, share_of_step, shared_plan
@@ -132,7 +132,7 @@ def begin(
         planned = planned_options(options) if fleet else options
         subject = _subject(closers, model, planned, seams, lambda files: not fleet and lie_together(files, directories))
         ways = replace(ways, packed=whole.packed, groups_only=fleet is not None, head_passes=subject.head_passes)
-        planner = RunPlanner(planned, _planned(subject), ways)
+        planner = RunPlanner(planned, subject.planned, ways)
         beside = Beside.models(options.models_at_once, whole.final, subject.finished_bytes) if whole.final else None
         plan = None
         if options.tokens_per_step is not None:
@@ -203,7 +203,7 @@ def resume(
         model = Path(str(store.manifest.identity["model"]))
         planned = planned_options(options) if fleet else options
         subject = _subject(closers, model, planned, seams, partial(as_begun, store.manifest.identity))
-        planner = RunPlanner(planned, _planned(subject), replace(ways, head_passes=subject.head_passes))
+        planner = RunPlanner(planned, subject.planned, replace(ways, head_passes=subject.head_passes))
         subject.use_lent(store, sink)
         plan = None
         if found := store.record.get("plan"):
@@ -235,16 +235,3 @@ def _subject(
     subject = Subject(model, options, seams or seams_of(options), lends)
     closers.callback(subject.close)
     return subject
-
-
-def _planned(subject: Subject) -> PlannedModel:
-    return PlannedModel(
-        chain=subject.chain,
-        machine=subject.machine,
-        weights=subject.weights,
-        forms=subject.forms,
-        rule=subject.rule,
-        own_rule=subject.own_rule,
-        cores=subject.cores,
-        warm_up=subject.warm_up,
-    )

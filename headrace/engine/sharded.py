@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.ask.planner import PlannedModel, RunPlanner, WaysToPlan
+from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.beginning import Run, first_record
 from headrace.engine.fleet import Fleet
 from headrace.engine.seams import seams_of
@@ -222,17 +222,7 @@ def join(fleet: Fleet, place: Callable[[Mapping[str, Any]], Path], sink: Sink) -
         closers.callback(subject.close)
         store = _begun(fleet, told, subject, sink) if told.at is None else _resumed(fleet, told, sink)
         closers.callback(store.close)
-        planned = PlannedModel(
-            chain=subject.chain,
-            machine=subject.machine,
-            weights=subject.weights,
-            forms=subject.forms,
-            rule=subject.rule,
-            own_rule=subject.own_rule,
-            cores=subject.cores,
-            warm_up=subject.warm_up,
-        )
-        planner = RunPlanner(planned_options(told.options), planned, WaysToPlan())
+        planner = RunPlanner(planned_options(told.options), subject.planned, WaysToPlan())
         run = Run(told.options, subject, planner, store, told.plan, sink, closers)
         run.settle()
         run.closers = closers.pop_all()

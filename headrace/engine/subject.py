@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from headrace.ask.planner import PlannedModel
 from headrace.engine.lent_base import LentBase, check_lent
 from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.seams import Seams, forms_of
@@ -134,6 +135,20 @@ class Subject:
     def export_notes(self) -> tuple[str, ...]:
         """What a reader of the exported files should know."""
         return self.seams.wire.notes
+
+    @property
+    def planned(self) -> PlannedModel:
+        """What a planner reads of it."""
+        return PlannedModel(
+            chain=self.chain,
+            machine=self.machine,
+            weights=self.weights,
+            forms=self.forms,
+            rule=self.rule,
+            own_rule=self.own_rule,
+            cores=self.cores,
+            warm_up=self.warm_up,
+        )
 
     @property
     def head_passes(self) -> int:
