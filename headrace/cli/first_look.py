@@ -62,21 +62,22 @@ def with_model_here(config: _Config) -> _Config:
 
     if not is_hub_name(config.model):
         return config
-    from headrace.runs.prepare import default_output  # late: it imports torch
+    model = model_here(config.model)  # first: without a network that is said before torch is imported, which takes seconds
+    from headrace.runs.prepare import default_output
 
-    model = model_here(config.model)
     return replace(config, model=model, output=config.output or default_output(config))
 
 
 def look_at_model(model: str | Path) -> None:
-    """Look at a model directory; names of the Hub are not asked for.
+    """Look at a model directory; for a name of the Hub, whether that answers.
 
     Raises:
         ModelError: it is none.
     """
-    from headrace.files.hub import is_hub_name
+    from headrace.files.hub import is_hub_name, refuse_unanswered
 
     if is_hub_name(model):
+        refuse_unanswered(str(model))
         return
     from headrace.files.model_directory import refuse_no_model
 
@@ -107,11 +108,16 @@ def look_at_place(place: str | Path) -> None:
 
 
 def look_at_choices(options: Options, *, at_node: bool = False) -> None:
-    """Look at what a run combines: this needs torch, but not transformers.
+    """Look at what a run combines: this needs torch, but not transformers. Before it, whether the Hub answers for its model.
 
     Raises:
+        ModelError: it does not.
         ConfigError: there is no such rule, gradient or adapter, or two choices exclude one another.
     """
+    from headrace.files.hub import is_hub_name, refuse_unanswered
+
+    if isinstance(options, RunOptions) and is_hub_name(options.model):
+        refuse_unanswered(str(options.model))
     from headrace.update.combinations import refuse_combination
 
     refuse_combination(options, at_node=at_node)

@@ -59,6 +59,22 @@ def hub_answers(name: str, repo_type: str = "model") -> bool:
     return bool(answered and answered[0])
 
 
+def refuse_unanswered(name: str) -> Path | None:
+    """Return the whole copy of a model where the Hub does not answer; None where it does.
+
+    Raises:
+        ModelError: it does not answer, and there is no whole copy.
+    """
+    if hub_answers(name):
+        return None
+    if (kept := _whole_copy(name)) is not None:
+        return kept
+    raise ModelError(
+        f"model: {name} is no directory here. The Hub did not answer within {HUB_SECONDS:g} seconds, and there is no whole "
+        "copy; give a local model directory, or try again with a network"
+    )
+
+
 def fetched_model(name: str, say: Callable[[str], None]) -> Path:
     """Return the directory of the Hub's model `name`, fetched if it is not there. `say` is told what will be fetched.
 
@@ -69,13 +85,8 @@ def fetched_model(name: str, say: Callable[[str], None]) -> Path:
     """
     from huggingface_hub import model_info, snapshot_download
 
-    if not hub_answers(name):
-        if (kept := _whole_copy(name)) is not None:
-            return kept
-        raise ModelError(
-            f"model: {name} is no directory here. The Hub did not answer within {HUB_SECONDS:g} seconds, and there is no whole "
-            "copy; give a local model directory, or try again with a network"
-        )
+    if (kept := refuse_unanswered(name)) is not None:
+        return kept
     try:
         model_info(name)  # a model that is refused is named by its error
         files = snapshot_download(name, dry_run=True, **_CHOSEN)
