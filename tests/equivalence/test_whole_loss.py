@@ -82,6 +82,40 @@ def test_splits_and_placements_change_no_bit_of_a_loss_of_pairs(
         assert all(torch.equal(got[1][key], want) for key, want in weights.items())
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "lion"},
+        {"optimizer": "lomo"},
+        {"optimizer": "muon"},
+        {"optimizer": "adalomo"},
+        {"optimizer": "adamw:moments=int8"},
+        {"adapter": "dora:rank=4"},
+        {"gradient": "lsp:dimension=16,nonzeros=2"},
+        {"compute_dtype": "float16"},
+        {"compile_blocks": True},
+        {"gradient_sum": "tree"},
+        {"train": "matrices"},
+        {"max_grad_norm": 0.5},
+    ],
+    ids=str,
+)
+def test_a_loss_of_pairs_goes_with_other_choices(
+    options: dict[str, Any], model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Far placements have the same bits, and the loss falls on the pairs that are trained."""
+    batches = [_pairs(0, torch.full((ROWS,), -40.0))] * 3
+    more = {"loss": "dpo", "learning_rate": 1e-3, **options}
+    losses, weights = short_run(model_dir("llama", "bfloat16"), tmp_path / "run", batches, adjust=SPLIT, **more)
+    assert losses[-1] < losses[0]
+    placed = next(iter(FAR_PLACEMENTS.values()))
+    placed = placed | {"adjust": {**SPLIT, **placed["adjust"], "chunk_elements": 32768}}  # rules by matrices take whole ones
+    again, others = short_run(model_dir("llama", "bfloat16"), tmp_path / "again", batches, **placed, **more)
+    assert again == losses
+    assert all(torch.equal(others[key], want) for key, want in weights.items())
+
+
 def test_the_reference_is_what_the_model_says_before_training(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, batch = model_dir("llama"), _pairs(0)
     options = headrace.Options(
