@@ -86,6 +86,8 @@ def test_splits_and_placements_change_no_bit_of_a_loss_of_pairs(
 @pytest.mark.parametrize(
     "options",
     [
+        {"optimizer": "sgd", "learning_rate": 1e-1},
+        {"optimizer": "adafactor"},
         {"optimizer": "lion"},
         {"optimizer": "lomo"},
         {"optimizer": "muon"},
