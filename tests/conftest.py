@@ -80,6 +80,7 @@ def profiles(request: pytest.FixtureRequest) -> Iterator[KeptProfiles | None]:
 
 @pytest.fixture(autouse=True)
 def profiled_once(profiles: KeptProfiles | None, request: pytest.FixtureRequest) -> None:
-    """What a test exchanges may change costs: those are no later process's."""
+    """What a test exchanges may change costs: those are no other test's."""
     if profiles is not None:
-        profiles.keeps = "monkeypatch" not in request.fixturenames
+        patch = request.getfixturevalue("monkeypatch") if "monkeypatch" in request.fixturenames else None
+        profiles.exchanged = lambda: [target for target, *_ in patch._setattr] if patch else []

@@ -9,7 +9,7 @@ import torch
 from kept_profiles import MOST_VERSIONS, KeptProfiles, digest_of, forget_oldest, read, write
 from transformers import AutoConfig
 
-from headrace.model import Chain, profile
+from headrace.model import Chain, head_rows, profile
 from headrace.model.cost_profile import profile as profile_itself
 from headrace.terms.optimizer import Optimizer
 
@@ -48,10 +48,21 @@ def test_what_differs_is_profiled(
 
 def test_a_test_that_exchanges_something_keeps_nothing(tmp_path: Path) -> None:
     profiles = KeptProfiles(profile, tmp_path)
-    profiles.keeps = False
+    profiles.exchanged = lambda: [torch]
     profiles(chain_of(), 1, 8)
     with pytest.raises(AssertionError, match="profiled again"):
         KeptProfiles(refuse, tmp_path)(chain_of(), 1, 8)
+
+
+@pytest.mark.parametrize("exchanged", [head_rows, Chain])
+def test_code_that_decides_and_is_exchanged_has_profiles_of_its_own(exchanged: Any, tmp_path: Path) -> None:
+    costs = iter(("plain", "exchanged", "exchanged again"))
+    profiles = KeptProfiles(lambda *words, **named: next(costs), None)
+    assert profiles(chain_of(), 1, 8) == "plain"
+    profiles.exchanged = lambda: [exchanged]
+    assert [profiles(chain_of(), 1, 8) for _ in range(2)] == ["exchanged", "exchanged again"]
+    profiles.exchanged = list
+    assert profiles(chain_of(), 1, 8) == "plain"
 
 
 def test_a_model_of_other_code_is_not_kept(tmp_path: Path) -> None:
