@@ -24,7 +24,6 @@ from headrace.model.caught import Matrix, Place, matrices_of
 from headrace.model.stored_experts import without
 from headrace.terms.layout import UnitLayout
 
-Load = Callable[[UnitLayout], torch.Tensor]
 Context = Callable[[int], AbstractContextManager[Any]]
 
 
@@ -55,12 +54,11 @@ class BlockWeights(Protocol):
 
 
 class WholeBlock:
-    """A whole block, twice in memory."""
+    """A whole block, twice in memory: as it `came`, and rounded."""
 
-    def __init__(self, chain: Chain, unit: int, load: Load) -> None:
+    def __init__(self, chain: Chain, unit: int, came: torch.Tensor) -> None:
         self._chain, self._unit, layout = chain, unit, chain.layouts[unit]
-        self._came = load(layout)
-        self._rounded = self._came.clone()
+        self._came, self._rounded = came, came.clone()
         self.rounded: Mapping[str, Rounding] = _views(layout, self._rounded)
         self.places: Mapping[Place, Matrix] = {}
 
@@ -90,14 +88,15 @@ class WholeBlock:
 
 
 class BlockByExperts:
-    """What every token reads of a block, twice in memory, and one of its `experts`; rounded experts lie in `file`."""
+    """What every token reads of a block, twice in memory (`came`), and one of its `experts`; rounded ones lie in `file`."""
 
-    def __init__(self, chain: Chain, weights: WeightMap, unit: int, experts: BlockExperts, load: Load, file: Path) -> None:
+    def __init__(
+        self, chain: Chain, weights: WeightMap, unit: int, experts: BlockExperts, came: torch.Tensor, file: Path
+    ) -> None:
         self._chain, self._weights, self._experts, self._file = chain, weights, experts, file
         names = frozenset(experts.names.values())
         layout = without(chain.layouts[unit], names)
-        self._came = load(layout)
-        self._common = self._came.clone()
+        self._came, self._common = came, came.clone()
         self._binding = Binding(chain.model, [layout], chain.dtype)
         self._specs = {spec.name: spec for spec in chain.layouts[unit].parameters if spec.name in names}
         self._banks = Banks([experts], chain.dtype, chain.device)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headrace.compress.quantiser import Rows
+from headrace.compress.verbs import Rows
 from headrace.data import BatchStream
 from headrace.data.open_data import open_tokens, tensors_of, tokenizer_for_data, with_lengths
 from headrace.model import IGNORED, Chain, MicroBatch

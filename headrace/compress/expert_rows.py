@@ -16,7 +16,7 @@ from headrace.model.parking import ParkedThread
 from headrace.terms.errors import ModelError
 
 # So many micro-batches wait within a block together, and an expert comes once for all of them.
-_TOGETHER = 8
+TOGETHER = 8
 
 
 class _Walk:
@@ -75,8 +75,8 @@ def through_experts(
         ModelError: the block asks for an expert after a larger one.
         Whatever `run` raises.
     """
-    for start in range(0, len(items), _TOGETHER):
-        some = items[start : start + _TOGETHER]
+    for start in range(0, len(items), TOGETHER):
+        some = items[start : start + TOGETHER]
         with ExitStack() as closers:
             walks = [_Walk(banks, _bound(run, item), _bound(context, item)) for item in some]
             for walk in walks:

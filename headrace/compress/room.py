@@ -1,6 +1,7 @@
 """What of host memory a compression gets for what: for the command and for its plan alike.
 
-Two forms of the largest block are in memory, and what lies around the blocks; of the rest a share is for sums of inputs.
+Two forms of the largest block are in memory, and what lies around the blocks. Where there is room, so is the next block; of the
+rest a share is for sums of inputs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,13 +15,16 @@ from headrace.terms.sizes import MIB, format_bytes
 # Sums of inputs get this fraction (1 / n) of the memory beside weights; the rest is for rounding and what blocks compute.
 _SHARE_OF_SUMS = 3
 _LEAST_REST_BYTES = 64 * MIB
+# The next block is read ahead where this many blocks fit beside two forms of one: sums of inputs need most of what is left.
+_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
     """Bytes in host memory: of what lies around the blocks, of a block in one form, and for sums of inputs at once.
 
-    `by_experts`: a block's experts come one at a time, and `block_bytes` has one of them.
+    `by_experts`: a block's experts come one at a time, and `block_bytes` has one of them. `ahead`: the next block is read while
+    one is rounded, which takes its bytes once more.
     """
 
     allowed_bytes: int
@@ -28,6 +32,7 @@ class Room:
     block_bytes: int
     sums_bytes: int
     by_experts: bool
+    ahead: bool = False
 
     @property
     def needed_bytes(self) -> int:
@@ -62,8 +67,10 @@ def room_in(
     if apart:
         largest = max(_elements_by_experts(chain, block, each) for block, each in enumerate(experts))
     rest = host_bytes - (ends + 2 * largest) * bytes_per_element
+    ahead = rest >= _AHEAD * largest * bytes_per_element
+    rest -= largest * bytes_per_element if ahead else 0
     sums = max(_LEAST_REST_BYTES, rest) // _SHARE_OF_SUMS
-    return Room(host_bytes, ends * bytes_per_element, largest * bytes_per_element, sums, apart)
+    return Room(host_bytes, ends * bytes_per_element, largest * bytes_per_element, sums, apart, ahead)
 
 
 def _elements_by_experts(chain: Chain, block: int, experts: BlockExperts | None) -> int:

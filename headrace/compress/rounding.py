@@ -1,58 +1,24 @@
-"""Which matrices of a block are coded, and how they are rounded. This module knows one block at a time.
+"""How the matrices of a block are rounded, and how they are encoded. This module knows one block at a time."""
 
-No architecture is named here. A matrix is coded if a trial saw it multiply, if it is stored as a separate matrix, and if the
-code can hold its width. Routers are left alone: matrices with one row for each expert, or with few rows.
-"""
-
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from headrace.codec import Grid, Rounded, gptq, nearest, product_errors
+from headrace.codec import Rounded, gptq, nearest, product_errors
 from headrace.codec.targets import Target
-from headrace.compress.room import groups_of_sums
+from headrace.compress.choosing import Coded
 from headrace.model import WeightMap
 from headrace.model.caught import Caught, Matrix
 from headrace.model.encoding import float32_of
 from headrace.model.importing import at_least_1d
 from headrace.model.matching import Piece
-from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_rows
-from headrace.terms.layout import ParameterSpec
+from headrace.model.safetensors_file import read_rows
 
-_LEAST_ROWS = 8
-_STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # Float copies of a matrix while it is rounded (weights, rounded values, errors) and of H (with its damped copy and factors).
 _COPIES = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """A parameter whose matrices are coded: `spec` as in the layout, its stored `pieces` and their dtype, and the grid."""
-
-    spec: ParameterSpec
-    pieces: tuple[Piece, ...]
-    stored: torch.dtype
-    grid: Grid
-
-    @property
-    def experts(self) -> int:
-        """Number of its matrices."""
-        return self.spec.shape[0] if len(self.spec.shape) == 3 else 1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of each matrix."""
-        return self.spec.shape[-2], self.spec.shape[-1]
-
-    def matrices(self) -> Iterator[Matrix]:
-        """Yield its matrices, in order."""
-        for expert in range(self.experts):
-            yield Matrix(self.spec.name, expert if len(self.spec.shape) == 3 else None, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,51 +51,6 @@ class BlockCode:
     reports: list[ParameterReport] = field(default_factory=list)
 
 
-def choose(
-    weights: WeightMap, specs: Sequence[ParameterSpec], seen: Mapping[Matrix, int], target: Target, *, experts_only: bool
-) -> tuple[list[Coded], dict[str, str]]:
-    """Return the parameters of a block to code, and by name why other matrices are left."""
-    multiplied = {matrix.name for matrix in seen}
-    counts = {spec.shape[0] for spec in specs if len(spec.shape) == 3}
-    # All matrices of experts have one size of groups, which readers of the formats expect.
-    common = math.gcd(*(spec.shape[-1] for spec in specs if len(spec.shape) == 3))
-    coded, left = [], {}
-    for spec in specs:
-        if len(spec.shape) not in (2, 3):
-            continue
-        reason = ""
-        pieces = tuple(weights.pieces.get(spec.name, ()))
-        stored = [weights.checkpoint.tensors[piece.key] for piece in pieces]
-        if len(spec.shape) == 2 and (experts_only or spec.shape[0] in counts or spec.shape[0] < _LEAST_ROWS):
-            reason = "no experts" if experts_only else "chooses among experts, or has few rows"
-        elif not pieces or weights.copies.get(spec.name) or not all(_is_matrix(tensor) for tensor in stored):
-            reason = "not stored as matrices of their own"
-        elif spec.name not in multiplied:
-            reason = "no product of it was seen"
-        else:
-            dtype = _STORED[stored[0].dtype]
-            grid = target.grid(common if len(spec.shape) == 3 else spec.shape[-1], dtype)
-            if grid is None:
-                reason = f"the code takes no width of {spec.shape[-1]}"
-            else:
-                coded.append(Coded(spec, pieces, dtype, grid))
-        if reason:
-            left[spec.name] = reason
-    return coded, left
-
-
-def _is_matrix(stored: StoredTensor) -> bool:
-    return len(stored.shape) == 2 and stored.dtype in WEIGHT_DTYPES and stored.key.endswith(".weight")
-
-
-def catch_groups(coded: Sequence[Coded], allowed_bytes: int) -> list[list[Matrix]]:
-    """Return the matrices in groups whose sums of inputs together fit into `allowed_bytes`; a single one may be larger."""
-    matrices = [matrix for parameter in coded for matrix in parameter.matrices()]
-    found = iter(matrices)
-    sizes = groups_of_sums((4 * matrix.shape[1] ** 2 for matrix in matrices), allowed_bytes)
-    return [list(islice(found, size)) for size in sizes]
-
-
 class Rounding(Protocol):
     """Where the matrices of a parameter go once they are rounded."""
 
@@ -156,6 +77,7 @@ class BlockRounder:
         self._weights, self._parameters, self._target = weights, parameters, target
         self._allowed_bytes = allowed_bytes
         self._found: dict[str, list[tuple[int, int, float, float, int, bool, bool, bool]]] = {}
+        self._waiting: list[tuple[Coded, Piece, torch.Tensor, torch.Tensor]] = []
 
     def round(self, parameter: Coded, matrices: Sequence[Matrix], caught: Caught) -> None:
         """Round `matrices` of `parameter` with the inputs that were `caught`."""
@@ -164,6 +86,12 @@ class BlockRounder:
         step = max(1, self._allowed_bytes // bytes_of_one)
         for start in range(0, len(matrices), step):
             self._round_some(parameter, matrices[start : start + step], caught)
+
+    def encode(self) -> None:
+        """Encode what was rounded since the last call."""
+        waiting, self._waiting = self._waiting, []
+        for parameter, piece, codes, sides in waiting:
+            self.code.parts[piece.key] = self._target.parts(codes, sides, parameter.stored)
 
     def finish(self, parameter: Coded) -> None:
         """Report on `parameter`, whose matrices have all been rounded."""
@@ -207,15 +135,15 @@ class BlockRounder:
             entry = (expert, tokens, float(errors[index]), float(rounding[index]), zeros, tokens == 0, failed)
             self._found.setdefault(matrix.name, []).append((*entry, matrix in caught.unsorted))
             self._parameters[matrix.name].put(matrix.expert, values[index])
-        self._store(parameter, matrices, rounded)
+        self._set_aside(parameter, matrices, rounded)
 
-    def _store(self, parameter: Coded, matrices: Sequence[Matrix], rounded: Rounded) -> None:
+    def _set_aside(self, parameter: Coded, matrices: Sequence[Matrix], rounded: Rounded) -> None:
         for index, matrix in enumerate(matrices):
             for piece in parameter.pieces:
                 if matrix.expert is None or piece.index[0] == matrix.expert:
                     rows = _within(piece)
                     codes, sides = rounded.codes[index][rows].cpu(), rounded.sides[index][rows].cpu()
-                    self.code.parts[piece.key] = self._target.parts(codes, sides, parameter.stored)
+                    self._waiting.append((parameter, piece, codes, sides))
 
 
 def stored_matrix(weights: WeightMap, pieces: Sequence[Piece], shape: tuple[int, int], expert: int | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ from headrace.codec.targets import Target
 from headrace.compress.calibration import CalibrationData, open_calibration
 from headrace.compress.coded_files import CodedFiles, quantisation_config
 from headrace.compress.quantiser import Quantiser
-from headrace.compress.rounding import ParameterReport
+from headrace.compress.rounding import BlockCode, ParameterReport
 from headrace.compress.work import (
     RECORD,
     Record,
@@ -163,17 +163,25 @@ class _Run:
         if "rest" not in self.record:
             self.record["rest"] = self.files.write(0, {})
             self.commit()
-        began, before = time.perf_counter(), len(blocks)
-        for block in range(before, total):
-            start = time.perf_counter()
-            code, left = self.quantiser.advance(block)
+        began, before, start = time.perf_counter(), len(blocks), time.perf_counter()
+        codes: dict[int, tuple[dict[str, Any], BlockCode]] = {}
+
+        def keep(block: int, code: BlockCode, left: Mapping[str, str]) -> None:
             digest = self.files.write(block + 1, code.parts)
             reports = [asdict(report) for report in code.reports]
-            blocks.append({"digest": digest, "reports": reports, "groups": code.groups, "left": left})
+            codes[block] = {"digest": digest, "reports": reports, "groups": code.groups, "left": dict(left)}, code
+
+        def commit(block: int) -> None:
+            nonlocal start
+            entry, code = codes.pop(block)
+            blocks.append(entry)
             self.commit()
             now = time.perf_counter()
             rest = (now - began) / (block + 1 - before) * (total - block - 1)
             self.say(_block_line(block, total, code.reports, now - start, rest))
+            start = now
+
+        self.quantiser.run(keep, commit, blocks_done=before)
 
     def _result(self, output: Path) -> Compressed:
         before, after, tokens = self.quantiser.losses()

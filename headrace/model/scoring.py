@@ -44,8 +44,7 @@ class ScoringSeat:
         self.hidden: torch.Tensor | None = None
         self.done, self.loss_sum = False, 0.0
         self._chain = chain
-        self._targets = shift_labels(batch.labels)
-        self._batch = _on(chain.device, batch)
+        self._batch = on_device(chain.device, batch)
 
     def turn(self) -> None:
         """Run what comes next, until it wants the blocks or is done. On all turns but the first, the blocks have been run."""
@@ -53,24 +52,27 @@ class ScoringSeat:
             start = self._chain.prologue(self._batch)
             self.hidden, self.calls = start.hidden, start.calls
             return
-        self.loss_sum = self._score(self.hidden)
+        self.loss_sum = loss_sum(self._chain, self._batch, self.hidden)
         self.done, self.hidden, self.calls = True, None, ()
 
     def close(self) -> None:
         """End it where it is: nothing is under way between turns."""
 
-    def _score(self, hidden: torch.Tensor) -> float:
-        ids, targets = self._batch.input_ids, self._targets.to(self._chain.device)
-        labelled = (self._targets != IGNORED).any(dim=0).tolist()
-        step, total = chunk_positions(self._chain, ids.shape[0]), 0.0
-        for start in range(0, ids.shape[1], step):
-            span = slice(start, start + step)
-            if any(labelled[span]):
-                total += float(self._chain.loss_sum(ids[:, span], hidden[:, span], targets[:, span]).double())
-        return total
+
+def loss_sum(chain: Chain, batch: MicroBatch, hidden: torch.Tensor) -> float:
+    """Return the sum of the cross-entropies of the labelled tokens of `batch`, which is where `chain` computes."""
+    ids, targets = batch.input_ids, shift_labels(batch.labels)
+    labelled = (targets != IGNORED).any(dim=0).tolist()
+    step, total = chunk_positions(chain, ids.shape[0]), 0.0
+    for start in range(0, ids.shape[1], step):
+        span = slice(start, start + step)
+        if any(labelled[span]):
+            total += float(chain.loss_sum(ids[:, span], hidden[:, span], targets[:, span]).double())
+    return total
 
 
-def _on(device: torch.device, batch: MicroBatch) -> MicroBatch:
+def on_device(device: torch.device, batch: MicroBatch) -> MicroBatch:
+    """Return `batch` with its tensors on `device`."""
     values = (batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids, batch.token_mask)
     return MicroBatch(*(None if value is None else value.to(device) for value in values))  # type: ignore[arg-type]
 

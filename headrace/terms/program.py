@@ -51,6 +51,9 @@ class Verb(StrEnum):
     COMMIT = "commit"  # everything durable, then the record
     GATHER = "gather"  # unit's weights: other ranks that hold parts of it -> where this rank's part is
     SCATTER = "scatter"  # unit's drained gradient: to those ranks that hold parts of it; the sum of this rank's part -> host
+    CATCH = "catch"  # block, some micro-batches: inputs of its matrices are added up, or only which of them multiply is seen
+    ROUND = "round"  # some of a block's matrices: sums of inputs -> values on the grid of a code
+    KEEP = "keep"  # what was rounded: encoded; or a block's codes: host -> file
     ANNOUNCE = "announce"  # a step: its rows and what decides its numbers -> workers
     SEND = "send"  # unit's weights: host slot -> workers, who pull it
     RECEIVE = "receive"  # unit's gradient: workers, who push it -> host
@@ -86,18 +89,23 @@ class Pool(IntEnum):
     CACHE = 20  # by block: keys and values of all seats, where they live; in pieces of one seat each
     CACHE_HOST = 21  # a seat's keys and values of a block, on their way in host memory
     CACHE_DEVICE = 22  # and on the device
-    NORM = 23  # PASSING, from here on; in pieces of one unit each
-    LEFT = 24  # by block and micro-batch: what forward leaves for backward, as compute made it
-    HOST_STASH = 25  # and in host memory
-    SSD_STASH = 26  # and on the SSD
-    RECALLED = 27  # and back on the device
-    CHOICES = 28  # the experts that tokens of a block were sent to
-    ROUTED = 29  # and so which of them are fetched
-    EXPERTS = 30  # a few experts of a block in host memory
-    DEVICE_EXPERTS = 31  # and where compute reads them
-    EXPERT_SOURCES = 32  # what these are made of, on the device
-    CARRIED = 33  # by micro-batch: queries on the device, and what attention made of them on the host
-    HOST_CARRIED = 34  # and in host memory
+    HIDDEN = 23  # hidden states between two blocks, in a file; in pieces of some micro-batches each
+    ROUNDED = 24  # a block's weights with the values of their codes
+    CODES = 25  # numbers that were rounded and not encoded yet
+    KEPT = 26  # a block's codes in host memory, until its file is written
+    PASSED = 27  # hidden states that a block made, on their way to that file
+    NORM = 28  # PASSING, from here on; in pieces of one unit each
+    LEFT = 29  # by block and micro-batch: what forward leaves for backward, as compute made it
+    HOST_STASH = 30  # and in host memory
+    SSD_STASH = 31  # and on the SSD
+    RECALLED = 32  # and back on the device
+    CHOICES = 33  # the experts that tokens of a block were sent to
+    ROUTED = 34  # and so which of them are fetched
+    EXPERTS = 35  # a few experts of a block in host memory
+    DEVICE_EXPERTS = 36  # and where compute reads them
+    EXPERT_SOURCES = 37  # what these are made of, on the device
+    CARRIED = 38  # by micro-batch: queries on the device, and what attention made of them on the host
+    HOST_CARRIED = 39  # and in host memory
 
 
 PASSING = Pool.NORM

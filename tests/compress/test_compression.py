@@ -12,16 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compressing import options
+from compressing import files_of, options, run
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.codec import Int4Grid, gptq, nearest
+from headrace.compress import room
+from headrace.compress import run as compression
 from headrace.compress.calibration import CalibrationData, open_calibration
 from headrace.compress.coded_files import digest_of
+from headrace.compress.quantiser import Quantiser
 from headrace.compress.run import Compressed, result_table
+from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
 from headrace.model import Chain, Checkpoint
+from headrace.plan.ledger import Snapshot
+from headrace.terms.lanes import Lane
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.program import Verb
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 
@@ -211,12 +218,33 @@ def test_texts_go_through_the_chat_template_of_which_only_first_tokens_count(den
             assert bool((labels[~counts] == -100).all())
 
 
-def test_memory_for_few_sums_changes_no_byte(mixture: Path, mixture_int4: tuple[Path, Compressed], tmp_path: Path) -> None:
-    from compressing import files_of, run
+@pytest.mark.parametrize("interpreter", ["overlapped", "plain"])
+def test_memory_for_few_sums_changes_no_byte(
+    interpreter: str, mixture: Path, mixture_int4: tuple[Path, Compressed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[Quantiser]()
 
-    import headrace.compress.quantiser as quantiser
+    def quantiser(*words: Any, **named: Any) -> Quantiser:
+        made.append(Quantiser(*words, interpreter=interpreter, **named))
+        return made[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantiser, "MIB", 1 << 6)  # at least 4 kB instead of 64 MiB: a matrix at a time
-        run(mixture, tmp_path, group_size=64, host_memory="1MiB")
+    monkeypatch.setattr(compression, "Quantiser", quantiser)
+    monkeypatch.setattr(room, "_LEAST_REST_BYTES", 3 << 14)
+    run(mixture, tmp_path, group_size=64, host_memory="1MiB")
     assert files_of(tmp_path) == files_of(mixture_int4[0])
+    (found,) = made
+    assert not found.room.ahead
+    assert len(build_block(found.rounds(), 0, Snapshot())[0].lane(Lane.UPDATE)) > 2, "rows pass a block several times"
+
+
+def test_a_block_is_read_while_the_one_before_is_rounded() -> None:
+    rounds = Rounds(blocks=[BlockFigures(groups=[Group()])] * 3, calibrating=2, held_out=1, ahead=True)
+    first, left = build_block(rounds, 0, Snapshot())
+    second, _ = build_block(rounds, 1, left)
+    fetches, compute = [op for op in first.ops if op.verb is Verb.FETCH], first.lane(Lane.COMPUTE)
+    assert [op.unit for op in fetches] == [1, 2]
+    assert not set(fetches[1].after) & {op.index for op in compute}
+    assert [op.unit for op in second.ops if op.verb is Verb.FETCH] == [3], "it has been read"
+    (commit,) = first.lane(Lane.COMMIT)
+    assert all(commit.index in op.after_previous for op in second.ops if op.verb is Verb.SPILL), "it was needed"
+    assert not any(commit.index in op.after_previous for op in second.ops if op.verb is Verb.CATCH)
