@@ -1,13 +1,14 @@
 """`headrace plan MODEL --compress`: what a compressed model will take, and how long making it, before a byte of it is read.
 
-Every term is a count (bytes, operations, launches) over a rate of the machine's profile, and stands by itself in the answer. No
-two of them are taken to overlap: their sum is the time of a machine that does one thing at a time. The size of ternary weights
-follows from the share of zeros, which is not known before. The plan assumes that of QMoE's largest model. It also shows the
-size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of codes (`codec/table.py`) has these figures.
+Every term is a count (bytes, operations, launches) over a rate of the machine's profile, and stands by itself in the answer.
+Their sum is the time of a machine that does one thing at a time; beside it stands the simulated time of the lanes. The size of
+ternary weights follows from the share of zeros, which is not known before. The plan assumes that of QMoE's largest model. It
+also shows the size with four zeros in five (modern mixtures have 0.76 to 0.84). The table of codes (`codec/table.py`) has these
+figures.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -17,6 +18,7 @@ from headrace.ask.model_config import read_parts, refuse_other_dtypes
 from headrace.ask.place import Place
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
+from headrace.compress.forecast import EXPERTS_AT_ONCE, Block, Job, Matrices, side_by_side, terms
 from headrace.compress.recoding import MOST_BYTES_IN_MEMORY
 from headrace.compress.room import Room, groups_of_sums, room_in
 from headrace.model import Chain
@@ -31,21 +33,15 @@ from headrace.terms.coding import as_matrix
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.sizes import format_bytes, format_seconds
 
-# Operations of a Cholesky factor, the inverse, and the inverse's factor, relative to the cube of the inputs.
-_CHOLESKY = 4 / 3
-# GPTQ's own operations reach this share of the float32 rate of large products (an assumption; QMoE's batches of 16 experts).
-_GPTQ_SHARE = 0.2
-_EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
-# So many weights per second and core become words (docs/log/ternary).
-_ENCODED_PER_SECOND = 1e8
-_RECODED_PER_SECOND = 3e8  # and so many become bf16x12 (docs/log/lossless)
+_RECODED_PER_SECOND = 3e8  # weights per second and core that become bf16x12 (docs/log/lossless)
 _BYTES = 2
 _UNSAID = Budget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressionReport:
-    """What compressing takes: parameters, bytes by part of the result, seconds by term, and bytes that must fit.
+    """What compressing takes: parameters, bytes by part of the result, seconds by term and of all side by side, and bytes that
+    must fit.
 
     `warning` says that it takes more memory than is allowed, "" where it does not; None: nobody said how much is.
     """
@@ -59,6 +55,7 @@ class CompressionReport:
     result_bytes: dict[str, int]
     modern_bytes: int | None
     seconds: dict[str, float]
+    forecast_seconds: float
     memory_bytes: dict[str, int]
     warning: str | None = None
 
@@ -108,20 +105,7 @@ class CompressionReport:
         if self.warning:
             yield f"{'note':<10}{self.warning}"
         yield f"{'':<10}{'one after the other':<34}{format_seconds(self.total_seconds):>12}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrix:
-    """`count` matrices of (outputs, inputs), each used by a `share` of all tokens."""
-
-    count: int
-    outputs: int
-    inputs: int
-    share: float
-
-    @property
-    def weights(self) -> int:
-        return self.count * self.outputs * self.inputs
+        yield f"{'':<10}{'side by side, as it runs':<34}{format_seconds(self.forecast_seconds):>12}"
 
 
 def plan_compression(
@@ -164,28 +148,39 @@ def plan_compression(
         round(sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=otherwise) for each in coded))
         for otherwise in (False, True)
     )
-    hidden = _BYTES * tokens * config.get_text_config().hidden_size
     largest = max(_BYTES * layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1])
     result = {f"{name} matrices": size, "what stays in 16 bits": _BYTES * rest}
     memory = {
         "the largest block in 16 bits": largest,
-        "sums of inputs of 16 experts": max(4 * min(_EXPERTS_AT_ONCE, each.count) * each.inputs**2 for each in coded),
+        "sums of inputs of 16 experts": max(4 * min(EXPERTS_AT_ONCE, each.count) * each.inputs**2 for each in coded),
     }
-    room, passes = None, 1.0
+    room, passes = None, [1] * len(blocks)
     if budget.host_bytes is not None:
         room = _room(chain, Place.of(measured, here=here or machine is None), budget)
         sums = [[size for each in block for size in [4 * each.inputs**2] * each.count] for block in blocks]
         groups = [groups_of_sums(each, room.sums_bytes) for each in sums]
-        passes = sum(map(len, groups)) / len(groups)
+        passes = [len(each) for each in groups]
         memory = {
             "what lies around the blocks": room.ends_bytes,
             "a block, but one expert, twice" if room.by_experts else "the largest block, twice": 2 * room.block_bytes,
+            **({"the next block": room.block_bytes} if room.ahead else {}),
             "sums of inputs, at once": max(
                 sum(each[start : start + count])
                 for each, found in zip(sums, groups, strict=True)
                 for start, count in zip(accumulate(found, initial=0), found, strict=False)
             ),
         }
+    sizes = [layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1]]
+    job = Job(
+        blocks=[
+            Block(parameters, matrices, _file_bytes(code, parameters, matrices), count)
+            for parameters, matrices, count in zip(sizes, blocks, passes, strict=True)
+        ],
+        tokens=tokens,
+        hidden_bytes=_BYTES * config.get_text_config().hidden_size,
+        other_parameters=chain.num_parameters - sum(sizes),
+        ahead=room is None or room.ahead,
+    )
     return CompressionReport(
         model=type(chain.model).__name__,
         code=name,
@@ -195,8 +190,9 @@ def plan_compression(
         tokens=tokens,
         result_bytes=result,
         modern_bytes=other + _BYTES * rest if code.other_bits is not None else None,
-        seconds=_seconds(ceilings, blocks, chain.num_parameters, tokens, hidden, sum(result.values()), passes),
-        memory_bytes=memory | {"hidden states, in tiers": hidden},
+        seconds=terms(job, ceilings),
+        forecast_seconds=side_by_side(job, ceilings),
+        memory_bytes=memory | {"hidden states, in tiers": job.hidden_bytes * tokens},
         warning=None if room is None else room.warning,
     )
 
@@ -220,6 +216,11 @@ def _without_loss(code: Code, chain: Chain, ceilings: Ceilings, budget: Budget) 
     warning = f"host memory: it takes {format_bytes(needed)}, allowed are {format_bytes(allowed or 0)}" if short else ""
     why = why_no_gain(code.kind, ceilings)
     slow = f"a generation that reads from these drives would not be faster: {why}" if why else ""
+    seconds = {
+        "weights read": _BYTES * chain.num_parameters / read,
+        "encoding on the host's cores": coded / (_RECODED_PER_SECOND * ceilings.cores),
+        "result written": (sum(codes) + rest) / write,
+    }
     return CompressionReport(
         model=type(chain.model).__name__,
         code=code.name,
@@ -229,14 +230,18 @@ def _without_loss(code: Code, chain: Chain, ceilings: Ceilings, budget: Budget) 
         tokens=0,
         result_bytes={f"{code.name} matrices": round(sum(codes)), "what stays in 16 bits": rest},
         modern_bytes=None,
-        seconds={
-            "weights read": _BYTES * chain.num_parameters / read,
-            "encoding on the host's cores": coded / (_RECODED_PER_SECOND * ceilings.cores),
-            "result written": (sum(codes) + rest) / write,
-        },
+        seconds=seconds,
+        forecast_seconds=sum(seconds.values()),
         memory_bytes=memory,
         warning="; ".join(each for each in (warning, slow) if each) or (None if allowed is None else ""),
     )
+
+
+def _file_bytes(code: Code, parameters: int, matrices: Sequence[Matrices]) -> int:
+    """Return the bytes of a block's file: codes, and the rest in 16 bits."""
+    coded = sum(each.weights for each in matrices)
+    codes = sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=False) for each in matrices)
+    return round(codes) + _BYTES * (parameters - coded)
 
 
 def _room(chain: Chain, place: Place, budget: Budget) -> Room:
@@ -247,7 +252,7 @@ def _room(chain: Chain, place: Place, budget: Budget) -> Room:
     return room_in(chain, experts, allowed, _BYTES, come_singly=singly)
 
 
-def _matrices(parameters: Any, config: Any, code: Code) -> list[_Matrix]:
+def _matrices(parameters: Any, config: Any, code: Code) -> list[Matrices]:
     """Return the matrices of a block that are coded."""
     text = config.get_text_config()
     chosen = float(getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1)
@@ -255,41 +260,6 @@ def _matrices(parameters: Any, config: Any, code: Code) -> list[_Matrix]:
     stacks = [spec.shape for spec in found if len(spec.shape) == 3]
     plain = [spec.shape for spec in found if len(spec.shape) == 2]
     return [
-        *(_Matrix(count, rows, columns, min(1.0, chosen / count)) for count, rows, columns in stacks),
-        *(_Matrix(1, rows, columns, 1.0) for rows, columns in plain),
+        *(Matrices(count, rows, columns, min(1.0, chosen / count)) for count, rows, columns in stacks),
+        *(Matrices(1, rows, columns, 1.0) for rows, columns in plain),
     ]
-
-
-def _seconds(
-    ceilings: Ceilings,
-    blocks: list[list[_Matrix]],
-    parameters: int,
-    tokens: int,
-    hidden: int,
-    written: int,
-    passes: float,
-) -> dict[str, float]:
-    """Return the seconds of each term; before they are coded, rows pass a block so many times (`passes`, on average)."""
-    coded = [matrix for block in blocks for matrix in block]
-    products = ceilings.flops_per_second["bfloat16"]
-    single = ceilings.flops_per_second["float32"]
-    read = sum(drive.read_bytes_per_second for drive in ceilings.drives)
-    write = sum(drive.write_bytes_per_second for drive in ceilings.drives)
-    others = parameters - sum(matrix.weights for matrix in coded)
-    passed = others + sum(matrix.weights * matrix.share for matrix in coded)
-    sums = sum(2.0 * tokens * each.share * each.count * each.inputs**2 for each in coded)
-    rounding = sum(each.count * (_CHOLESKY * each.inputs**3 + 2.0 * each.outputs * each.inputs**2) for each in coded)
-    columns = sum(math.ceil(each.count / _EXPERTS_AT_ONCE) * each.inputs for each in coded)
-    found = {
-        "weights read": _BYTES * parameters / read,
-        "weights to the device": _BYTES * parameters / ceilings.host_to_device_bytes_per_second if ceilings.has_device else 0.0,
-        "hidden states read and written": len(blocks) * hidden * ((1 + passes) / read + 2.0 / write),
-        "passes, before and after": (1 + passes) * 2.0 * tokens * passed / products,
-        "sums of inputs": sums / single,
-        "GPTQ's factors and corrections": rounding / (single * _GPTQ_SHARE),
-        "errors of products, for the report": sum(3.0 * each.weights * each.inputs for each in coded) / single,
-        "GPTQ's launches, column by column": columns * _KERNELS_OF_A_COLUMN * _KERNEL_SECONDS if ceilings.has_device else 0.0,
-        "encoding on the host's cores": sum(each.weights for each in coded) / (_ENCODED_PER_SECOND * ceilings.cores),
-        "result written": written / write,
-    }
-    return {label: seconds for label, seconds in found.items() if seconds}

@@ -124,6 +124,17 @@ def step_seconds_of(programs: Sequence[Program], rates: Rates) -> float:
     return max(period, *alone.values(), *busy.values())
 
 
+def seconds_of(programs: Sequence[Program], rates: Rates) -> list[float]:
+    """Return when each of `programs`, which follow one another, is complete."""
+    clock = _LaneClock(rates, programs)
+    for number, program in enumerate(programs):
+        clock.admit(program)
+        if number:
+            clock.run_until_complete()
+    clock.run_until_complete()
+    return clock.finish
+
+
 class _LaneClock(Clock):
     """The lanes of one machine that `programs` use."""
 

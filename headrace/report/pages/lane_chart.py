@@ -12,7 +12,7 @@ from headrace.terms.sizes import format_bytes
 
 # Families of verbs; each has a colour of its own in the style sheet.
 FAMILIES = {
-    "forward": ("prologue", "forward", "query", "attend", "score", "turn"),
+    "forward": ("prologue", "forward", "query", "attend", "score", "turn", "catch"),
     "backward": ("log-probs", "epilogue", "backward", "prologue-backward"),
     "weights": ("fetch", "pull", "gather", "send", "upload", "make", "write-weights"),
     "activations": (
@@ -20,7 +20,7 @@ FAMILIES = {
         *("cache-read", "cache-in", "cache-out", "cache-write", "query-out", "result-in"),
     ),
     "gradients": ("drain", "push", "scatter", "receive", "hold", "unhold"),
-    "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states"),
+    "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states", "round", "keep"),
     "control": ("announce", "report", "decide", "route", "commit"),
 }
 FAMILY_OF = {verb: family for family, verbs in FAMILIES.items() for verb in verbs}

@@ -1,0 +1,182 @@
+"""How long rounding a model takes: by term, each a count over a rate, and as the lanes do it side by side.
+
+The second is the simulated time of the very programs that `schedule.py` makes; the terms say what they are made of.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
+from headrace.plan.ledger import Snapshot
+from headrace.plan.rates import Rates
+from headrace.plan.simulate import seconds_of
+from headrace.terms.ceilings import Ceilings
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Program
+
+# Operations of a Cholesky factor, the inverse, and the inverse's factor, relative to the cube of the inputs.
+_CHOLESKY = 4 / 3
+# GPTQ's own operations reach this share of the float32 rate of large products (an assumption; QMoE's batches of 16 experts).
+_GPTQ_SHARE = 0.2
+EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
+# So many weights per second and core become words (docs/log/ternary).
+_ENCODED_PER_SECOND = 1e8
+_BYTES = 2
+# Tokens that pass a block together, and calibrating ones for each held-out token: the command's own defaults.
+_LOT_TOKENS, _CALIBRATING_OF_HELD_OUT = 4096, 4
+_MOST_LOTS, _MOST_GROUPS, _SIMULATED = 8, 4, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """`count` matrices of (outputs, inputs), each used by a `share` of all tokens."""
+
+    count: int
+    outputs: int
+    inputs: int
+    share: float
+
+    @property
+    def weights(self) -> int:
+        """Numbers in all of them."""
+        return self.count * self.outputs * self.inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block: all its `parameters`, its coded `matrices`, bytes of its file, and how often rows pass it to be coded."""
+
+    parameters: int
+    matrices: Sequence[Matrices]
+    file_bytes: int
+    passes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is rounded: `blocks`, for `tokens` of `hidden_bytes` each. Around the blocks lie `other_parameters`.
+
+    `ahead`: the next block is read while one is rounded.
+    """
+
+    blocks: Sequence[Block]
+    tokens: int
+    hidden_bytes: int
+    other_parameters: int
+    ahead: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """Seconds of a block by what it does: `once` by label; passes of all rows that calibrate, and their hidden states."""
+
+    read: float
+    passed: float
+    hidden_read: float
+    hidden_written: float
+    sums: float
+    rounded: dict[str, float]
+    encoded: float
+    written: float
+
+
+def terms(job: Job, ceilings: Ceilings) -> dict[str, float]:
+    """Return the seconds of each term, as if nothing else ran."""
+    found: dict[str, float] = {}
+    read, write = _drives(ceilings)
+    link = ceilings.host_to_device_bytes_per_second if ceilings.has_device else math.inf
+    for block in job.blocks:
+        each, passes = _terms_of(block, job, ceilings), block.passes
+        sent = {"weights to the device": _BYTES * block.parameters / link}
+        hidden = {"hidden states read and written": (1 + passes) * each.hidden_read + 2 * each.hidden_written}
+        passed = {"passes, before and after": (1 + passes) * each.passed, "sums of inputs": each.sums}
+        kept = {"encoding on the host's cores": each.encoded, "result written": each.written}
+        for label, seconds in {"weights read": each.read, **sent, **hidden, **passed, **each.rounded, **kept}.items():
+            found[label] = found.get(label, 0.0) + seconds
+    found["weights read"] += _BYTES * job.other_parameters / read
+    found["weights to the device"] += _BYTES * job.other_parameters / link
+    found["result written"] += _BYTES * job.other_parameters / write
+    return {label: seconds for label, seconds in found.items() if seconds}
+
+
+def side_by_side(job: Job, ceilings: Ceilings) -> float:
+    """Return the seconds of the programs, whose lanes work side by side. Rows go in a few large lots, and blocks that are alike
+    are simulated until they follow one another evenly.
+    """
+    rates = Rates(ceilings, "bfloat16", None, None)
+    lots = min(_MOST_LOTS, math.ceil(job.tokens / _LOT_TOKENS))
+    held_out = math.ceil(lots / _CALIBRATING_OF_HELD_OUT)
+    total, start = 0.0, 0
+    while start < len(job.blocks):
+        block = job.blocks[start]
+        alike = next((at for at in range(start, len(job.blocks)) if job.blocks[at] != block), len(job.blocks)) - start
+        figures = _figures(_terms_of(block, job, ceilings), block.passes, lots, rates)
+        plan = Rounds(
+            blocks=[figures] * min(alike, _SIMULATED),
+            calibrating=lots,
+            held_out=held_out,
+            lot_tokens=1,
+            lot_bytes=job.tokens * job.hidden_bytes // lots,
+            ahead=job.ahead,
+        )
+        found = seconds_of(_programs(plan), rates)
+        total += found[-1] + (found[-1] - found[-2]) * (alike - len(found)) if alike > len(found) else found[-1]
+        start += alike
+    read, write = _drives(ceilings)
+    return total + _BYTES * job.other_parameters / read + _BYTES * job.other_parameters / write
+
+
+def _programs(plan: Rounds) -> list[Program]:
+    programs, before = list[Program](), Snapshot()
+    for block in range(len(plan.blocks)):
+        program, before = build_block(plan, block, before)
+        programs.append(program)
+    return programs
+
+
+def _drives(ceilings: Ceilings) -> tuple[float, float]:
+    read = sum(drive.read_bytes_per_second for drive in ceilings.drives)
+    return read, sum(drive.write_bytes_per_second for drive in ceilings.drives)
+
+
+def _terms_of(block: Block, job: Job, ceilings: Ceilings) -> _Terms:
+    coded, tokens = block.matrices, job.tokens
+    products, single = ceilings.flops_per_second["bfloat16"], ceilings.flops_per_second["float32"]
+    read, write = _drives(ceilings)
+    passed = block.parameters - sum(each.weights for each in coded) + sum(each.weights * each.share for each in coded)
+    sums = sum(2.0 * tokens * each.share * each.count * each.inputs**2 for each in coded)
+    rounding = sum(each.count * (_CHOLESKY * each.inputs**3 + 2.0 * each.outputs * each.inputs**2) for each in coded)
+    columns = sum(math.ceil(each.count / EXPERTS_AT_ONCE) * each.inputs for each in coded)
+    launch = _KERNEL_SECONDS if ceilings.has_device else ceilings.operator_seconds
+    return _Terms(
+        read=_BYTES * block.parameters / read,
+        passed=2.0 * tokens * passed / products,
+        hidden_read=tokens * job.hidden_bytes / read,
+        hidden_written=tokens * job.hidden_bytes / write,
+        sums=sums / single,
+        rounded={
+            "GPTQ's factors and corrections": rounding / (single * _GPTQ_SHARE),
+            "errors of products, for the report": sum(3.0 * each.weights * each.inputs for each in coded) / single,
+            "GPTQ's launches, column by column": columns * _KERNELS_OF_A_COLUMN * launch,
+        },
+        encoded=sum(each.weights for each in coded) / (_ENCODED_PER_SECOND * ceilings.cores),
+        written=block.file_bytes / write,
+    )
+
+
+def _figures(seconds: _Terms, passes: int, lots: int, rates: Rates) -> BlockFigures:
+    """Return a block's figures for programs, with at most a few groups: what takes so long at the `rates` of the lanes."""
+    groups = min(passes, _MOST_GROUPS)
+    again = seconds.passed / lots * (passes / groups - 1)  # of the passes that one group stands for, all but the first
+    group = Group(
+        sum_flops=(seconds.sums / groups / lots + again) * rates.flops_per_second,
+        round_flops=sum(seconds.rounded.values()) / groups * rates.flops_per_second,
+        weights=round(seconds.encoded / groups * rates.bytes_per_second[Lane.UPDATE]),
+    )
+    return BlockFigures(
+        read_bytes=round(seconds.read * rates.bytes_per_second[Lane.SSD_READ]),
+        kept_bytes=round(seconds.written * rates.bytes_per_second[Lane.SSD_WRITE]),
+        token_flops=seconds.passed / lots * rates.flops_per_second,
+        groups=[group] * groups,
+    )
