@@ -31,11 +31,15 @@ class Grid(Protocol):
     def damping(self) -> float:
         """What is added to the diagonal of H in GPTQ, as a share of the diagonal's mean."""
 
+    @property
+    def by_column(self) -> bool:
+        """Whether a side has a number for each column of its group, which alone counts for that column."""
+
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return the sides (..., rows, n) for weights (..., rows, columns); errors count by `importance` (..., columns)."""
 
     def round(self, weights: Tensor, side: Tensor) -> Tensor:
-        """Return the codes, uint8, of weights (..., rows, columns) under sides (..., rows, n)."""
+        """Return the codes, of one dtype, of weights (..., rows, columns) under sides (..., rows, n)."""
 
     def values(self, codes: Tensor, side: Tensor) -> Tensor:
         """Return what codes (..., rows, columns) stand for, in the dtype of `side`."""
@@ -53,6 +57,7 @@ class Int4Grid:
     stored: torch.dtype = torch.bfloat16
     name: str = "int4"
     damping: float = 0.01
+    by_column: bool = False
 
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return the scales (..., rows, 1): the best of those tried."""
@@ -95,6 +100,7 @@ class TernaryGrid:
     group: int | None = None
     name: str = "ternary"
     damping: float = 0.1
+    by_column: bool = False
 
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return least and largest (..., rows, 2), with zero between them; -1 and 1 for a row of zeros."""
@@ -112,3 +118,34 @@ class TernaryGrid:
     def values(self, codes: Tensor, side: Tensor) -> Tensor:
         """Return the levels that codes stand for."""
         return torch.where(codes == 2, side[..., 1:2], torch.where(codes == 1, side[..., 0:1], 0.0))
+
+
+@dataclass(frozen=True)
+class PrunedGrid:
+    """Zero for a share of the weights of a group of columns, and any bfloat16 for the others (Frantar and Alistarh 2023,
+    SparseGPT, section 3: the mask is chosen anew for each group, when errors of the columns before it are made up for).
+
+    Those become zero that cost least by themselves: w^2 / [H^-1]_jj, over all rows of the group together. Sides are the mask,
+    one where a weight stays; codes are the weights.
+    """
+
+    group: int | None = 128
+    zeros: float = 0.5
+    name: str = "pruned"
+    damping: float = 0.01
+    by_column: bool = True
+
+    def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
+        """Return the mask, uint8 (..., rows, columns)."""
+        costs = (weights.square() * importance[..., None, :]).flatten(-2)
+        number = int(costs.shape[-1] * self.zeros)
+        least = costs.argsort(dim=-1, stable=True)[..., :number]  # equal costs: the first
+        return torch.ones_like(costs, dtype=torch.uint8).scatter_(-1, least, 0).view(weights.shape)
+
+    def round(self, weights: Tensor, side: Tensor) -> Tensor:
+        """Return the weights that stay, as bfloat16 holds them; zero for the others."""
+        return torch.where(side > 0, weights.to(torch.bfloat16).to(weights.dtype), 0.0)
+
+    def values(self, codes: Tensor, side: Tensor) -> Tensor:
+        """Return the codes."""
+        return codes

@@ -20,7 +20,7 @@ _LEAST_DAMPING = 1e-6
 
 @dataclass(frozen=True)
 class Rounded:
-    """Matrices on a grid: codes (n, rows, columns) uint8, and sides (n, rows, groups, numbers) in the dtype of the weights.
+    """Matrices on a grid: codes (n, rows, columns), and sides (n, rows, groups, numbers) in the dtype of the weights.
 
     `failed` are the matrices whose H was not positive definite, which were rounded plainly.
     """
@@ -51,7 +51,7 @@ def gptq(weights: Tensor, hessians: Tensor, grid: Grid, *, block_columns: int = 
     factor, failed = inverse_factor(hessians, grid.damping)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
     importance = (diagonal.amin(dim=-1, keepdim=True) / diagonal) ** 2
-    codes = torch.empty(weights.shape, dtype=torch.uint8, device=weights.device)
+    codes: Tensor | None = None
     sides = [] if grid.group else [grid.fit(weights, importance)]
     for start in range(0, columns, block_columns):
         stop = min(start + block_columns, columns)
@@ -60,14 +60,17 @@ def gptq(weights: Tensor, hessians: Tensor, grid: Grid, *, block_columns: int = 
             if grid.group and (start + at) % group == 0:
                 of_group = slice(start + at, start + at + group)
                 sides.append(grid.fit(block[:, :, at : at + group], importance[:, of_group]))
-            column = block[:, :, at : at + 1]
-            chosen = grid.round(column, sides[-1])
+            column, place = block[:, :, at : at + 1], (start + at) % group
+            side = sides[-1][:, :, place : place + 1] if grid.by_column else sides[-1]
+            chosen = grid.round(column, side)
+            codes = torch.empty(weights.shape, dtype=chosen.dtype, device=weights.device) if codes is None else codes
             codes[:, :, start + at] = chosen[:, :, 0]
             row = factor[:, start + at, None, start + at : stop]
-            error = (column - grid.values(chosen, sides[-1])) / row[:, :, :1]
+            error = (column - grid.values(chosen, side)) / row[:, :, :1]
             errors[:, :, at] = error[:, :, 0]
             block[:, :, at:] -= error * row
         weights[:, :, stop:] -= errors @ factor[:, start:stop, stop:]
+    assert codes is not None, "there are columns"
     return Rounded(grid, codes, torch.stack(sides, dim=2), failed)
 
 
@@ -75,9 +78,9 @@ def nearest(weights: Tensor, grid: Grid) -> Rounded:
     """Return `weights` (n, rows, columns) on `grid`, each rounded by itself."""
     num, rows, columns = weights.shape
     grouped = weights.view(num, rows, -1, grid.group or columns)
-    importance = torch.ones(num, rows, grouped.shape[3], dtype=weights.dtype, device=weights.device)
-    sides = grid.fit(grouped, importance)
-    return Rounded(grid, grid.round(grouped, sides).view(weights.shape), sides)
+    groups = grouped.transpose(1, 2)  # a group's rows are fitted together
+    sides = grid.fit(groups, torch.ones_like(groups[:, :, 0])).transpose(1, 2)
+    return Rounded(grid, grid.round(grouped, sides).reshape(weights.shape), sides)
 
 
 def inverse_factor(hessians: Tensor, damping: float) -> tuple[Tensor, tuple[int, ...]]:

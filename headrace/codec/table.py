@@ -113,6 +113,13 @@ def _mostly_zeros(rows: int, columns: int) -> "Tensor":
     return torch.where(share < zeros, 0.0, torch.where(share < (1 + zeros) / 2, -1.0, 1.0))
 
 
+def _half_zeros(rows: int, columns: int) -> "Tensor":
+    import torch
+
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    return torch.where(values.abs() < values.abs().median(), 0.0, values)
+
+
 _ROWS = (
     Code(
         name="int4",
@@ -158,6 +165,21 @@ _ROWS = (
         sample=_mostly_zeros,
         decoded_per_second=1.2e9,
         device_bytes_per_weight=48.0,
+    ),
+    Code(
+        name="sparse50",
+        kind="sparse",
+        words="half of the weights zero, by SparseGPT: a bit for each, and bfloat16 for the others (Endor)",
+        files="Headrace's sparse",
+        bits=1 + 16 / 2,
+        row_bits=32,
+        needs_data=True,
+        on_all_cores=True,
+        target=lambda group: _late("sparse_target", "SparseTarget")(),
+        codec=_late("sparse", "Sparse"),
+        sample=_half_zeros,
+        decoded_per_second=1e9,
+        device_bytes_per_weight=40.0,
     ),
     Code(
         name="bf16x12",

@@ -19,6 +19,9 @@ from headrace.codec.bf16x12 import Bf16x12
 from headrace.codec.bf16x12_target import BF16X12
 from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+from headrace.codec.sparse import Sparse
+from headrace.codec.sparse_loops import SPARE
+from headrace.codec.sparse_target import SPARSE
 from headrace.codec.table import CODES
 from headrace.codec.ternary import TritsCodec, WordsCodec
 from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_table
@@ -246,7 +249,7 @@ def _as_bytes(packed: StoredTensor) -> StoredTensor:
 
 
 def _own(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
-    own = {FORMAT: _ternary, BF16X12: _bf16x12}.get(str(described.get("format")))
+    own = {FORMAT: _ternary, BF16X12: _bf16x12, SPARSE: _sparse}.get(str(described.get("format")))
     if own is None:
         raise _Refusal(f"its format is {described.get('format')}")
     return own(tensors, dtype)
@@ -269,6 +272,26 @@ def _bf16x12(tensors: Tensors, dtype: str) -> Found:
         if len(shape) not in (2, 3) or min(shape) < 1 or escapes < 0:
             raise _Refusal(f"{stem} is said to have the shape {shape} and {escapes} escapes")
         found[stem] = CodedSource(Bf16x12(escapes), shape, "BF16", stored)
+        used |= {f"{stem}_{name}" for name in ("shape", *names)}
+    return found, used
+
+
+def _sparse(tensors: Tensors, dtype: str) -> Found:
+    del dtype  # it is bfloat16
+    found, used = {}, set()
+    for key, bitmap in tensors.items():
+        stem = key.removesuffix("_bitmap")
+        if stem == key or f"{stem}_offsets" not in tensors:
+            continue
+        names = ("offsets", "values", "bitmap")
+        if missing := [name for name in ("shape", *names) if f"{stem}_{name}" not in tensors]:
+            raise _Refusal(f"{stem}_{missing[0]} is missing")
+        shape = tuple(read_tensor(tensors[f"{stem}_shape"]).tolist())
+        stored = {name: tensors[f"{stem}_{name}"] for name in names}
+        count = (stored["values"].shape or (0,))[0] - SPARE
+        if len(shape) != 2 or min(shape) < 1 or count < 0:
+            raise _Refusal(f"{stem} is said to have the shape {shape} and {count} numbers, its bitmap is {bitmap.shape}")
+        found[stem] = CodedSource(Sparse(count), shape, "BF16", stored)
         used |= {f"{stem}_{name}" for name in ("shape", *names)}
     return found, used
 

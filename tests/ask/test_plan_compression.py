@@ -80,7 +80,7 @@ def test_the_command_says_it_term_by_term(c2048: Path) -> None:
     assert as_json["total_seconds"] == again.total_seconds
     assert isinstance(again, CompressionReport)
     assert sum(as_json["seconds"].values()) == pytest.approx(as_json["total_seconds"])
-    with pytest.raises(ConfigError, match="compress: expected int4 or ternary or bf16x12, found 'int3'"):
+    with pytest.raises(ConfigError, match="compress: expected int4 or ternary or sparse50 or bf16x12, found 'int3'"):
         plan_compression(c2048, "int3", "a6000-1ssd")
 
 

@@ -36,12 +36,14 @@ def test_a_row_is_true_of_its_codec(name: str) -> None:
 def test_an_unknown_name_is_refused_with_those_that_are_there(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         code_to_write("to", name)
-    assert str(caught.value) == f"to: expected int4 or ternary or bf16x12, found {name!r}"
+    assert str(caught.value) == f"to: expected int4 or ternary or sparse50 or bf16x12, found {name!r}"
 
 
 @pytest.mark.parametrize("name", [code.name for code in CODES.values() if not code.is_written])
 def test_what_is_only_read_is_not_written(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"to: expected int4 or ternary or bf16x12, found {name}, which is only read"):
+    with pytest.raises(
+        ConfigError, match=f"to: expected int4 or ternary or sparse50 or bf16x12, found {name}, which is only read"
+    ):
         code_to_write("to", name)
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from headrace.codec import Grid, Int4Grid, TernaryGrid, gptq, nearest, product_errors
+from headrace.codec.grids import PrunedGrid
 
-GRIDS = [Int4Grid(group=16), TernaryGrid()]
+GRIDS = [Int4Grid(group=16), TernaryGrid(), PrunedGrid(group=16)]
 
 
 def correlated(num: int, rows: int, columns: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +25,7 @@ def by_definition(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> t
     """GPTQ of one matrix, a column at a time, with the inverse of what is left of H found anew each time."""
     columns = weights.shape[1]
     damped = hessian + torch.eye(columns) * grid.damping * hessian.diagonal().mean()
-    weights, found = weights.clone(), torch.empty(weights.shape, dtype=torch.uint8)
+    weights, found = weights.clone(), torch.empty(weights.shape, dtype=weights.dtype if grid.by_column else torch.uint8)
     side = grid.fit(weights, torch.ones(columns, dtype=weights.dtype))
     for column in range(columns):
         inverse = torch.linalg.inv(damped[column:, column:])
@@ -32,9 +33,10 @@ def by_definition(weights: torch.Tensor, hessian: torch.Tensor, grid: Grid) -> t
             # How much an error in a column costs, after the later ones have made up for it.
             costs = torch.stack([torch.linalg.inv(damped[at:, at:])[0, 0] for at in range(column, columns)])[: grid.group]
             side = grid.fit(weights[:, column : column + grid.group], costs.min() / costs)
-        code = grid.round(weights[:, column : column + 1], side)
+        own = side[:, [column % grid.group]] if grid.by_column and grid.group else side
+        code = grid.round(weights[:, column : column + 1], own)
         found[:, column] = code[:, 0]
-        error = (weights[:, column] - grid.values(code, side)[:, 0]) / inverse[0, 0]
+        error = (weights[:, column] - grid.values(code, own)[:, 0]) / inverse[0, 0]
         weights[:, column:] -= error[:, None] * inverse[0]
     return found
 

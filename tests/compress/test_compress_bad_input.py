@@ -73,7 +73,7 @@ def test_the_command_line_says_it_in_one_line(dense: Path, tmp_path: Path, capsy
     from headrace.cli.app import main
 
     words = ["compress", str(dense), str(tmp_path / "out"), "--to", "int5", "--data", str(tmp_path / "none.jsonl")]
-    for to, expected in (("int5", "to: expected int4 or ternary or bf16x12, found 'int5'"), ("int4", "none.jsonl")):
+    for to, expected in (("int5", "to: expected int4 or ternary or sparse50 or bf16x12, found 'int5'"), ("int4", "none.jsonl")):
         words[4] = to
         with pytest.raises(SystemExit) as exit_:
             main(words)

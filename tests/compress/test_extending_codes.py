@@ -28,13 +28,13 @@ def extended(folder: Path, touched: set[str]) -> Path:
 def test_three_files_are_touched(extended: Path, touched: set[str]) -> None:
     assert sorted(Path(name).name for name in touched) == ["coded.py", "int8.py", "table.py"]
     found = run(extended, "-c", "from headrace.codec.table import *; print(code_to_write('to', 'int8').name, len(CODES))")
-    assert found.split() == ["int8", "8"]
+    assert found.split() == ["int8", "9"]
 
 
 @pytest.mark.deep
 def test_every_command_knows_it(extended: Path, dense: Path, tmp_path: Path) -> None:
     headrace, data = ("-m", "headrace"), write_data(tmp_path / "data.jsonl")
-    assert "int8 or int4 or ternary or bf16x12" in " ".join(run(extended, *headrace, "compress", "--help").split())
+    assert "int8 or int4 or ternary or sparse50 or bf16x12" in " ".join(run(extended, *headrace, "compress", "--help").split())
     asked = ("--to", "int8", "--data", data, "--sequence-length", 48)
     run(extended, *headrace, "compress", dense, tmp_path / "small", *asked)
     assert json.loads((tmp_path / "small" / "config.json").read_text())["quantization_config"]["quant_method"] == "int8-rows"

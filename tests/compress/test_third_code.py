@@ -54,7 +54,7 @@ WAYS = (of_compress, of_plan, of_generation)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["int8", "INT4", "int4 ", "third", "fp8", "pack", ""])
 def test_no_name_is_taken_for_another_code(way: Callable[..., None], name: str, dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r": expected int4 or ternary or bf16x12, found "):
+    with pytest.raises(ConfigError, match=r": expected int4 or ternary or sparse50 or bf16x12, found "):
         way(dense, tmp_path, name)
     assert not (tmp_path / "out").exists()
 
@@ -84,7 +84,7 @@ def test_the_command_line_refuses_in_one_line(
         main([word.format(**places) for word in words])
     said = capsys.readouterr().err
     assert exit_.value.code == 2
-    assert "expected int4 or ternary or bf16x12, found 'int8'" in said
+    assert "expected int4 or ternary or sparse50 or bf16x12, found 'int8'" in said
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
