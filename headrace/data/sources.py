@@ -27,7 +27,7 @@ from headrace.data.long_lines import cut_strings
 from headrace.data.packed_files import PACKED, form_of, unpacked
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved, refuse_no_answer
 from headrace.data.values import PAIR, Kind, Row
-from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, source_of
+from headrace.terms.data_source import DEFAULT_SPLIT, OF_PROGRAM, DataSource, source_of
 from headrace.terms.errors import DataError, shortened
 
 ACCEPTED = (
@@ -73,6 +73,10 @@ def refuse_unread(entry: str | DataSource) -> None:
     """
     entry = source_of(entry)
     name, path = entry.path, Path(entry.path)
+    if name.startswith(OF_PROGRAM):
+        raise DataError(
+            f"{name}: a program gave these data to HeadraceTrainer; run it again, with train(resume_from_checkpoint=True)"
+        )
     if path.is_file():
         _reader_of(path)
         if entry.names_part:

@@ -185,7 +185,7 @@ def read_saved(path: Path, entry: DataSource) -> Iterator[Row]:
             raise DataError(f"{path}: no split {entry.split!r}, found {', '.join(loaded)}; name one of these as split")
         return loaded[entry.split]
 
-    return _rows_of_data_set(str(path), load, "is not a readable saved data set; save it again", entry.columns)
+    return rows_of_data_set(str(path), load, "is not a readable saved data set; save it again", entry.columns)
 
 
 def refuse_no_answer(name: str, cache_dir: Path) -> None:
@@ -219,12 +219,17 @@ def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iter
                 f"{entry.path}: no such file or directory here, and no Hub data set with a split {entry.split!r}"
                 f"{configuration} ({type(error).__name__}: {_first_line(error)}). Check the path, or the network"
             ) from error
-    return f"{entry}\0{loaded._fingerprint}\n", lambda: _rows_of_data_set(
+    return f"{entry}\0{loaded._fingerprint}\n", lambda: rows_of_data_set(
         str(entry), lambda: loaded, "cannot be read; delete its copy in the cache", entry.columns
     )
 
 
-def _rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: Mapping[str, str]) -> Iterator[Row]:
+def rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: Mapping[str, str]) -> Iterator[Row]:
+    """Yield the rows of the data set that `load` returns, under our names. `failure` says what is wrong if it cannot be read.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     # Quiet around each step and not around the loop, because between two rows the caller's code runs under its own settings.
     try:
         with _quiet():

@@ -48,7 +48,7 @@ def load_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenS
     """
     with _usable(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        return _load(spec, tokenizer, cache_dir)
+        return tokens_of(find_sources(spec.paths, cache_dir, spec.sequence_length), spec, tokenizer, cache_dir)
 
 
 def asks_for_date(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> bool:
@@ -74,8 +74,14 @@ def earlier_tokens(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> lis
         return [each for each in found if isinstance(each, TokenSet)]
 
 
-def _load(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
-    sources = find_sources(spec.paths, cache_dir, spec.sequence_length)
+def tokens_of(sources: Sequence[Source], spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
+    """Return the samples of `sources` as `load_tokens` does, which finds them by `spec.paths`. Raises as that does."""
+    with _usable(cache_dir):
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return _tokens_of(sources, spec, tokenizer, cache_dir)
+
+
+def _tokens_of(sources: Sequence[Source], spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
     directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec, cache_dir, FORMAT_VERSION)}"
     if isinstance(made := _whole(directory), TokenSet):
         return made

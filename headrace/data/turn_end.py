@@ -38,12 +38,15 @@ def add_turn_end(config: RunOptions, out: Path) -> str:
     return note
 
 
-def turn_end_file(config: RunOptions, out: Path | None = None) -> tuple[dict[str, str], str]:
+def turn_end_file(
+    config: RunOptions, out: Path | None = None, *, conversations: bool | None = None
+) -> tuple[dict[str, str], str]:
     """Return, by their names, the files of a run's output `out` (None: of its model) that the run decides; and a note, or "".
+    `conversations` says whether it trains on these (None: its data do).
 
     They are generation_config.json, if the token that ends turns is new in it, and the chat template, if the run has its own.
     """
-    values, note = _with_turn_end(config, *([out] if out else []))
+    values, note = _with_turn_end(config, *([out] if out else []), conversations=conversations)
     files = {} if values is None else {_NAME: json.dumps(values, indent=2) + "\n"}
     if config.chat_template is not None:
         files[CHAT_TEMPLATE_NAME] = read_chat_template(config.chat_template)
@@ -59,10 +62,10 @@ def ends_of_run(config: RunOptions) -> tuple[Any, str]:
     return (None if values is None else values["eos_token_id"]), note
 
 
-def _with_turn_end(config: RunOptions, *beside: Path) -> tuple[dict[str, Any] | None, str]:
+def _with_turn_end(config: RunOptions, *beside: Path, conversations: bool | None = None) -> tuple[dict[str, Any] | None, str]:
     """Return the settings of generation with the token that ends turns, None where nothing changes; and a note, or ""."""
     try:
-        if not _is_of_conversations(config):
+        if not (_is_of_conversations(config) if conversations is None else conversations):
             return None, ""
         tokenizer = open_tokenizer(config.model, config.chat_template)
         mark, token = turn_end(tokenizer)

@@ -131,8 +131,16 @@ class ShardedEngine(Engine):
         finally:
             self._told_already = not first
 
-    def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
-        """See `Engine.step`; the batch is that of all ranks."""
+    def step(
+        self, batch: Mapping[str, torch.Tensor], *, position: Any = None, learning_rate: float | None = None
+    ) -> StepResult:
+        """See `Engine.step`; the batch is that of all ranks.
+
+        Raises:
+            ConfigError: a `learning_rate` is given: each rank follows the options' schedule.
+        """
+        if learning_rate is not None:
+            raise ConfigError("learning_rate: ranks follow the schedule of their options; leave it out")
         with self._together("step", self._for_all(batch)):
             return super().step(batch, position=position)
 

@@ -176,14 +176,17 @@ class Engine(Scoring, Closing):
         self.machine.release_host_buffers()
         keep_freed_memory(False)
 
-    def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
+    def step(
+        self, batch: Mapping[str, torch.Tensor], *, position: Any = None, learning_rate: float | None = None
+    ) -> StepResult:
         """Run one optimizer step over a whole batch and return its loss, gradient norm, tokens and seconds.
 
         `batch` has integer tensors of shape (sequences, length): `input_ids`, `labels` (-100: not trained), and optionally
         `attention_mask`, `position_ids` and `token_mask`. `token_mask` is 0 for tokens that only fill a packed row; auxiliary
         losses leave them out. The loss is the mean over the step's trained tokens, whatever the split into micro-batches. A
         loss of the whole step gets all of `batch`, which may then have other tensors, too.
-        `position` is stored with the step (the data position; see `Engine.position`).
+        `position` is stored with the step (the data position; see `Engine.position`). A `learning_rate` stands in for that of
+        the options' schedule.
 
         Raises:
             DataError: shapes do not agree, a token is not in the vocabulary, or none is trained.
@@ -197,7 +200,7 @@ class Engine(Scoring, Closing):
         data = self._cut(cpu_batch, rows, steps.parts.plan, needs_mask=self.chain.collects_asides)
         mine, first = self._share_of(data)
         self.plan = steps.follow_hit_rate()
-        verdict = self._verdict(position)
+        verdict = self._verdict(position, learning_rate)
 
         def state_of(pending: Verdict | None) -> StepState:
             return StepState(steps.parts, mine, verdict, pending, first_micro=first)
@@ -241,7 +244,7 @@ class Engine(Scoring, Closing):
     def _add_losses(self, state: StepState) -> None:
         """Add the losses of micro-batches that are computed elsewhere."""
 
-    def _verdict(self, position: Any) -> Verdict:
+    def _verdict(self, position: Any, learning_rate: float | None = None) -> Verdict:
         plan = self.plan
         assert plan is not None
         if self.options.compute_dtype == "float16" and self._loss_scale is None:
@@ -250,7 +253,9 @@ class Engine(Scoring, Closing):
         return Verdict(
             step=self.num_steps,
             updates=self._updates,
-            learning_rate=self._subject.optimizer.lr * self.options.schedule.factor(self.num_steps),
+            learning_rate=self._subject.optimizer.lr * self.options.schedule.factor(self.num_steps)
+            if learning_rate is None
+            else learning_rate,
             gradient_scale=1.0 / scale,
             loss_scale=self._loss_scale,
             max_grad_norm=self.options.max_grad_norm,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ask.answer import report_of
+from headrace.ask.between_steps import BesideSteps
 from headrace.ask.explain import explain, explain_outcome
 from headrace.ask.outcome import outcome_of
 from headrace.ask.plan_report import PlanReport
@@ -19,7 +20,6 @@ from headrace.files import file_systems
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.report.metrics import Record
-from headrace.runs.checkpoints import Checkpoints
 from headrace.runs.protocols import Display
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
@@ -35,7 +35,10 @@ _REFINED_AFTER_STEPS = 3
 class Account:
     """The report of a run's plan, and when it is shown."""
 
-    def __init__(self, plan: Plan, config: RunOptions, directory: RunDirectory, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, plan: Plan, config: RunOptions, directory: RunDirectory, num_steps: int, between: Sequence[BesideSteps] = ()
+    ) -> None:
+        """Report on a run of `num_steps` steps, and on what it does `between` them."""
         spaces = config.budget.ssd or (directory.path,)
         ceilings = _ceilings(config, directory, file_systems(spaces))
         self._directory, self._ceilings = directory, ceilings
@@ -43,8 +46,8 @@ class Account:
             plan,
             ceilings,
             model=_architecture(config.model),
-            num_steps=checkpoints.evaluations.total_steps,
-            between=checkpoints.between_steps(),
+            num_steps=num_steps,
+            between=between,
         )
         self._plan = plan
 

@@ -23,6 +23,7 @@ from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, Trac
 from headrace.report.metrics import read_metrics
 from headrace.report.trackers import TRACKERS, Tracker
 from headrace.runs.checkpoints import Checkpoints, CheckpointWriter
+from headrace.runs.counted import for_people
 from headrace.runs.evaluating import Evaluations, Evaluator
 from headrace.runs.finish import keep_model, write_final
 from headrace.runs.measuring import MachineOfRun
@@ -33,7 +34,7 @@ from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError, StorageError
-from headrace.terms.events import NO_STEP, Committed, Event, Notice, OpDone, Planned, Sink, StepResult
+from headrace.terms.events import Notice
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
@@ -127,7 +128,7 @@ def _resume(
 
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
-        engine = stack.enter_context(engines.resume(directory.path, sink=_for_people(reporters, tell)))
+        engine = stack.enter_context(engines.resume(directory.path, sink=for_people(reporters, tell)))
         if engine.position is not None:
             run.stream.restore(engine.position["data"])
             if run.stream.by_earlier_rules:
@@ -159,7 +160,7 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
         options = replace(config, output=run.directory.path, machine=machine.ceilings or config.machine)
         packed = run.stream.first_rows(run.total_steps)
         try:
-            engine = run.engines.open(config.model, options, _for_people(reporters, tell), measure=machine, packed=packed)
+            engine = run.engines.open(config.model, options, for_people(reporters, tell), measure=machine, packed=packed)
         except BaseException:
             if on_failure is not None:
                 on_failure()
@@ -292,7 +293,7 @@ def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Accoun
     from headrace.runs.account import Account  # late, for the same reason as the engine
 
     config = run.config if measured is None else replace(run.config, machine=measured)
-    return Account(plan, config, run.directory, run.checkpoints)
+    return Account(plan, config, run.directory, run.total_steps, run.checkpoints.between_steps())
 
 
 def _run(
@@ -349,24 +350,6 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
     if "trace" in config.report_to:
         reporters.add(TraceFile(directory.trace(done_steps)))
     return metrics
-
-
-def _for_people(reporters: Reporters, tell: Callable[[Plan], None] = lambda plan: None) -> Sink:
-    """Return the engine's sink: steps are counted from 1; results come from the loop, which knows them first; a plan goes to
-    `tell`.
-    """
-
-    def emit(event: Event) -> None:
-        if isinstance(event, Planned):
-            tell(event.plan)
-        elif isinstance(event, OpDone) and event.step == NO_STEP:
-            return  # of an evaluation, whose time belongs to no step
-        elif isinstance(event, OpDone | Committed):
-            reporters(replace(event, step=event.step + 1))
-        elif not isinstance(event, StepResult):
-            reporters(event)
-
-    return emit
 
 
 def _interrupted(run: _Run, step: int, number: int) -> Interrupted:

@@ -42,8 +42,10 @@ class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
     def export_notes(self) -> tuple[str, ...]:
         """What a reader of the exported files should know."""
 
-    def step(self, batch: Mapping[str, torch.Tensor], *, position: Any = None) -> StepResult:
-        """Take one optimizer step."""
+    def step(
+        self, batch: Mapping[str, torch.Tensor], *, position: Any = None, learning_rate: float | None = None
+    ) -> StepResult:
+        """Take one optimizer step; a `learning_rate` stands in for that of the schedule."""
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
         """Return the mean loss of a batch under the newest weights, and change nothing."""

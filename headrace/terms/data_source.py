@@ -13,6 +13,8 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.option_kinds import Kind, Number, PlaceOrName, shown
 
 DEFAULT_SPLIT = "train"
+# What stands for the path of data that a program gave.
+OF_PROGRAM = "program:"
 _KEYS = ("path", "name", "split", "weight", "columns")
 
 

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ask",),
     ("engine",),
     ("compress", "generate", "migrate", "runs"),
-    ("serve",),
+    ("integrations", "serve"),
     ("cli",),
     ("testing",),
     ("__main__",),

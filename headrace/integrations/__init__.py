@@ -1,0 +1,1 @@
+"""Headrace inside other libraries: each has its own interface, and the engine does the work."""

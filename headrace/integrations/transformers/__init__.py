@@ -1,0 +1,5 @@
+"""transformers: a `Trainer` whose step is the engine's (docs/trainer.md). It needs `pip install headrace[trainer]`."""
+
+from headrace.integrations.transformers.trainer import HeadraceTrainer
+
+__all__ = ["HeadraceTrainer"]
