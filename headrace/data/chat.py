@@ -45,6 +45,21 @@ def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[s
         return _refused(row, messages, error)
 
 
+def encode_whole(row: Row, template: Template, most_tokens: int, columns: tuple[str, ...]) -> Encoded | Unmarked:
+    """Return the ids of the conversation in `columns`, all trained.
+
+    Raises:
+        DataError: malformed messages.
+    """
+    refuse_media(row.place, row.values)
+    said = [message for column in columns for message in read_messages(row.place, row.values[column], column).messages]
+    try:
+        text = template.render(template.given(said), read_tools(row.place, row.values.get("tools")))
+    except TemplateRefusal as error:
+        return _refused(row, said, error)
+    return _encode(row, text, iter([(0, len(text))]), template.tokenizer, most_tokens, [])
+
+
 def encode_contents(row: Row, said: Messages, template: Template, most_tokens: int) -> Encoded | Unmarked:
     """Return the ids of a conversation, marked ("trained") where anybody speaks, and not in what the template adds.
 

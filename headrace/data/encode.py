@@ -12,7 +12,7 @@ from itertools import compress
 from typing import Any
 
 from headrace.data.bounded import Tokens, tokenize
-from headrace.data.chat import encode_chat, encode_contents
+from headrace.data.chat import encode_chat, encode_contents, encode_whole
 from headrace.data.chat_template import Template
 from headrace.data.messages import Messages, read_messages, refuse_media, whole_text
 from headrace.data.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
@@ -30,17 +30,20 @@ def encode_rows(
     most_tokens: int,
     *,
     contents: bool = False,
+    everything: bool = False,
     day: str | None = None,
 ) -> Iterator[Encoded | Unmarked]:
     """Yield ids and mask of each row, in order: all of them, or at least the first `most_tokens`.
 
-    `contents`, `day`: see `contents` and `template_date` of `DataSpec`.
+    `contents`, `everything`, `day`: see `contents`, `everything` and `template_date` of `DataSpec`.
 
     Raises:
         DataError: a sample is not what its columns promise; the message has its place.
         ModelError: the tokenizer lacks an end-of-sequence token or a chat template that the samples need.
     """
     encode = _encoder(kind, tokenizer, most_tokens, contents=contents, day=day)
+    if everything and kind is not Kind.TOKENS:
+        encode = partial(_encode_whole, encode, kind, tokenizer, most_tokens, day)
     for chunk in _chunks(rows):
         for row, sample in zip(chunk, encode(chunk), strict=True):
             yield _with_unread(row, sample, most_tokens) if row.unread and isinstance(sample, Encoded) else sample
@@ -96,6 +99,23 @@ def _encoder(
             return partial(_encode_completions, tokenizer=tokenizer, most_tokens=most_tokens, day=day)
         case Kind.TEXT:
             return partial(_encode_texts, tokenizer=tokenizer, most_tokens=most_tokens)
+
+
+def _encode_whole(
+    encode: Callable[[list[Row]], Iterable[Encoded | Unmarked]],
+    kind: Kind,
+    tokenizer: Tokenizer,
+    most_tokens: int,
+    day: str | None,
+    rows: list[Row],
+) -> Iterator[Encoded | Unmarked]:
+    """Yield rows whose every token is trained: conversations as the template renders them, others as `encode` does."""
+    chats = [kind is Kind.CHAT or (kind is Kind.COMPLETION and isinstance(row.values["completion"], list)) for row in rows]
+    others = iter(encode([row for row, chat in zip(rows, chats, strict=True) if not chat]))
+    template = Template.of(tokenizer, day) if any(chats) else None
+    for row, chat in zip(rows, chats, strict=True):
+        sample = encode_whole(row, template, most_tokens, kind.columns) if chat and template else next(others)
+        yield replace(sample, trained=[True] * len(sample.ids)) if isinstance(sample, Encoded) else sample
 
 
 def _spoken(kind: Kind, row: Row) -> Messages:

@@ -100,6 +100,8 @@ FORMS = (
     Form("ShareGPT", ("conversations",), _share_gpt),
     Form("Alpaca", ("instruction", "output"), _alpaca),
 )
+# What says in TRL's data which of `input_ids` are trained.
+MASKS = ("completion_mask", "assistant_masks")
 # Columns whose values are objects, or may be.
 CONVERSATIONS = frozenset({"messages", "prompt", "completion", "chosen", "rejected", "conversations", "tools"})
 # All columns that are looked at, whatever the form of a row.
@@ -117,6 +119,7 @@ READ = frozenset(
             "input",
             "history",
             "system",
+            *MASKS,
             *MEDIA_COLUMNS,
         ),
     }

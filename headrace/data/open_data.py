@@ -148,7 +148,7 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
         ModelError: the tokenizer makes ids for which the model has no embedding.
     """
     spec = _spec(config, tokenizer, contents=contents)
-    tokens = _fitting(load_tokens(spec, tokenizer, config.cache), config)
+    tokens = fitting(load_tokens(spec, tokenizer, config.cache), config.model)
     if spec.template_date is None:
         return tokens, spec
     dated = f"the chat template asks for the date: it is {spec.template_date} (template_date)"
@@ -180,7 +180,7 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
 
 def _token_sets(config: RunOptions, tokenizer: Any, spec: DataSpec, *, resumed: bool) -> list[TokenSet]:
     """Return the tokens of the data, and if the run is `resumed` also those that were made by earlier rules."""
-    earlier = [_fitting(each, config) for each in earlier_tokens(spec, tokenizer, config.cache)] if resumed else []
+    earlier = [fitting(each, config.model) for each in earlier_tokens(spec, tokenizer, config.cache)] if resumed else []
     try:
         tokens, _ = open_tokens(config, tokenizer)
     except DataError:
@@ -207,12 +207,16 @@ def _spec(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> Data
     return replace(spec, template_date=day) if asks_for_date(spec, tokenizer, config.cache) else spec
 
 
-def _fitting(tokens: TokenSet, config: RunOptions) -> TokenSet:
-    """Return `tokens` for the model's vocabulary."""
-    vocabulary, largest = read_model_config(config.model).get("vocab_size"), tokens.info.largest_id
+def fitting(tokens: TokenSet, model: Path) -> TokenSet:
+    """Return `tokens` for the vocabulary of a model.
+
+    Raises:
+        ModelError: it has no embedding for one of them.
+    """
+    vocabulary, largest = read_model_config(model).get("vocab_size"), tokens.info.largest_id
     if isinstance(vocabulary, int) and largest >= vocabulary:
         raise ModelError(
-            f"{config.model}: the data has token {largest}, the model has embeddings for 0 to {vocabulary - 1} only; "
+            f"{model}: the data has token {largest}, the model has embeddings for 0 to {vocabulary - 1} only; "
             "tokenizer (or input_ids) and model do not belong together"
         )
     if isinstance(vocabulary, int) and tokens.info.pad_id >= vocabulary:

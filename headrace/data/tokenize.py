@@ -165,6 +165,7 @@ def _system_number(error: Exception) -> int | None:
 def _key(sources: Sequence[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path, version: int) -> str:
     parts = [
         f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}{' pairs' if spec.pairs else ''}"
+        + (" everything" if spec.everything else "")
         + (f" {spec.template_date}" if spec.template_date and version not in EARLIER_FORMATS else ""),
         tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
@@ -188,7 +189,8 @@ class _Samples:
             kind, rows = read(source, pairs=self._spec.pairs)
             noted = self._noted(rows)
             length, day = self._spec.sequence_length, self._spec.template_date
-            encoded = encode_rows(kind, noted, self._tokenizer, length, contents=self._spec.contents, day=day)
+            how = {"contents": self._spec.contents, "everything": self._spec.everything}
+            encoded = encode_rows(kind, noted, self._tokenizer, length, **how, day=day)
             for sample in whole_pairs(encoded, length) if self._spec.pairs else encoded:
                 self._count += 1
                 if isinstance(sample, Unmarked):

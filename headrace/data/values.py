@@ -126,8 +126,9 @@ class DataSpec:
     `paths` are files, directories, Hub data sets (`owner/name`), or entries that say more about them. A step takes
     `tokens_per_step // sequence_length` rows. `packing` puts several samples into a row, which works only if the model honours
     `position_ids`. With `contents`, for calibration, everything goes through the chat template: texts are what the user says,
-    and tokens count as trained wherever anybody speaks. With `pairs` two samples that follow one another are a choice: chosen,
-    and rejected. A chat template that asks for the time gets the beginning of `template_date` (YYYY-MM-DD; None: none asks).
+    and tokens count as trained wherever anybody speaks. With `everything` each token is trained. With `pairs` two samples that
+    follow one another are a choice: chosen, and rejected. A chat template that asks for the time gets the beginning of
+    `template_date` (YYYY-MM-DD; None: none asks).
     """
 
     paths: tuple[str | DataSource, ...]
@@ -139,6 +140,7 @@ class DataSpec:
     contents: bool = False
     template_date: str | None = None
     pairs: bool = False
+    everything: bool = False
 
     def __post_init__(self) -> None:
         if not self.paths:

@@ -1,29 +1,16 @@
 """A tiny model that reads text, a data set, and Trainers that differ in one thing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 from talking_model import save_talking_model
+from trainers import TEXTS, USUAL, Make
 from transformers import TrainingArguments
 
 from headrace.integrations.transformers import HeadraceTrainer
-
-TEXTS = [f"water number {index} flows " * (1 + index % 3) for index in range(24)]
-USUAL: dict[str, Any] = {
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "max_steps": 6,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "seed": 7,
-}
-Make = Callable[..., HeadraceTrainer]
 
 
 @pytest.fixture(scope="session")

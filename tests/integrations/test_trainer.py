@@ -9,25 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TEXTS, USUAL, Make
 from datasets import Dataset
-from safetensors.torch import load_file
+from trainers import TEXTS, USUAL, Make, StopAfter, logged, weights
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from headrace.runs import train
 from headrace.terms.run_options import RunOptions
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    assert found
-    return found
-
-
-def logged(trainer: Trainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry and "train_runtime" not in entry]
 
 
 def test_a_run_has_the_bits_of_headrace_train(make: Make, talking: Path, tmp_path: Path) -> None:
@@ -158,13 +145,3 @@ def test_a_stopped_run_goes_on_with_the_same_bits_and_logs(make: Make, tmp_path:
         assert logged(again, name) == logged(whole, name), name
     ours, theirs = weights(tmp_path / "run"), weights(tmp_path / "whole")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-class StopAfter(TrainerCallback):
-    """Stops after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step

@@ -12,6 +12,19 @@ _NAMES = {"peft_type", "task_type", "base_model_name_or_path", "revision", "infe
 _NAMES |= {"peft_version", "low_cpu_mem_usage"}
 
 
+def with_adapters(skeleton: Any, config: Any) -> tuple[Any, str]:
+    """Return PEFT's model around `skeleton`, and the adapter as the option `adapter` has it. Raises as `adapter_text`."""
+    from peft import get_peft_model  # whoever has a LoraConfig has it
+
+    targets = None
+    if config.target_modules is None:
+        from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+
+        targets = USUAL.get(getattr(skeleton.config, "model_type", ""))
+    text = adapter_text(config, targets)  # before PEFT changes the configuration
+    return get_peft_model(skeleton, config), text
+
+
 def adapter_text(config: Any, targets: Any = None) -> str:
     """Return the adapter that a LoraConfig describes, as the option `adapter` has it. `targets` are PEFT's default ones.
 

@@ -85,22 +85,28 @@ REFUSED: Mapping[str, str] = {
 # The fields that SFTConfig of TRL has besides.
 SFT_HONOURED = frozenset(
     (
-        *("max_length", "packing", "dataset_text_field", "chat_template_path", "eos_token", "pad_token"),
-        *("eval_packing", "completion_only_loss", "assistant_only_loss"),
+        *("max_length", "packing", "eval_packing", "dataset_text_field", "chat_template_path", "eos_token", "pad_token"),
+        *("completion_only_loss", "assistant_only_loss"),
     )
 )
 SFT_IGNORED: Mapping[str, str] = {
-    "padding_free": "rows are packed by packing=True; the numbers are those of padded rows",
-    "packing_strategy": "samples are whole, by best fit",
+    "padding_free": "the numbers are those of padded rows; packing=True packs them",
     "dataset_num_proc": "data are tokenised once, and kept",
-    "dataset_kwargs": "data are tokenised once, and kept",
     "shuffle_dataset": "the sampler shuffles, by data_seed",
-    "pad_to_multiple_of": "rows have the length of the longest",
+    "pad_to_multiple_of": "rows are as long as the longest",
     "activation_offloading": _RECOMPUTED,
-    "loss_type": "the loss is the cross-entropy of tokens",
-    "truncation_mode": "long samples keep their beginning",
-    "use_liger_kernel": "",
 }
+SFT_REFUSED: Mapping[str, str] = {
+    "model_init_kwargs": "the model's files say what it is; leave it out",
+    "trust_remote_code": "models are transformers' own; leave it out",
+    "router_aux_loss_coef": "set it in the model's config.json",
+    "dataset_kwargs": "rows with input_ids are not prepared again; leave it out",
+    "truncation_mode": "long samples keep their beginning; leave it out",
+    "packing_strategy": "samples stay whole, by best fit (bfd); leave it out",
+    "loss_type": "the loss is the cross-entropy of tokens (nll); leave it out",
+}
+# Other values that mean what is done.
+_SAME: Mapping[str, tuple[Any, ...]] = {"label_names": (["labels"],), "loss_type": ("chunked_nll",)}
 # Arguments of Trainer's constructor.
 ARGUMENTS_HONOURED = (
     *("model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "callbacks"),
@@ -153,11 +159,12 @@ def check_arguments(args: Any, given: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"{args.world_size} processes: HeadraceTrainer trains in one; `headrace train` runs under torchrun")
     usual = type(args)(output_dir=args.output_dir)
     changed = {name for name in vars(usual) if name in fields_of(args) and getattr(args, name) != getattr(usual, name)}
-    changed -= {"label_names"} if args.label_names == ["labels"] else set()
+    refused = {**REFUSED, **SFT_REFUSED}
+    known = HONOURED | IGNORED.keys() | SFT_HONOURED | SFT_IGNORED.keys() | refused.keys()
     for name in sorted(changed):
-        if name in REFUSED:
-            raise ConfigError(f"{name}: {getattr(args, name)!r} is not done by HeadraceTrainer; {REFUSED[name]}")
-        if name not in HONOURED | IGNORED.keys() | SFT_HONOURED | SFT_IGNORED.keys():
+        if name in refused and getattr(args, name) not in _SAME.get(name, ()):
+            raise ConfigError(f"{name}: {getattr(args, name)!r} is not done by HeadraceTrainer; {refused[name]}")
+        if name not in known:
             raise ConfigError(f"{name}: HeadraceTrainer does not know this field of {type(args).__name__}; leave it out")
     notes = {**IGNORED, **SFT_IGNORED}
     return [f"{name} is ignored: {notes[name]}" for name in sorted(changed) if name in notes]

@@ -27,6 +27,7 @@ from headrace.store.run_directory import RunDirectory
 from headrace.terms.closing import Closing
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluated, Event, Notice, StepResult
+from headrace.terms.packed_rows import PackedRows
 from headrace.terms.run_options import RunOptions
 
 Say = Callable[[str, str], None]
@@ -45,8 +46,8 @@ class EngineRun(Closing):
         self._metrics: MetricsFile | None = None
 
     @classmethod
-    def begin(cls, config: RunOptions, say: Say) -> "EngineRun":
-        """Begin the run that `config` describes, whose lengths and steps are decided.
+    def begin(cls, config: RunOptions, say: Say, packed: PackedRows | None = None) -> "EngineRun":
+        """Begin the run that `config` describes, whose lengths and steps are decided; `packed` are its first rows.
 
         Raises:
             InputError: the run directory is taken; or the model, a directory or an option cannot be used.
@@ -66,7 +67,7 @@ class EngineRun(Closing):
             made = directory.write_config(config)
             try:
                 options = replace(config, machine=machine.ceilings or config.machine)
-                engine = open_engine(config.model, options, for_people(reporters, tell), measure=machine)
+                engine = open_engine(config.model, options, for_people(reporters, tell), measure=machine, packed=packed)
             except BaseException:
                 directory.forget(made)
                 raise
@@ -92,8 +93,8 @@ class EngineRun(Closing):
             account = Account(plan, config, RunDirectory(path), config.max_steps or 1) if plan is not None else None
             return cls(engine, config, account, reporters, closers.pop_all())
 
-    def record(self, steps_per_epoch: float) -> list[Record]:
-        """Begin to record steps; return the records of those that are committed."""
+    def record(self, steps_per_epoch: float) -> None:
+        """Begin to record steps."""
         if self._metrics is None:
             done = self.engine.step_index
             with self.directory.writing():
@@ -102,7 +103,11 @@ class EngineRun(Closing):
             self._reporters.add(
                 LanesFile(self.directory.path, committed_steps=done, memory=lambda: {"host": anonymous_bytes()})
             )
-        return self._metrics.records
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of steps."""
+        return self._metrics.records if self._metrics is not None else []
 
     def step(self, batch: Mapping[str, torch.Tensor], *, learning_rate: float, position: Any) -> StepResult:
         """Take one step; the result counts from 1. Raises as `Engine.step`."""

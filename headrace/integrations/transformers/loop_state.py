@@ -6,13 +6,14 @@ Invariant: what the file says of later steps is cut before the loop reads it, be
 
 import contextlib
 import json
+import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from headrace.files.durable import write_whole
@@ -25,6 +26,9 @@ from headrace.terms.run_options import RunOptions
 
 # Options that decide the state of a run, or its bits. A step is told its learning rate, so schedules may change.
 _KEPT = ("optimizer", "weight_decay", "parameter_groups", "adapter", "max_grad_norm", "compute_dtype", "seed")
+
+# What the loop has counted up to a step.
+COUNTED = ("total_flos", "num_input_tokens_seen")
 
 
 def check_asked(asked: str | bool, output: Path) -> None:
@@ -81,8 +85,8 @@ def cut(output: Path, engine: RunningEngine) -> None:
         state = TrainerState.load_from_json(str(path))
     state.log_history = [entry for entry in state.log_history if entry.get("step", 0) <= step]
     state.global_step = step
-    if isinstance(engine.position, dict):
-        state.epoch = engine.position.get("epoch", state.epoch)
+    for name in COUNTED:
+        setattr(state, name, (engine.position or {}).get(name, getattr(state, name)))
     write_whole(path, json.dumps(vars(state), indent=2, sort_keys=True) + "\n")
 
 
@@ -138,3 +142,36 @@ def day_of(output: Path) -> str | None:
     """Return the day that the chat template of a run in `output` was told; None if there is none."""
     directory = RunDirectory(output.absolute())
     return directory.read_config().template_date if directory.config.exists() else None
+
+
+class GoOn(TrainerCallback):  # type: ignore[misc]
+    """Goes on within what a killed process had begun: averages of logs, an evaluation, a checkpoint."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Do what was broken off."""
+        trainer, step = self._trainer, state.global_step
+        if step == 0:
+            return
+        state.epoch, ended = trainer.epoch_after(step)
+        logged = max((entry["step"] for entry in state.log_history if "loss" in entry), default=0)
+        for record in trainer.records:
+            if logged < record["step"] <= step and record["loss"] is not None:
+                trainer._tr_loss += record["loss"]
+        trainer._globalstep_last_logged = logged
+        flags, flow = TrainerControl(), DefaultFlowCallback()
+        flow.on_step_end(args, state, flags)
+        if ended:
+            flow.on_epoch_end(args, state, flags)
+        scores = [entry for entry in state.log_history if entry.get("step") == step and "eval_" in "".join(entry)]
+        sets = len(trainer.eval_dataset) if isinstance(trainer.eval_dataset, Mapping) else 1
+        if flags.should_evaluate and len(scores) < sets:
+            state.log_history = [entry for entry in state.log_history if entry not in scores]
+            control.should_evaluate = True
+        control.should_log = flags.should_log and logged < step
+        control.should_save = flags.should_save and not (Path(args.output_dir) / f"checkpoint-{step}").exists()
+        last = trainer.records[-1] if trainer.records else {}
+        of_step = trainer._tr_loss, last.get("grad_norm"), trainer.model
+        trainer._maybe_log_save_evaluate(*of_step, None, state.epoch, None, time.time(), learning_rate=last.get("lr"))

@@ -42,6 +42,8 @@ def options_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, 
     asked = _asked_of(inner, model, rate)
     usual = max((decay for _, decay in asked.values()), default=0.0)
     groups = tuple(_groups(asked)) if set(asked.values()) != {(1.0, usual)} else ()
+    if groups and hasattr(model, "peft_config"):
+        raise ConfigError("optimizer: all adapters have one weight_decay and one rate; give no groups of their own")
     return {"optimizer": texts.pop(), "learning_rate": rate, "weight_decay": usual, "parameter_groups": groups}
 
 

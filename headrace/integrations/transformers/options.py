@@ -60,6 +60,7 @@ def run_options(
         "compile_blocks": args.torch_compile,
         "liger": args.use_liger_kernel,
         "run_name": args.run_name or None,
+        "packing": bool(getattr(args, "packing", False)),
         **_kept(args, steps),
     }
     options = RunOptions.of(values, source="HeadraceTrainer")

@@ -3,10 +3,13 @@
 Invariant: a row has the tokens and targets that `headrace train` gives the same row of a file.
 """
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +19,47 @@ from torch.utils.data import Dataset
 
 from headrace.data import DataSpec, TokenSet
 from headrace.data.chat_template import asks_for_time
-from headrace.data.packing import EpochRows, packed_rows
-from headrace.data.sources import Source
+from headrace.data.open_data import fitting, open_tokenizer, read_chat_template, read_model_config
+from headrace.data.packing import packed_rows
+from headrace.data.sources import Source, read_rows
 from headrace.data.tables import rows_of_data_set
 from headrace.data.tokenize import tokens_of
-from headrace.data.values import IGNORED, Row, Tokenizer
-from headrace.terms.errors import DataError
+from headrace.data.values import IGNORED, Kind, Row, Tokenizer
+from headrace.integrations.transformers.loop_state import day_of
+from headrace.runs.engines import why_not_packed
+from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.options import DEFAULT_SEQUENCE_LENGTH
+from headrace.terms.packed_rows import PackedRows
 
 
 class TokenRows(Dataset[dict[str, Any]]):
     """Samples as `input_ids` and `labels`; packed, several in a row, with `position_ids` that begin again at each."""
 
-    def __init__(self, tokens: TokenSet, packs: EpochRows | None = None) -> None:
-        self.tokens, self._packs = tokens, packs
+    def __init__(self, tokens: TokenSet, length: int | None = None) -> None:
+        """Take samples as rows; with a `length`, pack them into rows of at most so many tokens."""
+        self.tokens, self._length = tokens, length
+        self._packs = None if length is None else packed_rows(tokens.lengths, length, seed=None, epoch=0)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample."""
-        return int(self.tokens.lengths.max())
+        """Tokens of the longest row."""
+        return self._length or int(self.tokens.lengths.max())
 
-    def packed(self, sequence_length: int) -> "TokenRows":
-        """Return the same samples in rows of at most `sequence_length` tokens."""
-        return TokenRows(self.tokens, packed_rows(self.tokens.lengths, sequence_length, seed=None, epoch=0))
+    @property
+    def are_conversations(self) -> bool:
+        """Whether the samples are what a chat template made."""
+        return "messages" in self.tokens.info.kinds
+
+    def first(self, count: int) -> PackedRows | None:
+        """Return the lengths of the samples in the first `count` rows, for a plan; None if nothing is packed."""
+        if self._packs is None or self._length is None:
+            return None
+        rows = []
+        for row in range(min(count, len(self))):
+            lengths = self.tokens.lengths[self._packs.row(row)].tolist()
+            left = self._length - sum(lengths)
+            rows.append((*lengths, left) if left else tuple(lengths))
+        return PackedRows(self._length, tuple(rows))
 
     def __len__(self) -> int:
         return len(self.tokens) if self._packs is None else len(self._packs)
@@ -55,17 +77,40 @@ class TokenRows(Dataset[dict[str, Any]]):
         return row
 
 
+def with_marks(tokenizer: Any, args: Any) -> Any:
+    """Return `tokenizer` with the chat template and the marks that an SFTConfig names; a copy, where it names any.
+
+    Raises:
+        ConfigError: the template cannot be read, or a mark is no token of the vocabulary.
+    """
+    asked = {name: getattr(args, name, None) for name in ("eos_token", "pad_token")}
+    template = getattr(args, "chat_template_path", None)
+    if template is None and not any(asked.values()):
+        return tokenizer
+    tokenizer = copy.deepcopy(tokenizer)
+    for name, token in asked.items():
+        if token and tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id):
+            raise ConfigError(f"{name}: {token!r} is no token of the model's vocabulary; give one that is")
+        if token:
+            setattr(tokenizer, name, token)
+    if template is not None:
+        path = Path(template)
+        tokenizer.chat_template = open_tokenizer(path).chat_template if path.is_dir() else read_chat_template(path)
+    return tokenizer
+
+
 @dataclass(frozen=True)
 class RightPadding:
-    """A data collator: rows of `TokenRows`, padded on the right to the longest, or where samples are packed to `length`."""
+    """A data collator: rows of `TokenRows`, padded on the right to the longest; packed ones, to `length`."""
 
     pad_id: int
-    length: int | None = None
+    length: int
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return the batch that `headrace train` makes of these rows."""
-        length = self.length or max(len(row["input_ids"]) for row in rows)
-        mask = "attention_mask" if self.length is None else "token_mask"
+        packed = "position_ids" in rows[0]
+        length = self.length if packed else max(len(row["input_ids"]) for row in rows)
+        mask = "token_mask" if packed else "attention_mask"
         ones = [{**row, mask: np.ones_like(row["input_ids"])} for row in rows]
         return {
             name: torch.from_numpy(np.stack([self._filled(name, np.asarray(row[name]), length) for row in ones]))
@@ -83,7 +128,8 @@ class RightPadding:
 class Reading:
     """How data sets become rows: by which tokenizer, cut at `most_tokens`; the tokens are kept in `cache`.
 
-    `text_column` is the name of the column of texts, `day` what a chat template hears that asks for the date.
+    `text_column` is the name of the column of texts, `day` what a chat template hears that asks for the date. `whole` names
+    the kinds of rows of which every token is trained.
     """
 
     tokenizer: Tokenizer
@@ -91,33 +137,78 @@ class Reading:
     cache: Path
     text_column: str = "text"
     day: str | None = None
+    whole: frozenset[Kind] = frozenset()
+    model: Path
+    packing: bool = False
+    eval_packing: bool = False
+
+    @classmethod
+    def of(cls, args: Any, tokenizer: Any, model: Path, cache: Path, most_tokens: int | None) -> "Reading":
+        """Return how `args` want rows: TrainingArguments those of `headrace train`, SFTConfig of TRL its own."""
+        values = read_model_config(model)
+        positions = next((values[name] for name in ("max_position_embeddings", "n_positions") if values.get(name)), None)
+        usual = positions or DEFAULT_SEQUENCE_LENGTH
+        whole = {Kind.CHAT: "assistant_only_loss", Kind.COMPLETION: "completion_only_loss"}
+        packing = bool(getattr(args, "packing", False))
+        return cls(
+            tokenizer=with_marks(tokenizer, args),
+            most_tokens=min(most_tokens or getattr(args, "max_length", None) or usual, usual),
+            cache=cache,
+            text_column=getattr(args, "dataset_text_field", None) or "text",
+            day=day_of(Path(args.output_dir)) or date.today().isoformat(),
+            whole=frozenset(kind for kind, name in whole.items() if getattr(args, name, None) is False),
+            model=model,
+            packing=packing,
+            eval_packing=packing if (held_out := getattr(args, "eval_packing", None)) is None else held_out,
+        )
 
     @property
     def dated(self) -> str | None:
         """The day that templates are told; None if this one does not ask."""
         return self.day if asks_for_time(self.tokenizer) else None
 
+    def all_rows(self, train: Any, held_out: Any) -> tuple[Any, Any, RightPadding]:
+        """Return the data sets as rows, and what makes batches of them. Raises as `rows`."""
+        trained = self.rows(train, "train_dataset") if train is not None else None
+        others = held_out
+        if isinstance(held_out, Mapping):
+            others = {name: self.rows(each, f"eval_dataset {name}") for name, each in held_out.items()}
+        elif held_out is not None:
+            others = self.rows(held_out, "eval_dataset")
+        any_rows = trained or (next(iter(others.values())) if isinstance(others, dict) else others)
+        return trained, others, RightPadding(any_rows.tokens.info.pad_id if any_rows else 0, self.most_tokens)
+
     def rows(self, data: Any, name: str) -> TokenRows:
         """Return the samples of a data set: one of `datasets`, or anything with a length and rows that are mappings.
 
         Raises:
             DataError: it cannot be read, or no token of it is trained.
+            ConfigError: it is to be packed, and the model does not keep samples of one row apart.
         """
         if isinstance(data, TokenRows):
             return data
+        packing = self.packing if name == "train_dataset" else self.eval_packing
+        if packing and (reason := why_not_packed(self.model, self.most_tokens)):
+            raise ConfigError(f"packing: {self.model.name} cannot keep samples of one row apart: {reason}; leave packing out")
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise DataError(f"{name}: a {type(data).__name__} has no length; give a data set that has one, or load it whole")
         spec = DataSpec(paths=(name,), sequence_length=self.most_tokens, tokens_per_step=self.most_tokens)
-        spec = replace(spec, template_date=self.dated)
-        return TokenRows(tokens_of([self._source(data, name)], spec, self.tokenizer, self.cache))
+        source = self._source(data, name)
+        everything = read_rows(source)[0] in self.whole
+        spec = replace(spec, template_date=self.dated, everything=everything)
+        tokens = fitting(tokens_of([source], spec, self.tokenizer, self.cache), self.model)
+        return TokenRows(tokens, self.most_tokens if packing else None)
 
     def _source(self, data: Any, name: str) -> Source:
         renamed = {} if self.text_column == "text" else {"text": self.text_column}
         if hasattr(data, "_fingerprint") and hasattr(data, "with_format"):  # of `datasets`
             columns: Mapping[str, str] = renamed if self.text_column in data.column_names else {}
-            words = "cannot be read"
-            return Source(name, f"{data._fingerprint} {columns}", lambda: rows_of_data_set(name, lambda: data, words, columns))
-        return Source(name, _digest(data), lambda: _rows(data, name, renamed))
+            stamp = f"{data._fingerprint} {columns}"
+            found = partial(rows_of_data_set, name, lambda: data, "cannot be read", columns)
+        else:
+            stamp, found = _digest(data), partial(_rows, data, name, renamed)
+        masks = () if Kind.COMPLETION in self.whole else ("completion_mask",)
+        return Source(name, f"{stamp} {masks}", lambda: (_labelled(row, (*masks, "assistant_masks")) for row in found()))
 
 
 def _rows(data: Any, name: str, renamed: Mapping[str, str]) -> Iterator[Row]:
@@ -128,6 +219,17 @@ def _rows(data: Any, name: str, renamed: Mapping[str, str]) -> Iterator[Row]:
             raise DataError(f"{name}, row {index}: expected columns by name, found {type(row).__name__}")
         values = {ours.get(column, str(column)): _plain(value) for column, value in row.items()}
         yield Row(f"{name}, row {index}", values)
+
+
+def _labelled(row: Row, masks: Sequence[str]) -> Row:
+    """Return `row` with labels where TRL's `masks` say what is trained."""
+    ids, given = row.values.get("input_ids"), [row.values[name] for name in masks if row.values.get(name) is not None]
+    if ids is None or not given or row.values.get("labels") is not None:
+        return row
+    if any(len(mask) != len(ids) for mask in given):
+        raise DataError(f"{row.place}: its masks must have a number for each of its {len(ids)} input_ids")
+    labels = [token if all(marks) else IGNORED for token, *marks in zip(ids, *given, strict=True)]
+    return replace(row, values={**row.values, "labels": labels})
 
 
 def _plain(value: Any) -> Any:
@@ -160,3 +262,11 @@ def longest_row(data: Any, name: str) -> int:
         raise DataError(
             f"{name}: its longest row cannot be found ({error}); give sequence_length, or rows with input_ids"
         ) from error
+
+
+def longest_of(train: Any, held_out: Any) -> int:
+    """Return the tokens of the longest row of all data sets. Raises as `longest_row`."""
+    others = held_out if isinstance(held_out, Mapping) else {"eval_dataset": held_out}
+    sets = {"train_dataset": train, **others}
+    found = [each.longest if isinstance(each, TokenRows) else longest_row(each, name) for name, each in sets.items() if each]
+    return max(found, default=2)

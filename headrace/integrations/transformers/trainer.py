@@ -7,34 +7,34 @@ Invariant: the position of the loop is committed with the step. So a resumed run
 
 import math
 from collections.abc import Mapping
-from datetime import date
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 from transformers.utils import logging
 
-from headrace.data.open_data import MissingTokenizer, read_model_config, tokenizer_for_data
+from headrace.data.open_data import MissingTokenizer, tokenizer_for_data
 from headrace.integrations.transformers import loop_state
-from headrace.integrations.transformers.adapters import adapter_text
+from headrace.integrations.transformers.adapters import with_adapters
 from headrace.integrations.transformers.arguments import check_arguments, check_methods
 from headrace.integrations.transformers.batches import joined, slices, tensors_of
 from headrace.integrations.transformers.engine_run import EngineRun, refuse_taken
 from headrace.integrations.transformers.optimizers import options_of, schedule_of
 from headrace.integrations.transformers.options import PLACEMENT, compute_dtype_of, model_directory, run_options
-from headrace.integrations.transformers.rows import Reading, RightPadding, TokenRows, longest_row
+from headrace.integrations.transformers.rows import Reading, RightPadding, TokenRows, longest_of
 from headrace.integrations.transformers.saved import write_model
 from headrace.model import Checkpoint
 from headrace.model.skeleton import build_skeleton
 from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.run_options import RunOptions
 
 logger = logging.get_logger("transformers.headrace")
+_FIRST_ROWS = 1024  # they say how many samples rows hold
 
 
 def _say(text: str, level: str = "info") -> None:
@@ -71,25 +71,30 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         self._placement = {name: given.pop(name, None) for name in PLACEMENT}
         notes = check_arguments(args, given)
         args._n_gpu, args.dataloader_pin_memory = min(1, args.n_gpu), False  # one GPU computes; the engine reads from the host
-        directory = model_directory(model, _say)
+        self._directory = directory = model_directory(model, _say)
         checkpoint = Checkpoint.open(directory, decode=True)
-        self._directory, self._dtype = directory, compute_dtype_of(args, checkpoint.main_dtype)
-        self._adapter = adapter_text(peft_config) if peft_config is not None else None
+        self._dtype = compute_dtype_of(args, checkpoint.main_dtype)
+        skeleton, self._adapter = build_skeleton(checkpoint.config, getattr(torch, self._dtype)), None
+        if peft_config is not None:
+            skeleton, self._adapter = with_adapters(skeleton, peft_config)
+        else:
+            for parameter in skeleton.parameters():
+                parameter.requires_grad_(parameter.is_floating_point())
         self._run: EngineRun | None = None
         self._waiting: list[Mapping[str, torch.Tensor]] = []
         self._grad_norm: float | None = None
         self._best: Path | None = None
+        self._batches_per_epoch = self._steps_per_epoch = 1
 
-        processing = given.pop("processing_class", None)
-        self._own_tokenizer = processing
-        tokenizer = processing if processing is not None else tokenizer_for_data(directory)
+        self._own_tokenizer = given.pop("processing_class", None)
+        tokenizer = tokenizer_for_data(directory) if self._own_tokenizer is None else self._own_tokenizer
+        cache = Path(self._placement["cache"] or RunOptions(model=directory, data=("",)).cache)
+        self._reading = Reading.of(args, tokenizer, directory, cache, self._placement["sequence_length"])
+        if self._reading.tokenizer is not tokenizer:
+            self._own_tokenizer = tokenizer = self._reading.tokenizer
         if data_collator is None:
-            reading = self._reading(args, tokenizer)
-            train_dataset, eval_dataset, data_collator = self._read(args, reading, train_dataset, eval_dataset)
+            train_dataset, eval_dataset, data_collator = self._reading.all_rows(train_dataset, eval_dataset)
         self._pad_id = getattr(data_collator, "pad_id", None) or getattr(tokenizer, "pad_token_id", None) or 0
-        skeleton = build_skeleton(checkpoint.config, getattr(torch, self._dtype))
-        for parameter in skeleton.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
         super().__init__(
             skeleton,
             args,
@@ -101,46 +106,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         )
         for note in notes:
             logger.warning(note)
-
-    # What is read, and how long rows are.
-
-    def _reading(self, args: Any, tokenizer: Any) -> Reading:
-        values = read_model_config(self._directory)
-        positions = next((values[name] for name in ("max_position_embeddings", "n_positions") if values.get(name)), None)
-        asked = self._placement["sequence_length"] or getattr(args, "max_length", None)
-        usual = positions or DEFAULT_SEQUENCE_LENGTH
-        return Reading(
-            tokenizer=tokenizer,
-            most_tokens=min(asked or usual, usual),
-            cache=Path(self._placement["cache"] or RunOptions(model=self._directory, data=("",)).cache),
-            text_column=getattr(args, "dataset_text_field", None) or "text",
-            day=loop_state.day_of(Path(args.output_dir)) or date.today().isoformat(),
-        )
-
-    def _read(self, args: Any, reading: Reading, train: Any, held_out: Any) -> tuple[Any, Any, RightPadding]:
-        """Return the data sets as token rows, and what makes batches of them."""
-        rows = reading.rows(train, "train_dataset") if train is not None else None
-        if isinstance(held_out, Mapping):
-            others: Any = {name: reading.rows(each, f"eval_dataset[{name}]") for name, each in held_out.items()}
-        else:
-            others = reading.rows(held_out, "eval_dataset") if held_out is not None else None
-        self._day = reading.dated
-        found = rows or (next(iter(others.values())) if isinstance(others, dict) else others)
-        pad_id = found.tokens.info.pad_id if found is not None else 0
-        return rows, others, RightPadding(pad_id)
-
-    def _longest(self) -> int:
-        """Return the tokens of the longest row, which the plan is made for."""
-        if (asked := self._placement["sequence_length"]) is not None:
-            return int(asked)
-        evals = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"eval_dataset": self.eval_dataset}
-        sets = {"train_dataset": self.train_dataset, **evals}
-        found = {
-            each.longest if isinstance(each, TokenRows) else longest_row(each, name)
-            for name, each in sets.items()
-            if each is not None
-        }
-        return max(found, default=2)
+        self.add_callback(loop_state.GoOn(self))
 
     # The run.
 
@@ -150,13 +116,29 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         return self._run.engine.plan if self._run is not None else None
 
     @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that are of steps."""
+        return self._run.records if self._run is not None else []
+
+    def epoch_after(self, step: int) -> tuple[float, bool]:
+        """Return the epoch after `step`, as logs have it, and whether one ends there."""
+        full, left = divmod(step, self._steps_per_epoch)
+        return full + left * self.args.gradient_accumulation_steps / self._batches_per_epoch, left == 0
+
+    @property
     def _rows_per_step(self) -> int:
         return int(self.args.train_batch_size * self.args.gradient_accumulation_steps)
 
     def _options(self, steps: int) -> RunOptions:
         learned = options_of(self.optimizer, self.model)
         learned |= {"compute_dtype": self._dtype, "adapter": self._adapter}
-        shape = {"steps": steps, "rows": self._rows_per_step, "length": self._longest()}
+        asked = self._placement["sequence_length"]
+        shape = {
+            "steps": steps,
+            "rows": self._rows_per_step,
+            "length": int(asked or longest_of(self.train_dataset, self.eval_dataset)),
+        }
+        learned |= {"template_date": self._reading.dated} if isinstance(self.train_dataset, TokenRows) else {}
         return run_options(self._directory, self.args, self._placement, learned=learned, **shape)
 
     def _opened(self, steps: int | None = None) -> EngineRun:
@@ -166,7 +148,9 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
                 self.create_optimizer()
                 loader = self.get_train_dataloader() if self.train_dataset is not None else None
                 steps = self.set_initial_training_values(self.args, loader)[-1] if loader is not None else 1
-            self._run = EngineRun.begin(self._options(steps), _say)
+            rows = self.train_dataset
+            packed = rows.first(_FIRST_ROWS) if isinstance(rows, TokenRows) else None
+            self._run = EngineRun.begin(self._options(steps), _say, packed)
         return self._run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **given: Any) -> TrainOutput:
@@ -204,8 +188,10 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         if self._run is not None:
             loop_state.check_same(self._run, self._options(max_steps), self._identity())
         run = self._opened(max_steps)
-        steps_per_epoch = max(1, math.ceil(len(train_dataloader) / self.args.gradient_accumulation_steps))
-        run.record(steps_per_epoch)
+        accumulated = self.args.gradient_accumulation_steps
+        batches = len(train_dataloader) if has_length(train_dataloader) else max_steps * accumulated
+        self._batches_per_epoch, self._steps_per_epoch = batches, max(1, math.ceil(batches / accumulated))
+        run.record(self._steps_per_epoch)
         return prepared
 
     def _identity(self) -> dict[str, Any]:
@@ -222,10 +208,19 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         if self.accelerator.sync_gradients:
             batch, run = joined(self._waiting, self._pad_id), self._opened()
             self._waiting.clear()
-            rate = self.optimizer.param_groups[0]["lr"]
-            result = run.step(batch, learning_rate=float(rate), position=self._identity())
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            result = run.step(batch, learning_rate=rate, position={**self._identity(), **self._counted(inputs)})
             loss, self._grad_norm = result.loss, result.grad_norm
         return torch.tensor(loss, device=self.args.device)
+
+    def _counted(self, inputs: Mapping[str, Any]) -> dict[str, float]:
+        """Return what the loop will have counted after the micro-batch `inputs`."""
+        flos, seen = self.state.total_flos + self.current_flos, self.state.num_input_tokens_seen
+        if self.args.include_num_input_tokens_seen != "no":
+            mask = inputs.get("attention_mask") if self.args.include_num_input_tokens_seen == "non_padding" else None
+            seen += inputs["input_ids"].numel() if mask is None else int(mask.sum())
+        counted = flos + float(self.floating_point_ops(dict(inputs))), seen
+        return dict(zip(loop_state.COUNTED, counted, strict=True))
 
     def _clip_grad_norm(self, model: Any) -> float | None:
         return self._grad_norm
@@ -248,6 +243,14 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         return super().create_scheduler(num_training_steps, optimizer)
 
     # Evaluation.
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return batches of held-out rows. A data set that is given now is read as the others were."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str) and isinstance(self.data_collator, RightPadding):
+            planned = self._run.config.sequence_length if self._run is not None else None
+            reading = replace(self._reading, most_tokens=planned or self._reading.most_tokens)
+            eval_dataset = reading.rows(eval_dataset, "eval_dataset")
+        return super().get_eval_dataloader(eval_dataset)
 
     def evaluation_loop(
         self,
@@ -288,9 +291,9 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the newest model, or the best one after `load_best_model_at_end`, as an ordinary model directory."""
         out = Path(output_dir or self.args.output_dir).absolute()
-        kinds = self.train_dataset.tokens.info.kinds if isinstance(self.train_dataset, TokenRows) else {}
+        talks = isinstance(self.train_dataset, TokenRows) and self.train_dataset.are_conversations
         best = None if _internal_call else self._best
-        write_model(self._opened(), out, self._own_tokenizer, best=best, conversations="messages" in kinds)
+        write_model(self._opened(), out, self._own_tokenizer, best=best, conversations=talks)
 
     def _load_best_model(self) -> None:
         self._best = Path(self.state.best_model_checkpoint)
