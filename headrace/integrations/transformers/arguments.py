@@ -3,7 +3,7 @@
 Invariant: nothing is ignored silently. A field that stands in none of these tables is refused if it is set, and a test fails.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.terms.errors import ConfigError
@@ -141,7 +141,8 @@ METHODS_HONOURED = frozenset(
         *("create_optimizer_and_scheduler", "get_decay_parameter_names", "get_optimizer_cls_and_kwargs", "num_examples"),
         *("get_batch_samples", "set_initial_training_values", "get_total_train_batch_size", "floating_point_ops"),
         *("store_flos", "is_local_process_zero", "is_world_process_zero", "create_model_card", "init_hf_repo"),
-        *("create_accelerator_and_postprocess", "get_sp_size", "get_cp_size", "get_tp_size"),
+        *("create_accelerator_and_postprocess", "get_sp_size", "get_cp_size", "get_tp_size", "log_metrics", "save_metrics"),
+        *("metrics_format", "save_state", "get_learning_rates", "get_num_trainable_parameters", "get_optimizer_group"),
     )
 )
 
@@ -173,6 +174,15 @@ def check_arguments(args: Any, given: Mapping[str, Any]) -> list[str]:
 def fields_of(args: Any) -> set[str]:
     """Return the names of the fields of a dataclass of arguments."""
     return set(type(args).__dataclass_fields__)
+
+
+def refusal(name: str) -> Callable[..., Any]:
+    """Return a method that refuses what it is called for, as `METHODS_REFUSED` says."""
+
+    def refused(self: Any, *given: Any, **more: Any) -> Any:
+        raise ConfigError(f"{name}: HeadraceTrainer has none; {METHODS_REFUSED[name]}")
+
+    return refused
 
 
 def check_methods(kind: type, ours: type) -> None:

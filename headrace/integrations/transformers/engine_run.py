@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from headrace.files.durable import write_whole
+from headrace.files.yaml_options import to_yaml
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.plan import Plan
@@ -64,12 +66,16 @@ class EngineRun(Closing):
                 told.append(Account(plan, known, directory, config.max_steps or 1))
                 told[0].tell_before(_Said(say))
 
-            made = directory.write_config(config)
+            begun = directory.config.exists()  # and killed before its first commit: `resumed` has removed its state
+            if begun:
+                write_whole(directory.config, to_yaml(config))
+            made = () if begun else directory.write_config(config)
             try:
                 options = replace(config, machine=machine.ceilings or config.machine)
                 engine = open_engine(config.model, options, for_people(reporters, tell), measure=machine, packed=packed)
             except BaseException:
-                directory.forget(made)
+                if not begun:
+                    directory.forget(made)
                 raise
             closers.enter_context(engine)
             run = cls(engine, config, told[0] if told else None, reporters, closers.pop_all())

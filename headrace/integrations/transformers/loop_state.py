@@ -73,7 +73,6 @@ def resumed(output: Path, say: Say) -> EngineRun | None:
     if directory.metrics.exists():
         raise RunDirectoryError(f"resume_from_checkpoint: the state of the run in {output} is gone; begin another one")
     discard(output)
-    directory.config.unlink()
     return None
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from headrace.data.open_data import MissingTokenizer, tokenizer_for_data
 from headrace.integrations.transformers import loop_state
 from headrace.integrations.transformers.adapters import with_adapters
-from headrace.integrations.transformers.arguments import check_arguments, check_methods
+from headrace.integrations.transformers.arguments import check_arguments, check_methods, refusal
 from headrace.integrations.transformers.batches import joined, slices, tensors_of
 from headrace.integrations.transformers.engine_run import EngineRun, refuse_taken
 from headrace.integrations.transformers.optimizers import options_of, schedule_of
@@ -104,6 +104,8 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             processing_class=None if isinstance(tokenizer, MissingTokenizer) else tokenizer,
             **given,
         )
+        if args.weight_decay and self._adapter is not None and self._adapter.startswith("dora"):
+            notes.append("weight_decay: matrices of adapters are decayed, lengths of rows (DoRA) are not")
         for note in notes:
             logger.warning(note)
         self.add_callback(loop_state.GoOn(self))
@@ -194,6 +196,12 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         run.record(self._steps_per_epoch)
         return prepared
 
+    def _run_epoch(self, *given: Any, **more: Any) -> None:
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*given, **more)
+        else:  # resumed when all was done
+            self.control.should_training_stop = True
+
     def _identity(self) -> dict[str, Any]:
         """Return what must be the same when the run is resumed: the samples, and how many are in a step."""
         digest = self.train_dataset.tokens.info.digest if isinstance(self.train_dataset, TokenRows) else None
@@ -278,13 +286,8 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         metrics = {f"{metric_key_prefix}_loss": loss}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=samples)
 
-    def predict(self, *given: Any, **more: Any) -> Any:
-        """Refused: evaluation gives losses, no logits.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError("predict: HeadraceTrainer gives losses, no logits; ask what save_model wrote (`headrace generate`)")
+    compute_loss, prediction_step, predict = refusal("compute_loss"), refusal("prediction_step"), refusal("predict")
+    hyperparameter_search, push_to_hub = refusal("hyperparameter_search"), refusal("push_to_hub")
 
     # What is written.
 
