@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from first_plans import Plans
 from talking_model import save_talking_model
 from trainers import TEXTS, USUAL, Make
 from transformers import TrainingArguments
 
+import headrace.ask.planner
 from headrace.integrations.transformers import HeadraceTrainer
+
+
+@pytest.fixture(scope="package", autouse=True)
+def plans() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(headrace.ask.planner, "make_plan", Plans())
+        yield
 
 
 @pytest.fixture(scope="session")
