@@ -17,8 +17,10 @@ from headrace.integrations.transformers import HeadraceTrainer
 
 @pytest.fixture(scope="package", autouse=True)
 def plans() -> Iterator[None]:
+    made = Plans()
+    made.searches = False
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(headrace.ask.planner, "make_plan", Plans())
+        patch.setattr(headrace.ask.planner, "make_plan", made)
         yield
 
 

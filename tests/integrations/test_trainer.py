@@ -65,7 +65,7 @@ ASKED = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(ASKED, ["defaults", "polynomial"]))
+@pytest.mark.parametrize("name", sampled(ASKED, ["defaults"]))
 def test_losses_and_weights_are_those_of_stock_trainer(make: Make, talking: Path, tmp_path: Path, name: str) -> None:
     asked = ASKED[name]
     trainer = make(**asked)

@@ -166,6 +166,7 @@ def test_data_without_a_length_or_without_targets_are_refused(make: Make, texts:
         make(**bare, remove_unused_columns=False).train()
 
 
+@pytest.mark.deep
 def test_own_groups_of_an_optimizer_are_taken(make: Make, talking: Path, tmp_path: Path) -> None:
     """Rates by layer, as scripts give them by `create_optimizer`: embeddings learn slower, norms are decayed."""
 
