@@ -55,7 +55,8 @@ REFUSED_VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", arguments.REFUSED)
-def test_a_refused_field_is_named_with_what_to_do(name: str, tmp_path: Path) -> None:
+def test_a_refused_field_is_named_with_what_to_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "gpu_is_there", lambda: True)
     args = TrainingArguments(output_dir=str(tmp_path / "run"))
     setattr(args, name, REFUSED_VALUES[name])  # some are checked by accelerate before they get here
     with pytest.raises(ConfigError, match=f"^{name}: .* is not done by HeadraceTrainer; "):
@@ -90,6 +91,7 @@ def test_what_is_set_and_ignored_is_noted_and_what_is_new_refused(tmp_path: Path
         "torch_empty_cache_steps is ignored",
     ]
     assert check_arguments(TrainingArguments(output_dir=str(tmp_path)), {}) == []
+    assert arguments.gpu_is_there() or check_arguments(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), {}) == []
 
     @dataclasses.dataclass
     class Newer(TrainingArguments):

@@ -6,6 +6,8 @@ Invariant: nothing is ignored silently. A field that stands in none of these tab
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from headrace.terms.errors import ConfigError
 
 HONOURED = frozenset(
@@ -75,7 +77,7 @@ REFUSED: Mapping[str, str] = {
     "liger_kernel_config": "leave it out: use_liger_kernel=True takes the kernels that the engine can",
     "neftune_noise_alpha": "leave it out: embeddings get no noise",
     "push_to_hub": "train, call save_model(DIR), then upload DIR with huggingface_hub; output_dir also holds the run's state",
-    "use_cpu": "leave it out, or hide the GPU with CUDA_VISIBLE_DEVICES=''",
+    "use_cpu": "with a GPU, it computes; hide it with CUDA_VISIBLE_DEVICES=''",
     "parallelism_config": _STREAMED,
     "label_names": "leave it out: targets are the batch's labels",
     "fsdp": _STREAMED,
@@ -160,6 +162,7 @@ def check_arguments(args: Any, given: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"{args.world_size} processes: HeadraceTrainer trains in one; `headrace train` runs under torchrun")
     usual = type(args)(output_dir=args.output_dir)
     changed = {name for name in vars(usual) if name in fields_of(args) and getattr(args, name) != getattr(usual, name)}
+    changed -= set() if gpu_is_there() else {"use_cpu"}  # without a GPU, TrainingArguments wants it for bf16
     refused = {**REFUSED, **SFT_REFUSED}
     known = HONOURED | IGNORED.keys() | SFT_HONOURED | SFT_IGNORED.keys() | refused.keys()
     for name in sorted(changed):
@@ -169,6 +172,11 @@ def check_arguments(args: Any, given: Mapping[str, Any]) -> list[str]:
             raise ConfigError(f"{name}: HeadraceTrainer does not know this field of {type(args).__name__}; leave it out")
     notes = {**IGNORED, **SFT_IGNORED}
     return [f"{name} is ignored: {notes[name]}" for name in sorted(changed) if name in notes]
+
+
+def gpu_is_there() -> bool:
+    """Return whether the engine will compute on a GPU."""
+    return torch.cuda.is_available()
 
 
 def fields_of(args: Any) -> set[str]:
