@@ -163,6 +163,7 @@ def check_arguments(args: Any, given: Mapping[str, Any]) -> list[str]:
     usual = type(args)(output_dir=args.output_dir)
     changed = {name for name in vars(usual) if name in fields_of(args) and getattr(args, name) != getattr(usual, name)}
     changed -= set() if gpu_is_there() else {"use_cpu"}  # without a GPU, TrainingArguments wants it for bf16
+    changed.discard("dataloader_pin_memory")  # transformers changes it, too
     refused = {**REFUSED, **SFT_REFUSED}
     known = HONOURED | IGNORED.keys() | SFT_HONOURED | SFT_IGNORED.keys() | refused.keys()
     for name in sorted(changed):
