@@ -31,14 +31,10 @@ def tables() -> str:
 
 
 def _honoured(names: Iterable[str]) -> str:
-    lines, line = [], "Honoured:"
-    for word in (f"`{name}`," for name in sorted(names)):
-        if len(line) + len(word) > 126:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}"
-    return "\n".join([*lines, line.rstrip(",") + "."]) + "\n\n"
+    """Return a list of names, six an item: a sentence has no more than thirty words."""
+    words = [f"`{name}`" for name in sorted(names)]
+    items = (f"- {', '.join(words[start : start + 6])}" for start in range(0, len(words), 6))
+    return "Honoured:\n\n" + "\n".join(items) + "\n\n"
 
 
 def _table(what: str, rows: Mapping[str, str]) -> str:
