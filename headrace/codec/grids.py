@@ -123,7 +123,7 @@ class TernaryGrid:
 @dataclass(frozen=True)
 class PrunedGrid:
     """Zero for a share of the weights of a group of columns, and any bfloat16 for the others (Frantar and Alistarh 2023,
-    SparseGPT, section 3: the mask is chosen anew for each group, when errors of the columns before it are made up for).
+    SparseGPT, section 3). The mask is chosen for each group after the errors of the columns before it are made up for.
 
     Those become zero that cost least by themselves: w^2 / [H^-1]_jj, over all rows of the group together. Sides are the mask,
     one where a weight stays; codes are the weights.
