@@ -6,7 +6,7 @@ go back. Full pages lie on the drives; a page that is not full yet waits in host
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.plan.weight_sizes import BufferGroup
 from headrace.terms.costs import CARRIED_ALIGNMENT, GenerationCosts
@@ -26,12 +26,14 @@ class CachePlan:
     """`homes` are by block; (): all are where compute is. `slots` of one seat's cache of one block are on their way at once.
 
     `attends`: where caches live elsewhere the host attends for new tokens, so that these caches do not come to the device.
+    `inputs` are the blocks (from 1) whose prompts are kept as inputs, of which keys and values are computed again (KVPR).
     """
 
     homes: tuple[str, ...] = ()
     slots: int = 0
     page_bytes: int = MIB
     attends: bool = False
+    inputs: tuple[int, ...] = ()
 
     def home(self, block: int) -> str:
         """Return the home of block `block` (from 1)."""
@@ -50,6 +52,32 @@ class CachePlan:
 def whole_bytes(costs: GenerationCosts, new_tokens: int, block: int) -> int:
     """Return the bytes of a seat's cache of block `block` (from 1) at the end."""
     return costs.cache_bytes[block - 1] + new_tokens * costs.cache_token_bytes[block - 1]
+
+
+def prompt_bytes(caches: CachePlan, costs: GenerationCosts, block: int) -> int:
+    """Return the bytes that are stored of a prompt in block `block` (from 1): its inputs, or keys and values."""
+    by_inputs = costs.recomputing is not None and block in caches.inputs
+    return costs.recomputing.input_bytes if costs.recomputing is not None and by_inputs else costs.cache_bytes[block - 1]
+
+
+def moved_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
+    """Return the bytes that come to a block for a seat, once it has so many new tokens."""
+    return prompt_bytes(caches, costs, block) + new_tokens * costs.cache_token_bytes[block - 1]
+
+
+def with_inputs(caches: CachePlan, costs: GenerationCosts) -> Iterator[CachePlan]:
+    """Yield the plans that keep prompts of some blocks as inputs; there are few, spread evenly over the numbers of blocks.
+
+    Splitting blocks is as good as splitting tokens: what is read for one seat in one block comes while others are computed.
+    """
+    found = costs.recomputing
+    if found is None or caches.attends:
+        return
+    moving = [*caches.blocks(HOST), *caches.blocks(SSD)]
+    smaller = sorted(block for block in moving if found.input_bytes < costs.cache_bytes[block - 1])
+    steps = min(len(smaller), _MOST_STEPS)
+    for count in sorted({round(step * len(smaller) / steps) for step in range(1, steps + 1)} if steps else ()):
+        yield replace(caches, inputs=tuple(_spread(smaller, count)))
 
 
 def drive_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
@@ -81,7 +109,10 @@ def cache_buffers(
     moving = [*caches.blocks(HOST), *caches.blocks(SSD)]
     if not moving:
         return {}
-    slot = max(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in moving)
+    # What is stored begins on a page, behind room for keys and values that are made of inputs.
+    slot = max(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in moving) + PAGE_BYTES * bool(
+        caches.inputs
+    )
     tails = sum(tail_bytes(caches, costs, new_tokens, block) for block in caches.blocks(SSD))
     kept = sum(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in caches.blocks(HOST))
     groups = {

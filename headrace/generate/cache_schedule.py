@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.generate.cache_plan import COMPUTE, SSD, query_out_bytes, whole_bytes
+from headrace.generate.cache_plan import COMPUTE, SSD, prompt_bytes, query_out_bytes
 from headrace.generate.plan import GenerationPlan
 from headrace.plan.ledger import Ledger
 from headrace.terms.lanes import Lane
@@ -38,6 +38,20 @@ class Caches:
         self._read_until(self._used + self._plan.caches.slots)
         self._used += 1
         return self._brought[block, seat][-1:]
+
+    def recompute(self, block: int, seat: int, weights: tuple[int, ...], touched_bytes: int) -> None:
+        """Make keys and values of inputs that have been brought, with `weights`, of which `touched_bytes` are read."""
+        plan, found = self._plan, self._plan.costs.recomputing
+        if block not in plan.caches.inputs or found is None:
+            return
+        # Of a prompt in chunks, those before the middle one are there in its passes.
+        share = (plan.costs.first_passes - 1) / (2 * plan.costs.first_passes) if self._first else 1.0
+        size: dict[str, Any] = {
+            "num_bytes": round(share * (plan.costs.first_passes * touched_bytes + plan.costs.cache_bytes[block - 1])),
+            "flops": share * found.flops[block - 1],
+            "calls": round(share * found.calls[block - 1]),
+        }
+        self._ledger.op(Verb.RECOMPUTE, Lane.COMPUTE, weights, self._brought[block, seat][-1:], unit=block, micro=seat, **size)
 
     def attends(self, block: int, seat: int) -> bool:
         """Return whether the host attends in `block` for `seat`."""
@@ -81,14 +95,24 @@ class Caches:
 
     def held_bytes(self, block: int) -> int:
         """Return the bytes of a seat's cache of a block halfway through its answers; 0 in the first pass."""
-        costs, new = self._plan.costs, self._plan.new_tokens // 2
-        if self._first:  # of a prompt in chunks, what those before the middle one left
-            return costs.cache_bytes[block - 1] * (costs.first_passes - 1) // (2 * costs.first_passes)
-        return whole_bytes(costs, new, block)
+        costs = self._plan.costs
+        new = 0 if self._first else self._plan.new_tokens // 2 * costs.cache_token_bytes[block - 1]
+        return self._of_prompt(costs.cache_bytes[block - 1]) + new
+
+    def _moved_bytes(self, block: int) -> int:
+        """Return those of them that come to a block: inputs may stand for keys and values."""
+        costs, caches = self._plan.costs, self._plan.caches
+        return self.held_bytes(block) - self._of_prompt(costs.cache_bytes[block - 1] - prompt_bytes(caches, costs, block))
+
+    def _of_prompt(self, num_bytes: int) -> int:
+        """Return the part of a prompt's bytes that was there before the pass: on average, half of the other chunks'."""
+        passes = self._plan.costs.first_passes
+        return num_bytes * (passes - 1) // (2 * passes) if self._first else num_bytes
 
     def _new_bytes(self, block: int) -> int:
         costs = self._plan.costs
-        return costs.cache_bytes[block - 1] // costs.first_passes if self._first else costs.cache_token_bytes[block - 1]
+        new = prompt_bytes(self._plan.caches, costs, block) // costs.first_passes
+        return new if self._first else costs.cache_token_bytes[block - 1]
 
     def _read_until(self, end: int) -> None:
         while self._next < min(end, len(self._uses)):
@@ -99,7 +123,7 @@ class Caches:
         plan, op, (block, seat) = self._plan, self._ledger.op, self._uses[number]
         slot = number % plan.caches.slots
         home, found = _piece(block, seat), list[int]()
-        size: dict[str, Any] = {"unit": block, "micro": seat, "num_bytes": self.held_bytes(block)}
+        size: dict[str, Any] = {"unit": block, "micro": seat, "num_bytes": self._moved_bytes(block)}
         if plan.caches.home(block) == SSD:
             found.append(_ON_HOST + slot)
             op(Verb.CACHE_READ, Lane.SSD_READ, (home,), (found[0],), **size)

@@ -25,7 +25,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     kept = sum(whole_bytes(costs, plan.new_tokens, block) for block in stays)
     compute["cache"] = compute.get("cache", 0) + plan.seats * kept
     passing = max(costs.first.call_bytes + 2 * costs.first.hidden_bytes, costs.next.call_bytes + 2 * costs.next.hidden_bytes)
-    compute["activations"] = plan.seats * passing
+    again = costs.recomputing.call_bytes if costs.recomputing is not None and plan.caches.inputs else 0
+    compute["activations"] = plan.seats * (passing + again)
     # A block's cache is copied when it grows, and both exist for a moment. A cache that is lent memory exists once.
     last = (
         whole_bytes(costs, plan.new_tokens, block) * (2 if plan.caches.home(block) == COMPUTE else 1)
@@ -50,7 +51,7 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     rows["host"]["seats"] = threads * _SEAT_BYTES
     rows["host"]["libraries"] = _SMALL_BYTES
     rounds = plan.experts.all_rounds if plan.experts is not None else 0
-    each = 2 * (ATTENDING_OPERATIONS if plan.caches.attends else 1)
+    each = bool(plan.caches.inputs) + 2 * (ATTENDING_OPERATIONS if plan.caches.attends else 1)
     rows["host"]["program"] = 4 * (plan.num_blocks * (each * plan.seats + 3) + 4 * rounds) * _OPERATION_BYTES
     if on_cpu:
         rows["host"]["freed blocks"] = _SMALL_BYTES + min(compute["workspace"] // 2, KEPT_FREE_BYTES)

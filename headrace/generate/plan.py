@@ -123,6 +123,10 @@ class GenerationPlan(Placement):
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values."""
         values = Placement.to_json(self)
+        if self.costs.recomputing is None:
+            del values["costs"]["recomputing"]
+        if not self.caches.inputs:
+            del values["caches"]["inputs"]
         return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
@@ -204,6 +208,9 @@ class GenerationPlan(Placement):
             elsewhere = ((HOST, "in host memory"), (SSD, "on the drives"))
             places = [f"{len(self.caches.blocks(home))} {words}" for home, words in elsewhere if self.caches.blocks(home)]
             lines.append(f"caches   of {self.num_blocks} blocks: {', '.join(places)}, the rest where compute is")
+        if self.caches.inputs:
+            where = f"of {len(self.caches.inputs)} blocks as inputs, of which keys and values are computed again"
+            lines.append(f"prompts  {where} in each pass")
         if self.caches.attends:
             lines.append("attention of new tokens on the host, where caches are read in place")
         for tier, rows in self.results.peak_bytes.items():

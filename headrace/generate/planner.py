@@ -30,6 +30,7 @@ from headrace.model.generation_check import (
     ready_to_generate,
     why_not_attended,
     why_not_chunked,
+    why_not_recomputed,
     why_not_tiered,
 )
 from headrace.model.generation_costs import generation_costs
@@ -121,15 +122,17 @@ class GenerationPlanner:
             ConfigError: a budget is more than there is, or attention cannot be computed on the host, as asked.
             StorageError: an SSD directory cannot be written to.
         """
-        reason = ""
+        reason = not_by_inputs = ""
 
         def costs_of(rows: int, *chunk: int) -> GenerationCosts:
             found: GenerationCosts = self._costs(rows * max(1, kept_copies), prompt_length, *chunk)
+            found = replace(found, recomputing=None) if reason or not_by_inputs else found
             return replace(found, tiered=()) if reason else found
 
         allowance = self._allowance(lambda: costs_of(1))
         if (self._has_drives or allowance.device_bytes is not None) and any(costs_of(1).tiered) and not kept_copies:
             reason = why_not_tiered(self._chain.config)
+            not_by_inputs = why_not_recomputed(self._chain.config) if costs_of(1).recomputing is not None else ""
         notes: list[str] = []
         places = self._places_of_attention(
             attention or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
@@ -159,6 +162,7 @@ class GenerationPlanner:
         )
         plan = make_generation_plan(question)
         notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []
+        notes += [f"prompts of this architecture are not kept as inputs of blocks: {not_by_inputs}"] if not_by_inputs else []
         if unchunked:
             notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
         if kept_copies and self._has_drives:

@@ -93,12 +93,13 @@ class _Pass(PagedWeights):
                     caches.result(block, seat, _CARRIED + seat)
                     waiting.append(seat)
                     continue
-                in_place = caches.attends(block, seat)
+                in_place, brought = caches.attends(block, seat), caches.bring(block, seat)
+                caches.recompute(block, seat, weights, plan.block_bytes(block, plan.rows * plan.costs.first_tokens) // 4)
                 op(
                     Verb.FORWARD,
                     Lane.COMPUTE,
                     weights,
-                    caches.bring(block, seat),
+                    brought,
                     unit=block,
                     micro=seat,
                     num_bytes=weight_bytes + (1 if in_place else 3) * caches.held_bytes(block),

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from headrace.generate.cache_plan import cache_choices
+from headrace.generate.cache_plan import cache_choices, with_inputs
 from headrace.generate.expert_plan import ExpertFigures
 from headrace.generate.expert_search import ways_of_experts, with_cached_experts
 from headrace.generate.peaks import ATTENDING_OPERATIONS, with_peaks
@@ -95,12 +95,15 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     fitting.sort(key=lambda plan: rough_seconds(plan, rates))
     # The places of attention are tried apart, so that no plan is slower because both may be chosen.
     groups = [[plan for plan in fitting if plan.caches.attends is attends] for attends in (False, True)]
-    found = [_fastest(group[:_MOST_SIMULATED], rates) for group in groups if group]
+    found = [_fastest(group[:_MOST_SIMULATED], rates, question.allowance) for group in groups if group]
     return with_forecast(min(found, key=lambda timed: timed[0])[1], question.machine)
 
 
-def _fastest(plans: Sequence[GenerationPlan], rates: Rates) -> tuple[float, GenerationPlan]:
-    """Return the fastest of `plans`, or of what brings weights further ahead than the best of them, and its seconds."""
+def _fastest(plans: Sequence[GenerationPlan], rates: Rates, allowance: Allowance) -> tuple[float, GenerationPlan]:
+    """Return the fastest of `plans`, or of changes to the best of them, and its seconds.
+
+    A change brings weights further ahead, or keeps prompts as inputs.
+    """
     timed, operations = list[tuple[float, int, GenerationPlan]](), 0
     for index, plan in enumerate(plans):
         timed.append((seconds_of_all_tokens(plan, rates), index, plan))
@@ -108,8 +111,18 @@ def _fastest(plans: Sequence[GenerationPlan], rates: Rates) -> tuple[float, Gene
         if operations > _MOST_OPERATIONS:
             break
     best = [plan for *_, plan in sorted(timed)[:_MOST_AHEAD]]
-    timed += [(seconds_of_all_tokens(plan, rates), index, plan) for index, plan in enumerate(_further_ahead(best), len(timed))]
+    changed = [*_further_ahead(best), *_by_inputs(best, allowance)]
+    timed += [(seconds_of_all_tokens(plan, rates), index, plan) for index, plan in enumerate(changed, len(timed))]
     return min(timed)[0], min(timed)[2]
+
+
+def _by_inputs(plans: Sequence[GenerationPlan], allowance: Allowance) -> Iterator[GenerationPlan]:
+    """Yield plans that keep prompts of some blocks as inputs, whose keys and values are computed again, if they fit."""
+    for plan in plans:
+        for caches in with_inputs(plan.caches, plan.costs) if plan.experts is None else ():
+            changed = with_peaks(replace(plan, caches=caches), allowance)
+            if changed.fits:
+                yield changed
 
 
 def _further_ahead(plans: Sequence[GenerationPlan]) -> Iterator[GenerationPlan]:

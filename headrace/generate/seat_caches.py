@@ -18,7 +18,9 @@ from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
 from headrace.model.host_attention import Away, attending_here, named, using
 from headrace.model.seats import Seat
-from headrace.model.tiered_cache import TieredLayer, tier_layers
+from headrace.model.stored_layer import RunBlock, StoredLayer
+from headrace.model.taps import BlockCall
+from headrace.model.tiered_cache import tier_layers
 from headrace.terms.errors import ConfigError, StepFailed
 from headrace.terms.events import Sink
 from headrace.terms.program import Op, Pool
@@ -104,7 +106,10 @@ class SeatCache:
     def __init__(self, seat: Seat, place: int, plan: GenerationPlan, buffers: CacheBuffers, file: CacheFile | None) -> None:
         self.place, self._seat, self._plan, self._buffers, self._file = place, seat, plan, buffers, file
         away = [block - 1 for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) != COMPUTE]
-        self._layers: dict[int, TieredLayer] = {block + 1: found for block, found in tier_layers(seat.calls, away).items()}
+        self._layers: dict[int, StoredLayer] = {
+            block + 1: StoredLayer(found, by_inputs=block + 1 in plan.caches.inputs)
+            for block, found in tier_layers(seat.calls, away).items()
+        }
         self._on_drive = dict.fromkeys(self._layers, 0)
         self._away: dict[int, Away] = {}
         self._all_away = len(away) == len(self._layers)
@@ -114,18 +119,22 @@ class SeatCache:
         """Whether the host attends for the seat in the next pass: a token of each row comes in, and there are others."""
         hidden = self._seat.hidden
         one = self._plan.caches.attends and self._all_away and hidden is not None and hidden.shape[1] == 1
-        return one and all(layer.length for layer in self._layers.values())
+        return one and all(stored.layer.length for stored in self._layers.values())
 
     def lent(self, op: Op, block: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which `block`, that of `op`, can be run."""
-        layer = self._layers.get(op.unit)
-        if layer is None:
+        stored = self._layers.get(op.unit)
+        if stored is None:
             return nullcontext()
-        slot = op.slot(Pool.CACHE_DEVICE)
-        if slot >= 0:
-            return layer.lent(self._buffers.on_device[slot])
-        memory = torch.from_numpy(self._host(op))
-        return attending_here(block, layer, memory) if self.attends else layer.lent(memory)
+        memory = self._at_compute(op)
+        if self.attends and op.slot(Pool.CACHE_DEVICE) < 0:
+            return attending_here(block, stored.layer, memory)
+        return stored.used(memory, *self._called(op))
+
+    def recompute(self, op: Op, run: RunBlock) -> None:
+        """Make keys and values of the block's inputs that are stored; `run` runs the block."""
+        if (stored := self._layers.get(op.unit)) is not None:
+            stored.recompute(self._at_compute(op), *self._called(op), run)
 
     def query(self, op: Op, block: nn.Module, run: Callable[[], None]) -> None:
         """Let the seat `run` into a block of the device, up to its attention.
@@ -133,7 +142,7 @@ class SeatCache:
         Raises:
             StepFailed: it asks for none.
         """
-        layer = self._layers[op.unit]
+        layer = self._layers[op.unit].layer
         away = self._away[op.unit] = Away(layer, self._buffers.carried[self.place], self._seat.wait)
 
         def run_with() -> None:
@@ -174,39 +183,42 @@ class SeatCache:
 
     def read(self, op: Op) -> None:
         """Bring what lies on the drives, and what waits for a full page, to one place in host memory."""
-        if (layer := self._layers.get(op.unit)) is None or not layer.length:
+        if (stored := self._layers.get(op.unit)) is None:
             return
+        stored.place()
         pages, into = self._on_drive[op.unit], self._host(op)
         if pages:
             assert self._file is not None, "what is on the drives is in a file"
             self._file.read(self.place, op.unit, into[:pages])
         waiting = self._buffers.tails[self.place][op.unit]
-        into[pages : layer.num_bytes] = waiting[: layer.num_bytes - pages]
+        into[pages : stored.num_bytes] = waiting[: stored.num_bytes - pages]
 
     def bring_in(self, op: Op, machine: Machine) -> None:
         """Copy what was read to the device."""
-        if (layer := self._layers.get(op.unit)) is not None and layer.length:
-            into, size = self._buffers.on_device[op.slot(Pool.CACHE_DEVICE)], layer.num_bytes
-            machine.copy(into[:size], torch.from_numpy(self._host(op)[:size]))
+        if (stored := self._layers.get(op.unit)) is not None:
+            stored.place()
+            size = stored.num_bytes
+            machine.copy(self._at_compute(op)[stored.start :][:size], torch.from_numpy(self._host(op)[:size]))
 
     def bring_out(self, op: Op, machine: Machine) -> None:
         """Copy new tokens' keys and values to the host."""
-        if (layer := self._layers.get(op.unit)) is not None:
-            new = slice(layer.bytes_before, layer.num_bytes)
-            source = self._buffers.on_device[op.slot(Pool.CACHE_DEVICE)][new]
-            machine.copy(torch.from_numpy(self._host(op)[new]), source)
+        if (stored := self._layers.get(op.unit)) is not None:
+            new = slice(stored.bytes_before, stored.num_bytes)
+            machine.copy(torch.from_numpy(self._host(op)[new]), self._at_compute(op)[stored.start :][new])
 
     def write(self, op: Op) -> None:
         """Write the pages that have become full, and let the rest wait."""
-        if (layer := self._layers.get(op.unit)) is None:
+        if (stored := self._layers.get(op.unit)) is None:
             return
-        found, size, before = self._host(op), layer.num_bytes, self._on_drive[op.unit]
+        found, size, before = self._host(op), stored.num_bytes, self._on_drive[op.unit]
+        waiting = self._buffers.tails[self.place][op.unit]
+        old = max(0, stored.bytes_before - before)
+        found[before : before + old] = waiting[:old]  # what is made of inputs may lie there
         pages = size // self._plan.caches.page_bytes * self._plan.caches.page_bytes
         if pages > before:
             assert self._file is not None, "what goes to the drives goes into a file"
             self._file.write(self.place, op.unit, before, found[before:pages])
             self._on_drive[op.unit] = pages
-        waiting = self._buffers.tails[self.place][op.unit]
         waiting[: size - pages] = found[pages:size]
 
     @property
@@ -214,9 +226,25 @@ class SeatCache:
         return self._buffers.carried_host[self.place]
 
     def _host(self, op: Op) -> Bytes:
-        """Return an operation's bytes of the block in host memory: on their way, or where they live."""
+        """Return an operation's bytes of the block in host memory, as they are stored: on their way, or where they live."""
         slot = op.slot(Pool.CACHE_HOST)
-        return self._buffers.on_its_way[slot] if slot >= 0 else self._buffers.kept[self.place][op.unit]
+        if slot < 0:
+            return self._buffers.kept[self.place][op.unit]
+        whole = self._buffers.on_its_way[slot]
+        return whole if self._plan.separate_device else whole[self._layers[op.unit].start :]
+
+    def _at_compute(self, op: Op) -> torch.Tensor:
+        """Return the memory of an operation's block where compute is."""
+        slot = op.slot(Pool.CACHE_DEVICE)
+        if slot >= 0:
+            return self._buffers.on_device[slot]
+        slot = op.slot(Pool.CACHE_HOST)
+        return torch.from_numpy(self._buffers.on_its_way[slot] if slot >= 0 else self._buffers.kept[self.place][op.unit])
+
+    def _called(self, op: Op) -> tuple[torch.Tensor, BlockCall]:
+        """Return what an operation's block is run on, and how it is called."""
+        assert self._seat.hidden is not None, "a seat of a pass is parked"
+        return self._seat.hidden, self._seat.calls[op.unit - 1]
 
 
 def _starts(plan: GenerationPlan) -> tuple[dict[int, int], int]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from headrace.generate.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes
+from headrace.generate.cache_plan import COMPUTE, SSD, moved_bytes, whole_bytes
 from headrace.generate.expert_search import rough_expert_seconds
 from headrace.generate.plan import GenerationPlan, PassForecast
 from headrace.generate.schedule import build_pass
@@ -62,8 +62,9 @@ def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
 
 def _written_bytes(plan: GenerationPlan) -> int:
     """Return the bytes of caches that are written to the drives for all prompts."""
-    blocks = plan.caches.blocks(SSD)
-    return rounds_of(plan) * plan.seats * sum(drive_bytes(plan.caches, plan.costs, plan.new_tokens, block) for block in blocks)
+    page = plan.caches.page_bytes
+    sizes = [moved_bytes(plan.caches, plan.costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)]
+    return rounds_of(plan) * plan.seats * sum(size // page * page for size in sizes)
 
 
 def _wear(written_bytes: int, ceilings: Ceilings) -> str:

@@ -6,6 +6,7 @@ The interpreters are those of a step, so reading ahead, copies and compute overl
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,6 +126,19 @@ def _forward(state: Pass, op: Op) -> None:
         chain.release(op.unit)
 
 
+def _recompute(state: Pass, op: Op) -> None:
+    """Make keys and values of the inputs that stand for them in a seat's cache."""
+    chain, cache = state.chain, _cache(state, op)
+    if cache is None:
+        return
+    chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
+    try:
+        with PackedProducts(state.packed) if state.packed is not None else nullcontext():
+            cache.recompute(op, partial(chain.block, op.unit - 1))
+    finally:
+        chain.release(op.unit)
+
+
 def _cache(state: Pass, op: Op) -> SeatCache | None:
     return state.caches[op.micro] if state.caches else None
 
@@ -170,6 +184,7 @@ HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
     **WEIGHT_VERBS,
     Verb.MAKE: _make,
     Verb.FORWARD: _forward,
+    Verb.RECOMPUTE: _recompute,
     Verb.ROUTE: _route,
     Verb.QUERY: _query,
     Verb.QUERY_OUT: _query_out,

@@ -9,13 +9,14 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from headrace.model.find_blocks import check_architecture
 from headrace.model.host_attention import attending_here
 from headrace.model.probe import tiny_runner
 from headrace.model.runner import Runner, left_as_found
 from headrace.model.seats import Seat, SeatTaps
+from headrace.model.stored_layer import StoredLayer
+from headrace.model.taps import BlockCall
 from headrace.model.thresholds import architecture_key
 from headrace.model.tiered_cache import tier_layers
 from headrace.terms.errors import ModelError, in_one_line
@@ -61,6 +62,14 @@ def why_not_attended(config: Any) -> str:
     return _generation_check(*same, attended="same") or _generation_check(*same, attended="loop")
 
 
+def why_not_recomputed(config: Any) -> str:
+    """Return why prompts of this architecture are not kept as inputs of its blocks; "" if they may be.
+
+    The check is that of `why_not_tiered`, with keys and values of prompts made again for each use, of whole prompts and chunks.
+    """
+    return _generation_check(cast(Hashable, type(config)), architecture_key(config), tiered=True, by_inputs=True)
+
+
 @lru_cache(maxsize=64)
 def _chunk_check(config_class: type, key: str) -> str:
     runner = tiny_runner(config_class, key)
@@ -100,10 +109,11 @@ def seat_taps(runner: Runner, context: Any) -> SeatTaps:
 
 
 @lru_cache(maxsize=64)
-def _generation_check(config_class: type, key: str, tiered: bool = False, attended: str = "") -> str:
+def _generation_check(config_class: type, key: str, tiered: bool = False, attended: str = "", by_inputs: bool = False) -> str:
     runner = tiny_runner(config_class, key)
     ready_to_generate(runner.model)
-    for way in _WAYS:
+    chunked = [{**_WAYS[0], "prefill_chunk_size": 4}] if by_inputs and not _chunk_check(config_class, key) else []
+    for way in (*_WAYS, *chunked):
         try:
             expected = [
                 _alone(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)
@@ -111,7 +121,7 @@ def _generation_check(config_class: type, key: str, tiered: bool = False, attend
         except Exception as error:  # the architecture's own code
             return f"its own generate raises {in_one_line(error)}"
         try:
-            found = _block_by_block(runner, way, tiered, attended)
+            found = _block_by_block(runner, way, tiered, attended, by_inputs)
         except Exception as error:
             return f"its code raises {in_one_line(error)} there and not in its own generate"
         for own, ours in zip(expected, found, strict=True):
@@ -149,7 +159,7 @@ def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any],
         return model.generate(**rows, **_settings(way))
 
 
-def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool, attended: str) -> list[Any]:
+def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool, attended: str, by_inputs: bool) -> list[Any]:
     def run(rows: Mapping[str, torch.Tensor]) -> Any:
         return lambda: runner.model.generate(**rows, **_settings(way))
 
@@ -158,12 +168,14 @@ def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool, attend
         try:
             for seat in seats:
                 seat.turn()
-            caches = {seat: _BytesAlone(seat, runner.blocks, attended) for seat in seats} if tiered else {}
+            caches = {seat: _BytesAlone(seat, runner, attended, by_inputs) for seat in seats} if tiered else {}
             while live := [seat for seat in seats if not seat.done]:
                 for index in range(len(runner.blocks)):
                     for seat in live:
                         assert seat.hidden is not None, "it is parked"
-                        with caches[seat].at_hand(index) if tiered else contextlib.nullcontext():
+                        with (
+                            caches[seat].at_hand(index, seat.hidden, seat.calls[index]) if tiered else contextlib.nullcontext()
+                        ):
                             seat.hidden = runner.block(index, seat.hidden, seat.calls[index]).hidden
                 for seat in live:
                     seat.turn()
@@ -177,26 +189,31 @@ class _BytesAlone:
     """The caches of a seat's blocks as bytes; only those of the block that is run are in memory.
 
     `attended`: how new tokens are attended to there, by the "same" function as ever or by the "loop" of the host; "": as ever.
+    With `by_inputs` bytes of a prompt are inputs of the blocks.
     """
 
-    def __init__(self, seat: Seat, blocks: Sequence[nn.Module], attended: str) -> None:
-        self._blocks, self._attended = blocks, attended
-        self._layers = tier_layers(seat.calls, range(len(seat.calls)))
+    def __init__(self, seat: Seat, runner: Runner, attended: str, by_inputs: bool) -> None:
+        self._runner, self._attended = runner, attended
+        layers = tier_layers(seat.calls, range(len(seat.calls)))
+        self._layers = {block: StoredLayer(layer, by_inputs=by_inputs) for block, layer in layers.items()}
         self._kept = dict.fromkeys(self._layers, b"")
 
     @contextlib.contextmanager
-    def at_hand(self, block: int) -> Iterator[None]:
+    def at_hand(self, block: int, hidden: torch.Tensor, call: BlockCall) -> Iterator[None]:
         if block not in self._layers:
             yield
             return
-        layer, memory = self._layers[block], torch.full((_LENT_BYTES,), 255, dtype=torch.uint8)
+        stored, memory = self._layers[block], torch.full((_LENT_BYTES,), 255, dtype=torch.uint8)
+        stored.place()
         past = bytearray(self._kept[block])
         if past:
-            memory[: len(past)] = torch.frombuffer(past, dtype=torch.uint8)
+            memory[stored.start :][: len(past)] = torch.frombuffer(past, dtype=torch.uint8)
+        stored.recompute(memory, hidden, call, lambda given, again: self._runner.block(block, given, again))
         if self._attended and past:
-            use = attending_here(self._blocks[block], layer, memory, loop=self._attended == "loop")
+            use = attending_here(self._runner.blocks[block], stored.layer, memory, loop=self._attended == "loop")
         else:
-            use = layer.lent(memory)
+            use = stored.used(memory, hidden, call)
         with use:
             yield
-        self._kept[block] = memory[: layer.num_bytes].numpy().tobytes()
+        new = memory[stored.start :][stored.bytes_before : stored.num_bytes].numpy().tobytes()
+        self._kept[block] = self._kept[block] + new

@@ -20,9 +20,10 @@ from headrace.model.cost_meter import CostMeter
 from headrace.model.host_attention import Noting, named, using
 from headrace.model.on_shapes import either_answer
 from headrace.model.runner import left_as_found
+from headrace.model.stored_layer import can_be_called_again, keys_and_values, without_mask
 from headrace.model.taps import BlockCall, Kept, Taps
-from headrace.model.tiered_cache import can_be_tiered
-from headrace.terms.costs import CALLS_OF_EXPERT, GenerationCosts, PassCosts, touched
+from headrace.model.tiered_cache import TieredLayer, can_be_tiered, tier_layers
+from headrace.terms.costs import CALLS_OF_EXPERT, GenerationCosts, PassCosts, RecomputeCosts, touched
 from headrace.terms.errors import refusing
 
 # How many float32 copies of a step's logits processors, sorting and sampling make (counted in transformers 5.23).
@@ -120,6 +121,10 @@ def _costs(chain: Chain, rows: int, prompt_length: int, chunk: int) -> Generatio
     after_first = _bytes_by_block(chain, cache)
     following = _pass(chain, cache, rows, 1, prompt_length + 1)
     after_next = _bytes_by_block(chain, cache)
+    tiered = tuple(
+        index < len(cache.layers) and can_be_tiered(cache.layers[index]) and after_first[index] > 0
+        for index in range(chain.num_blocks)
+    )
     head = chain.model.get_output_embeddings().weight
     return GenerationCosts(
         rows=rows,
@@ -131,15 +136,65 @@ def _costs(chain: Chain, rows: int, prompt_length: int, chunk: int) -> Generatio
         cache_token_bytes=tuple(max(0, then - now) for now, then in zip(after_first, after_next, strict=True)),
         head_flops=2.0 * rows * head.numel(),
         head_bytes=rows * head.shape[0] * 4 * _COPIES_OF_LOGITS,
-        tiered=tuple(
-            index < len(cache.layers) and can_be_tiered(cache.layers[index]) and after_first[index] > 0
-            for index in range(chain.num_blocks)
-        ),
+        tiered=tiered,
+        recomputing=_recomputing(chain, rows, first, prompt_length, chunk or prompt_length, tiered, after_first),
     )
+
+
+def _recomputing(
+    chain: Chain,
+    rows: int,
+    first: PassCosts,
+    prompt_length: int,
+    tokens: int,
+    tiered: Sequence[bool],
+    cache_bytes: Sequence[int],
+) -> RecomputeCosts | None:
+    """Return what making keys and values of a prompt from blocks' inputs takes; None where inputs are not smaller.
+
+    None, too, if a block cannot be run again by itself. A pass takes `tokens` tokens of a row.
+    """
+    input_bytes = first.hidden_bytes * prompt_length // tokens
+    blocks = [block for block, may in enumerate(tiered) if may and input_bytes < cache_bytes[block]]
+    if not blocks:
+        return None
+    cache = DynamicCache(config=chain.model.config.get_text_config(decoder=True))
+    hidden, calls = _called(chain, cache, rows, tokens, tokens)
+    if hidden.nbytes > first.hidden_bytes or not all(map(can_be_called_again, calls)):
+        return None
+    again, layers = [*map(without_mask, calls)], tier_layers(calls, blocks)
+    known = dict[object, tuple[float, int]]()
+    found = [(0.0, 0)] * chain.num_blocks
+    for block, layer in layers.items():
+        kind = _kind(chain, cache, block, calls[block])
+        if kind not in known:
+            known[kind] = _up_to_cache(chain, block, hidden, again[block], layer)
+        found[block] = known[kind]
+    passes = -(-prompt_length // tokens)
+    return RecomputeCosts(
+        flops=tuple(passes * flops for flops, _ in found),
+        calls=tuple(passes * called for _, called in found),
+        input_bytes=input_bytes,
+        call_bytes=passes * call_bytes(tuple(again), 1),
+    )
+
+
+def _up_to_cache(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall, layer: TieredLayer) -> tuple[float, int]:
+    """Return the operations, and the calls of operators, of a block that is stopped when it gives keys and values."""
+    with _bound(chain, index) as flat:
+        meter = CostMeter(chain.wide_products, (flat, hidden, *tensors_of((call,))))
+        with meter:
+            keys_and_values(layer, lambda: chain.block(index, hidden, call))
+    return meter.flops, meter.calls
 
 
 def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCosts:
     """Run the blocks over `tokens` new tokens of rows of `seen` tokens."""
+    return block_costs(chain, cache, *_called(chain, cache, rows, tokens, seen))[0]
+
+
+def _called(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> tuple[torch.Tensor, Sequence[BlockCall]]:
+    """Return the input of the first block for such a pass, and what blocks are called with."""
     runner = chain.runner
     ids = torch.zeros((rows, tokens), dtype=torch.int64, device=chain.device)
     mask = torch.ones((rows, seen), dtype=torch.int64, device=chain.device)
@@ -156,7 +211,7 @@ def _pass(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> PassCo
 
     taps = either_answer(before_blocks, lambda taps: taps.calls)
     assert taps.hidden is not None, "the first block is called"
-    return block_costs(chain, cache, taps.hidden, taps.wanted_calls(runner.takes))[0]
+    return taps.hidden, taps.wanted_calls(runner.takes)
 
 
 def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[BlockCall]) -> tuple[PassCosts, torch.Tensor]:
@@ -186,15 +241,22 @@ def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[
 
 
 def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[CostMeter, torch.Tensor, Noting]:
-    flat = torch.zeros(chain.layouts[index + 1].num_elements, dtype=chain.dtype, device=chain.device)
-    chain.bind(index + 1, flat, None, as_loaded=True)
-    try:
+    with _bound(chain, index) as flat:
         meter = CostMeter(chain.wide_products, (flat, hidden, *tensors_of((call,))))
         with named(chain.runner.blocks[index]), using(noting := Noting()), meter:
             out = chain.block(index, hidden, call).hidden
+    return meter, torch.zeros_like(out), noting
+
+
+@contextmanager
+def _bound(chain: Chain, index: int) -> Iterator[torch.Tensor]:
+    """While entered, a block is bound to weights of zero, which are returned."""
+    flat = torch.zeros(chain.layouts[index + 1].num_elements, dtype=chain.dtype, device=chain.device)
+    chain.bind(index + 1, flat, None, as_loaded=True)
+    try:
+        yield flat
     finally:
         chain.release(index + 1)
-    return meter, torch.zeros_like(out), noting
 
 
 def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:

@@ -45,6 +45,11 @@ class Kept:
             if not name.startswith("_") and (value is None or isinstance(value, torch.Tensor))
         ]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept now."""
+        return all(value is None for value in self._values)
+
     @contextmanager
     def at_hand(self) -> Iterator[None]:
         """While entered, the modules have what they keep for this caller; afterwards what they had before."""

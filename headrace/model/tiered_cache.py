@@ -67,12 +67,12 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
     @property
     def num_bytes(self) -> int:
         """Bytes of all its tokens."""
-        return self.length * self._token_bytes
+        return self.length * self.token_bytes
 
     @property
-    def bytes_before(self) -> int:
-        """Bytes of the tokens that it had before the last use."""
-        return self.before * self._token_bytes
+    def token_bytes(self) -> int:
+        """Bytes of a token; 0 before the first."""
+        return self._form.token_bytes if self._form is not None else 0
 
     @contextmanager
     def lent(self, memory: torch.Tensor) -> Iterator[None]:
@@ -144,10 +144,6 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
 
     batch_repeat_interleave = batch_select_indices = reorder_cache
 
-    @property
-    def _token_bytes(self) -> int:
-        return self._form.token_bytes if self._form is not None else 0
-
 
 def can_be_tiered(layer: Any) -> bool:
     """Return whether a layer of a cache grows with each token and does nothing else."""
@@ -161,11 +157,12 @@ def tier_layers(calls: Sequence[BlockCall], blocks: Sequence[int]) -> dict[int, 
     """
     found = {}
     for block in blocks:
-        cache = _cache_of(calls[block])
+        cache = cache_of(calls[block])
         if cache is not None and block < len(cache.layers) and type(cache.layers[block]) is DynamicLayer:
             found[block] = cache.layers[block] = TieredLayer()
     return found
 
 
-def _cache_of(call: BlockCall) -> Any:
+def cache_of(call: BlockCall) -> Any:
+    """Return the cache with which a block is called, None where there is none."""
     return next((value for value in (*call.args, *call.kwargs.values()) if isinstance(value, Cache)), None)

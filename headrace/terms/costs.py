@@ -87,14 +87,27 @@ class PassCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeCosts:
+    """A pass over a prompt once more, from the blocks' inputs to their keys and values, by block. `input_bytes` are those of a
+    whole prompt. A seat keeps `call_bytes` with which its blocks are called again.
+    """
+
+    flops: tuple[float, ...]
+    calls: tuple[int, ...]
+    input_bytes: int
+    call_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCosts:
     """A seat of `rows` rows: its first pass, over `prompt_length` tokens, and the one after, over one.
 
     With a `prefill_chunk` prompts are taken in chunks of so many tokens, a pass for each, and `first` is the last of these
     passes. `cache_bytes` are the bytes of each block's cache after the prompt; `cache_token_bytes` are what one more token of
     all rows adds to each. `tiered` says for each block whether its cache may live elsewhere while the block does not run. It
-    may if the cache keeps tokens and nothing else. `head_flops` are for one position of all rows; `head_bytes` are what head
-    and sampling allocate for a moment.
+    may if the cache keeps tokens and nothing else. `recomputing` is there if prompts may be kept as blocks' inputs, and these
+    have fewer bytes than keys and values. `head_flops` are for one position of all rows; `head_bytes` are what head and
+    sampling allocate for a moment.
     """
 
     rows: int
@@ -109,6 +122,7 @@ class GenerationCosts:
     tiered: tuple[bool, ...] = ()
     widens: bool = False  # products of 16-bit numbers are computed in float32, except where they have few rows
     prefill_chunk: int = 0
+    recomputing: RecomputeCosts | None = None
 
     @property
     def first_tokens(self) -> int:

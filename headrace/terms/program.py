@@ -30,6 +30,7 @@ class Verb(StrEnum):
     CACHE_IN = "cache-in"  # the same: host -> device
     CACHE_OUT = "cache-out"  # those of its new tokens: device -> host
     CACHE_WRITE = "cache-write"  # pages of them that are full: host -> ssd
+    RECOMPUTE = "recompute"  # block up to its cache, one micro-batch of a prompt: inputs -> keys and values
     QUERY = "query"  # block up to its attention, one micro-batch of new tokens that the host attends for
     QUERY_OUT = "query-out"  # their queries, keys and values: device -> host
     ATTEND = "attend"  # attention where a seat's keys and values lie, in host memory
