@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.generating import say
-from headrace.generate.cache_plan import SSD, CachePlan
+from headrace.generate.cache_plan import SSD, CachePlan, with_inputs
 from headrace.generate.jobs import run_job
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.search import GenerationQuestion, make_generation_plan
@@ -20,12 +20,13 @@ from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.sizes import PAGE_BYTES
 
 
-def in_tiers(patch: pytest.MonkeyPatch) -> None:
-    """Have all plans put the caches of all blocks on the drives."""
+def in_tiers(patch: pytest.MonkeyPatch, *, by_inputs: bool = False) -> None:
+    """Have all plans put the caches of all blocks on the drives, with or without prompts as inputs."""
 
     def on_drives(question: GenerationQuestion) -> GenerationPlan:
         plan = make_generation_plan(question)
-        return replace(plan, caches=CachePlan(homes=(SSD,) * plan.num_blocks, slots=2, page_bytes=PAGE_BYTES))
+        caches = CachePlan(homes=(SSD,) * plan.num_blocks, slots=2, page_bytes=PAGE_BYTES)
+        return replace(plan, caches=[*with_inputs(caches, plan.costs)][-1] if by_inputs else caches)
 
     patch.setattr("headrace.generate.planner.make_generation_plan", on_drives)
 
@@ -48,10 +49,10 @@ def job(model: Path, folder: Path, ssd: Path | None) -> int:
         return run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=lambda found: None)
 
 
-def main(model: str, folder: str, name: str, kill_at: int) -> None:
+def main(model: str, folder: str, name: str, kill_at: int, by_inputs: bool = False) -> None:
     """Run the job; at the call number `kill_at` of `CacheFile`'s method `name` the process is killed."""
     with pytest.MonkeyPatch.context() as patch:
-        in_tiers(patch)
+        in_tiers(patch, by_inputs=by_inputs)
         own: Callable[..., Any] = getattr(CacheFile, name)
         calls: list[int] = []
 

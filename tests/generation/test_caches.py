@@ -117,22 +117,27 @@ def write_prompts(*folders: Path) -> None:
 
 
 # In a pass each of 2 seats reads and writes 2 blocks: within the prompts, the last answers, and where new seats come in.
-KILLS = [("write", 2), ("write", 13), ("write", 22), ("read", 3), ("read", 35), ("read", 80)]
+KILLS = [("write", 2, False), ("write", 13, False), ("write", 22, False), ("read", 3, False), ("read", 35, False)]
+KILLS += [("read", 80, False), ("write", 3, True), ("read", 9, True), ("read", 40, True)]  # with prompts as inputs
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(("kill", "number"), sampled(KILLS, [("write", 22)]))
+@pytest.mark.parametrize(("kill", "number", "by_inputs"), sampled(KILLS, [("write", 22, False)]))
 @pytest.mark.process
-def test_a_job_whose_caches_lie_on_a_drive_goes_on_after_a_kill(kill: str, number: int, model: Path, tmp_path: Path) -> None:
+def test_a_job_whose_caches_lie_on_a_drive_goes_on_after_a_kill(
+    kill: str, number: int, by_inputs: bool, model: Path, tmp_path: Path
+) -> None:
     write_prompts(tmp_path / "kept", tmp_path / "killed")
     assert job(model, tmp_path / "kept", None) == 0
-    process = PROCESSES.Process(target=job_with_caches.main, args=(str(model), str(tmp_path / "killed"), kill, number))
+    process = PROCESSES.Process(
+        target=job_with_caches.main, args=(str(model), str(tmp_path / "killed"), kill, number, by_inputs)
+    )
     process.start()
     process.join(250)
     assert process.exitcode == -signal.SIGKILL, "the moment never came"
     assert {path.name for path in (tmp_path / "killed").iterdir()} <= {"in.jsonl", "out.jsonl.job"}  # the drive is free again
     with pytest.MonkeyPatch.context() as patch:
-        in_tiers(patch)
+        in_tiers(patch, by_inputs=by_inputs)
         assert job(model, tmp_path / "killed", tmp_path / "killed") == 0
     kept, killed = ((tmp_path / name / "out.jsonl").read_bytes() for name in ("kept", "killed"))
     assert kept == killed
