@@ -35,7 +35,9 @@ def write_model(directory: Path, hidden: int, blocks: int) -> None:
     """Write a model whose keys have as many numbers as its hidden states."""
     torch.manual_seed(1)
     sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": blocks, "num_attention_heads": 4}
-    config = GPTNeoXConfig(vocab_size=256, max_position_embeddings=4096, bos_token_id=0, eos_token_id=0, **sizes)
+    config = GPTNeoXConfig(
+        vocab_size=256, dtype="float32", max_position_embeddings=4096, bos_token_id=0, eos_token_id=0, **sizes
+    )
     GPTNeoXForCausalLM(config).save_pretrained(directory)
 
 
@@ -48,7 +50,7 @@ def passes_of(directory: Path, scratch: Path, given: argparse.Namespace, share: 
             seen.append(event)
 
     budget = Budget(host="4GiB", ssd=scratch)
-    with Generator.open(directory, budget, sink=sink, compute_dtype="float32", rows=given.rows, seats=2) as generator:
+    with Generator.open(directory, budget, sink=sink, rows=given.rows, seats=2) as generator:
         plan = generator.plan_only(2 * given.rows, given.prompt, given.tokens)
         caches = CachePlan(homes=(SSD,) * given.blocks, slots=2, page_bytes=PAGE_BYTES)
         ways = {len(way.inputs): way for way in (caches, *with_inputs(caches, plan.costs))}
