@@ -79,7 +79,7 @@ def nearest(weights: Tensor, grid: Grid) -> Rounded:
     num, rows, columns = weights.shape
     grouped = weights.view(num, rows, -1, grid.group or columns)
     groups = grouped.transpose(1, 2)  # a group's rows are fitted together
-    sides = grid.fit(groups, torch.ones_like(groups[:, :, 0])).transpose(1, 2)
+    sides = grid.fit(groups, torch.ones_like(groups[:, :, 0])).transpose(1, 2).contiguous()
     return Rounded(grid, grid.round(grouped, sides).reshape(weights.shape), sides)
 
 
