@@ -37,15 +37,18 @@ def generate(model: str, options: GenerateOptions) -> None:
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompt: standard input is no {error.encoding} at byte {error.start}; convert it") from error
     from headrace.generate.answering import Talk  # late: it brings torch
+    from headrace.generate.measured import Measured
     from headrace.generate.whose_weights import open_generator
 
+    measured = Measured(say)
     try:
-        with Talk(open_generator(Path(model), options, ceilings_of(options.machine), say), options, say) as talk:
+        with Talk(open_generator(Path(model), options, ceilings_of(options.machine), measured), options, say) as talk:
             if prompt is not None:
-                talk.answer(prompt, _write, tell_plan)
+                tokens = talk.answer(prompt, _write, tell_plan).completion_tokens
                 _write("\n")
             else:
-                _converse(talk)
+                tokens = _converse(talk)
+            _tell_measured(measured.words(talk.generator.plan, tokens))
     except KeyboardInterrupt:
         _write("\n")
         leave("interrupted", INTERRUPTED)
@@ -54,17 +57,23 @@ def generate(model: str, options: GenerateOptions) -> None:
 def _answer_file(model: str, options: GenerateOptions) -> None:
     """Answer a file; the exit code is 1 if a line could not be answered."""
     from headrace.generate.jobs import JobProgress, run_job
+    from headrace.generate.measured import Measured
     from headrace.generate.whose_weights import open_generator  # late: it brings torch
 
+    measured, tokens = Measured(say), 0
+
     def progress(found: JobProgress) -> None:
+        nonlocal tokens
+        tokens = found.tokens
         speed = found.tokens / found.seconds if found.seconds else 0.0
         left = (found.of - found.done) * found.seconds / max(1, found.done)
         words = f"{found.done} of {found.of} answers, {plain_figure(speed)} tokens/s, {format_seconds(left)} left"
         _line(sys.stderr, f"{words}, {found.padding:.0%} of the prompts' rows padding")
 
     try:
-        with open_generator(Path(model), options, ceilings_of(options.machine), say) as generator:
+        with open_generator(Path(model), options, ceilings_of(options.machine), measured) as generator:
             refused = run_job(generator, options, sink=say, tell_plan=tell_plan, progress=progress)
+            _tell_measured(measured.words(generator.plan, tokens))
     except KeyboardInterrupt:
         leave("interrupted; the same command resumes it", INTERRUPTED)
     if refused:
@@ -85,26 +94,34 @@ def say(event: Event) -> None:
         _line(sys.stderr, event.text)
 
 
-def _converse(talk: Any) -> None:
+def _converse(talk: Any) -> int:
+    """Hold a conversation; return how many tokens its answers had."""
     messages: list[dict[str, str]] = []
+    tokens = 0
     while True:
         sys.stderr.write("> ")
         sys.stderr.flush()
         words = sys.stdin.readline()
         if not words or words.strip() in _BYE:
-            return
+            return tokens
         if not words.strip():
             continue
         messages.append({"role": "user", "content": words.rstrip("\n")})
         answer = talk.answer(messages, _write, tell_plan)
         _write("\n")
         messages.append({"role": "assistant", "content": answer.text})
+        tokens += answer.completion_tokens
 
 
 def tell_plan(plan: Any) -> None:
     """Print a plan to stderr."""
     for line in plan.explain().splitlines():
         _line(sys.stderr, line)
+
+
+def _tell_measured(words: str) -> None:
+    if words:
+        _line(sys.stderr, words)
 
 
 def _write(text: str) -> None:

@@ -6,7 +6,9 @@ experts come round by round, and each seat that waits for one goes on until it w
 Invariant: an expert is read once for all seats of a pass, and only if some seat wants it, unless all are read ahead.
 """
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +23,18 @@ from headrace.model.banks import Banks
 from headrace.model.seats import Seat
 from headrace.terms.errors import StepFailed
 from headrace.terms.program import Op, Pool
+
+
+@dataclass(slots=True)
+class ExpertCounts:
+    """How many experts a pass `wanted`, and how many of these it `found` in memory.
+
+    `router_seconds` pass between the routers of a block and the first experts that they chose.
+    """
+
+    wanted: int = 0
+    found: int = 0
+    router_seconds: float = 0.0
 
 
 class _Visit:
@@ -53,7 +67,8 @@ class ExpertFlow:
         self.plan, self._chain, self._source, self._buffers, self._machine = plan, chain, source, buffers, machine
         self.cache = ExpertCache(buffers.cached_experts)
         self._banks = Banks(source.blocks, chain.dtype, chain.device)
-        self._ahead = False
+        self.counts = ExpertCounts()
+        self._ahead, self._routed_at = False, 0.0
         self._waiting: list[_Visit] = []
         self._routed: dict[int, tuple[int, ...]] = {}
         self._read: dict[int, list[tuple[int, Bytes]]] = {}  # by slot of a round: experts, and where each was read
@@ -70,6 +85,7 @@ class ExpertFlow:
         self._ahead = self.plan.is_ahead(tokens)
         self._waiting.clear()
         self._routed.clear()
+        self.counts = ExpertCounts()
 
     def end_pass(self) -> None:
         """Choose the experts that stay in host memory. Nothing may be under way."""
@@ -102,6 +118,7 @@ class ExpertFlow:
     def route(self, op: Op) -> None:
         """Note which experts of a block the seats want, in ascending order."""
         self._routed[op.unit] = tuple(sorted({expert for visit in self._waiting for expert in visit.needs}))
+        self._routed_at = time.perf_counter()
 
     def fetch(self, op: Op) -> None:
         """Read those experts of a round that are not in host memory."""
@@ -115,6 +132,9 @@ class ExpertFlow:
                 if there is None:
                     there = self._buffers.experts[slot * self.plan.in_round + place]
                 tickets.append(self._source.read_expert(op.unit, expert, there))
+            else:
+                self.counts.found += 1
+            self.counts.wanted += 1
             found.append((expert, there[: self._source.expert(op.unit, expert).num_bytes]))
         for ticket in tickets:
             ticket.wait()
@@ -154,6 +174,8 @@ class ExpertFlow:
 
     def go_on(self, op: Op) -> None:
         """Let seats continue with the experts of a round."""
+        if op.part == 0 and not self._ahead:
+            self.counts.router_seconds += time.perf_counter() - self._routed_at
         computed, host = op.slot(Pool.DEVICE_EXPERTS), op.slot(Pool.EXPERTS)
         ready: Sequence[tuple[int, torch.Tensor]]
         if computed >= 0:

@@ -8,7 +8,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from headrace.generate.buffers import GenerationBuffers
 from headrace.generate.compose import composed
 from headrace.generate.copying import Copying
 from headrace.generate.expert_flow import ExpertFlow
+from headrace.generate.measured import PromptProgress
 from headrace.generate.micro_batches import Generated, MicroBatch, Together, kept_copies
 from headrace.generate.opened import GenerationModel
 from headrace.generate.padded_rows import padded, until_end
@@ -69,7 +70,7 @@ class Generator(Closing):
         self._cache_file: CacheFile | None = None
         self._pass: Pass | None = None
         self._programs: dict[tuple[int, tuple[bool, int] | None, tuple[bool, ...], Snapshot], tuple[Program, Snapshot]] = {}
-        self._left, self._number = Snapshot(), 0
+        self._left, self._number, self._prompts = Snapshot(), 0, PromptProgress()
         keep_freed_memory(False)
 
     @classmethod
@@ -241,6 +242,7 @@ class Generator(Closing):
                     seat = sit(item)
                     seats.callback(seat.close)
                     live[seat] = item
+                    self._prompts.enters(seat, item.length if isinstance(item, MicroBatch) else 0)
                     self._first_turn(seat)
                     if (found := self._cache_of(seat, item, caches.values())) is not None:
                         caches[seat] = found
@@ -285,6 +287,7 @@ class Generator(Closing):
                 del self._programs[next(iter(self._programs))]
             self._programs[key] = build_pass(self.plan, len(seats), self._left, tokens=tokens, attends=attends)
         program, self._left = self._programs[key]
+        entering, begun = self._prompts.take(seats)
         start, read = time.perf_counter(), self._bytes_read
         try:
             run_pass(program, replace(self._pass, seats=seats, caches=caches), self._interpreter, self._number)
@@ -303,6 +306,9 @@ class Generator(Closing):
                     finished=0,
                     seconds=time.perf_counter() - start,
                     bytes_read=self._bytes_read - read,
+                    entering=entering,
+                    begun=begun,
+                    **({} if experts is None else asdict(experts.counts)),
                 )
             )
 

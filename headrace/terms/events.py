@@ -115,7 +115,8 @@ class Planned:
 class GenerationPass:
     """All `seats` of a generation went through the model once, for `rows` rows, of which `finished` only wait for others.
 
-    `limiting` is the lane that the plan names, in words.
+    `entering` of the seats ran tokens of their prompts, and `begun` of these came to their first new token. Single experts:
+    so many were `wanted`, of which `found` were in memory; compute waited `router_seconds` for experts that routers chose.
     """
 
     number: int
@@ -124,6 +125,11 @@ class GenerationPass:
     finished: int
     seconds: float
     bytes_read: int
+    entering: int = 0
+    begun: int = 0
+    wanted: int = 0
+    found: int = 0
+    router_seconds: float = 0.0
 
 
 Event = GenerationPass | OpDone | StepResult | Evaluated | Notice | Committed | Flushed | Planned

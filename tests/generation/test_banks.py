@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import Generated, MicroBatch
 from headrace.terms.budget import Budget
+from headrace.terms.events import Event, GenerationPass
 
 # By name: slots for what every token reads, experts that stay, when all are read ahead, a separate device, interpreter.
 PLACES: dict[str, dict[str, Any]] = {
@@ -94,7 +95,12 @@ def test_of_64_experts_those_are_read_that_tokens_are_sent_to_once_for_all(many:
         model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row), dtype=torch.int64), **asked)
         for hook in hooks:
             hook.remove()
-    with Generator.open(many, Budget(host="4GiB")) as generator:
+    passes: list[GenerationPass] = []
+
+    def sink(event: Event) -> None:
+        passes.extend([event] if isinstance(event, GenerationPass) else [])
+
+    with Generator.open(many, Budget(host="4GiB"), sink=sink) as generator:
         plan = with_banks(generator, generator.plan_only(2, 12, 6), ahead_share=1.0)
         generator.use(replace(plan, rows=1, seats=2, host_slots=2))
         source = generator.model.source
@@ -108,6 +114,7 @@ def test_of_64_experts_those_are_read_that_tokens_are_sent_to_once_for_all(many:
             source.by_experts.expert(1 + place % 2, expert).num_bytes for place, each in enumerate(wanted) for expert in each
         ]
     assert read == common + sum(sizes)
+    assert sum(each.wanted for each in passes) == len(sizes)
     needed = 3 * 128 * 128 * 4
     assert len(sizes) < 0.6 * len(wanted) * 64, "most experts are left alone"
     assert sum(sizes) <= 1.1 * len(sizes) * needed

@@ -47,6 +47,7 @@ def test_a_prompt_is_answered_as_transformers_answers_it(model: Path, run: Run) 
     assert code == 0, err
     assert out == own_text(model, "<user>water<eos><a>", greedy) + "\n"
     assert "seat" in err  # the plan, before
+    assert err.splitlines()[-1].startswith("measured ")
 
 
 def test_a_raw_prompt_is_sampled_with_its_seed(model: Path, run: Run) -> None:
