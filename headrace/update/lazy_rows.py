@@ -5,8 +5,8 @@ the number of its last update. Before it is read, the updates that it missed are
 zero, in order. A row that is never read again costs nothing.
 
 Invariant: rows caught up to update n have the bits of a dense update of the whole table, n times. So the rule must update each
-element alone, and without random rounding, which depends on an element's place (`refuse_other_rules`). It must leave an element as
-it is where states, gradient and decay are zero.
+element alone, and without random rounding, which depends on an element's place (`refuse_other_rules`). Where states,
+gradient and decay are zero, it must leave an element as it is.
 """
 
 from collections.abc import Iterable
