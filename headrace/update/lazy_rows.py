@@ -32,8 +32,8 @@ def refuse_other_rules(rule: UpdateRule) -> ElementRule:
     if isinstance(rule, ElementRule) and rule.sums:
         return rule
     raise ConfigError(
-        f"rows of a table: updates of {rule.figures.name} cannot be replayed row by row, because an element's "
-        "update depends on more than the element; update the table whole, or take a rule such as AdamW with float32 moments"
+        f"rows of a table: updates of {rule.figures.name} cannot be replayed row by row: an element's update depends on more "
+        "than the element. Update the table whole, or take a rule such as AdamW with float32 moments."
     )
 
 
