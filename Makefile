@@ -55,8 +55,9 @@ test: $(STAMP)  ## all usual tests (six minutes)
 test-processes: $(STAMP)  ## tests whose processes are killed or measured (under four minutes)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "process and not deep and $(USUAL)" --durations=12 --durations-min=5
 
-deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour)
+deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour); TRL: see test-trl
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and $(USUAL)" --timeout=1200 --durations=12 --durations-min=5
+	$(if $(TRL),$(MAKE) test-trl)
 
 architectures: $(STAMP)  ## each causal model of transformers: train, eval, generate, LoRA, int4, beside stock (a quarter of an hour); RENEW=1
 	$(TEST_ENV) PYTHONPATH=$(CURDIR) $(BIN)/python tests/architectures/table.py --workers $(WORKERS) $(if $(RENEW),--renew)
