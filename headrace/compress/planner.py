@@ -157,19 +157,7 @@ def plan_compression(
     room, passes = None, [1] * len(blocks)
     if budget.host_bytes is not None:
         room = _room(chain, Place.of(measured, here=here or machine is None), budget)
-        sums = [[size for each in block for size in [4 * each.inputs**2] * each.count] for block in blocks]
-        groups = [groups_of_sums(each, room.sums_bytes) for each in sums]
-        passes = [len(each) for each in groups]
-        memory = {
-            "what lies around the blocks": room.ends_bytes,
-            "a block, but one expert, twice" if room.by_experts else "the largest block, twice": 2 * room.block_bytes,
-            **({"the next block": room.block_bytes} if room.ahead else {}),
-            "sums of inputs, at once": max(
-                sum(each[start : start + count])
-                for each, found in zip(sums, groups, strict=True)
-                for start, count in zip(accumulate(found, initial=0), found, strict=False)
-            ),
-        }
+        memory, passes = _memory(room, blocks)
     sizes = [layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1]]
     job = Job(
         blocks=[
@@ -242,6 +230,24 @@ def _file_bytes(code: Code, parameters: int, matrices: Sequence[Matrices]) -> in
     coded = sum(each.weights for each in matrices)
     codes = sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=False) for each in matrices)
     return round(codes) + _BYTES * (parameters - coded)
+
+
+def _memory(room: Room, blocks: Sequence[Sequence[Matrices]]) -> tuple[dict[str, int], list[int]]:
+    """Return what memory in `room` is for, and how often rows pass each block to be coded."""
+    sums = [[4 * each.inputs**2 for each in block for _ in range(each.count)] for block in blocks]
+    groups = [groups_of_sums(each, room.sums_bytes) for each in sums]
+    largest = max(
+        sum(each[start : start + count])
+        for each, found in zip(sums, groups, strict=True)
+        for start, count in zip(accumulate(found, initial=0), found, strict=False)
+    )
+    memory = {
+        "what lies around the blocks": room.ends_bytes,
+        "a block, but one expert, twice" if room.by_experts else "the largest block, twice": 2 * room.block_bytes,
+        **({"the next block": room.block_bytes} if room.ahead else {}),
+        "sums of inputs, at once": largest,
+    }
+    return memory, [len(each) for each in groups]
 
 
 def _room(chain: Chain, place: Place, budget: Budget) -> Room:

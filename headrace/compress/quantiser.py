@@ -59,9 +59,8 @@ class Quantiser:
         host_bytes: int,
         experts_only: bool = False,
         by_experts: bool | None = None,
-        interpreter: str = "overlapped",
     ) -> None:
-        self.machine, self._interpreter = this_machine(None), interpreter
+        self.machine = this_machine(None)
         opened = open_model(directory, self.machine, Purpose(compute_dtype=compute_dtype, reads_codes=False))
         self.checkpoint, self.chain, self.weights = opened.checkpoint, opened.chain, opened.weights
         self.chain.run_experts_one_by_one()
@@ -125,7 +124,7 @@ class Quantiser:
         """
         self._work.keep, self._work.commit = keep, commit
         plan, before = self.rounds(), Snapshot()
-        interpreter = interpreter_of(self._interpreter, self.machine, None)
+        interpreter = interpreter_of("overlapped", self.machine, None)
         try:
             with self._running():
                 for block in range(blocks_done, self.num_blocks):

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.codec import Int4Grid, gptq, nearest
+from headrace.compress import quantiser as quantisers
 from headrace.compress import room
 from headrace.compress import run as compression
 from headrace.compress.calibration import CalibrationData, open_calibration
@@ -24,6 +25,7 @@ from headrace.compress.coded_files import digest_of
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.run import Compressed, result_table
 from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
+from headrace.flow.execute import interpreter_of
 from headrace.model import Chain, Checkpoint
 from headrace.plan.ledger import Snapshot
 from headrace.terms.lanes import Lane
@@ -225,10 +227,11 @@ def test_memory_for_few_sums_changes_no_byte(
     made = list[Quantiser]()
 
     def quantiser(*words: Any, **named: Any) -> Quantiser:
-        made.append(Quantiser(*words, interpreter=interpreter, **named))
+        made.append(Quantiser(*words, **named))
         return made[-1]
 
     monkeypatch.setattr(compression, "Quantiser", quantiser)
+    monkeypatch.setattr(quantisers, "interpreter_of", lambda name, *more: interpreter_of(interpreter, *more))
     monkeypatch.setattr(room, "_LEAST_REST_BYTES", 3 << 14)
     run(mixture, tmp_path, group_size=64, host_memory="1MiB")
     assert files_of(tmp_path) == files_of(mixture_int4[0])
