@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headrace.migrate import preferences
 from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
@@ -76,7 +77,7 @@ def translate(source: Source) -> None:
     Raises:
         ConfigError: it asks for a task, a loss or a method that this version does not train.
     """
-    refuse_other_tasks(source, "stage", ("sft", "pt"))
+    refuse_other_tasks(source, "stage", ("sft", "pt", "dpo"))
     refuse_methods(source, _REFUSED)
     source.rename("model_name_or_path", "model")
     _take_data(source)
@@ -84,9 +85,13 @@ def translate(source: Source) -> None:
     source.set("sequence_length", length, "cutoff_len")
     pretrains = source.values.get("stage") == "pt"
     source.set("packing", bool(source.take("packing", pretrains) or source.take("neat_packing")), "packing")
+    pairs = source.values.get("stage") == "dpo"
+    if pairs:
+        settings = {"label_smoothing": "dpo_label_smoothing", "gamma": "simpo_gamma"}
+        preferences.take_preferences(source, str(source.take("pref_loss", "sigmoid")), "pref_beta", settings)
     if source.take("use_adam_mini"):
         source.notes.append("use_adam_mini: AdamW stands in its place; moments=int8 takes less")
-    take_training_arguments(source, batch=8, rate=5e-5, epochs=3.0, length=length)
+    take_training_arguments(source, batch=8, rate=5e-5, epochs=3.0, length=2 * length if pairs else length)
     if source.take("use_muon"):
         source.set("optimizer", "muon", "use_muon")
     held_out = source.take("val_size", 0)
@@ -94,7 +99,7 @@ def translate(source: Source) -> None:
         source.set("eval_split", held_out, "val_size")
     source.rename("output_dir", "output")
     _take_adapter(source)
-    source.finish(_REASONS)
+    source.finish(_REASONS | preferences.REASONS)
 
 
 def _take_adapter(source: Source) -> None:
@@ -139,15 +144,20 @@ def _row(source: Source, folder: Path, info: Mapping[str, Any], name: str) -> di
             f"data: {name} is a name of {folder / 'dataset_info.json'}, which is not there or does not have it; write a file's"
         )
         return {"path": name}
-    if entry.get("ranking"):
-        raise refuse("dataset", name, "has pairs to rank, which this version does not train")
+    ranks = bool(entry.get("ranking"))
+    if ranks != (source.values.get("stage") == "dpo"):
+        raise refuse("dataset", name, f"has {'pairs to rank' if ranks else 'no pairs'}, and the file asks for another task")
     file = entry.get("file_name")
     row = {
         "path": str(folder / file) if file else entry.get("hf_hub_url"),
         "name": entry.get("subset"),
         "split": entry.get("split"),
     }
-    columns = {ours: entry["columns"].get(ours) for ours in ("messages", "tools")} if "columns" in entry else {}
+    names = ("prompt", "chosen", "rejected") if ranks else ("messages", "tools")
+    given = entry.get("columns") or {}
+    columns = {ours: given.get(ours) for ours in names}
+    if ranks and (given.get("query") or given.get("system")):
+        source.notes.append(f"data: {name} has prompts in several columns; join them into one")
     columns = {ours: theirs for ours, theirs in columns.items() if theirs and theirs not in (ours, "conversations")}
     if columns:
         row["columns"] = columns

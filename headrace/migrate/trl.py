@@ -1,8 +1,11 @@
-"""TRL's YAML for `trl sft` (and the recipes of the alignment handbook): script, model and training arguments in one file."""
+"""TRL's YAML for `trl sft` and `trl dpo` (and the recipes of the alignment handbook): script, model and training arguments in
+one file.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.migrate import preferences
 from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
@@ -16,23 +19,27 @@ from headrace.migrate.training_arguments import (
 
 NAME = "trl"
 
-_OF_OTHER_LOSSES = ("beta", "loss_type", "max_prompt_length", "reward_funcs", "num_generations", "desirable_weight")
-_REASONS = REASONS | {
-    "append_concat_token": PLANNED,
-    "assistant_only_loss": "the turns of the assistant alone are trained, wherever data are conversations",
-    "average_tokens_across_devices": "the loss is the mean over a step's tokens",
-    "completion_only_loss": "the completion alone is trained, wherever data have prompts",
-    "dataset_kwargs": "data and template decide (docs/data.md)",
-    "eos_token": "the end of turns is found in the chat template",
-    "eval_packing": PLANNED,
-    "model_revision": "download that revision and name its directory",
-    "packing_strategy": "rows are filled best fit first",
-    "padding_free": PLANNED,
-    "bnb_4bit_*": "see load_in_4bit",
-    "use_bnb_nested_quant": "see load_in_4bit",
-    "lora_task_type": PLANNED,
-    "lora_modules_to_save": "embeddings and head stay frozen beside an adapter",
-}
+_OF_OTHER_TRAINERS = ("reward_funcs", "num_generations", "desirable_weight", "undesirable_weight", "cpo_alpha", "simpo_gamma")
+_REASONS = (
+    REASONS
+    | preferences.REASONS
+    | {
+        "append_concat_token": PLANNED,
+        "assistant_only_loss": "the turns of the assistant alone are trained, wherever data are conversations",
+        "average_tokens_across_devices": "the loss is the mean over a step's tokens",
+        "completion_only_loss": "the completion alone is trained, wherever data have prompts",
+        "dataset_kwargs": "data and template decide (docs/data.md)",
+        "eos_token": "the end of turns is found in the chat template",
+        "eval_packing": PLANNED,
+        "model_revision": "download that revision and name its directory",
+        "packing_strategy": "rows are filled best fit first",
+        "padding_free": PLANNED,
+        "bnb_4bit_*": "see load_in_4bit",
+        "use_bnb_nested_quant": "see load_in_4bit",
+        "lora_task_type": PLANNED,
+        "lora_modules_to_save": "embeddings and head stay frozen beside an adapter",
+    }
+)
 
 
 def recognises(values: Mapping[str, Any]) -> bool:
@@ -43,20 +50,22 @@ def recognises(values: Mapping[str, Any]) -> bool:
 
 
 def translate(source: Source) -> None:
-    """Translate a file of `trl sft`.
+    """Translate a file of `trl sft` or `trl dpo`.
 
     Raises:
         ConfigError: it is one of another trainer of TRL's.
     """
-    for key in _OF_OTHER_LOSSES:
-        if source.has(key) and not (key == "loss_type" and source.values[key] in ("nll", "dft")):
-            raise refuse(key, source.values[key], "belongs to another trainer than SFT, which this version does not translate")
+    for key in _OF_OTHER_TRAINERS:
+        if source.has(key):
+            raise refuse(key, source.values[key], "belongs to a trainer of TRL's that this version does not translate")
+    pairs = _take_loss(source)
     source.rename("model_name_or_path", "model")
     _take_data(source)
     length = int(source.take("max_length", source.take("max_seq_length", 1024)))
     source.set("sequence_length", length, "max_length")
     source.set("packing", bool(source.take("packing", False)), "packing")
-    take_training_arguments(source, batch=8, rate=2e-5, epochs=3.0, length=length)
+    rate, rows = (1e-6, 2) if pairs else (2e-5, 1)
+    take_training_arguments(source, batch=8, rate=rate, epochs=3.0, length=rows * length)
     if not source.has("bf16") and not source.has("fp16"):
         source.set("compute_dtype", "bfloat16", "bf16 (TRL's default)")
     source.rename("output_dir", "output")
@@ -69,6 +78,20 @@ def translate(source: Source) -> None:
             )
     leave_bases(source, "", ("load_in_4bit", "load_in_8bit"))
     source.finish(_REASONS)
+
+
+def _take_loss(source: Source) -> bool:
+    """Take the loss of `trl dpo`, which a file shows by its keys; return whether it is one."""
+    kind = source.values.get("loss_type")
+    kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
+    if kind in ("nll", "dft") or not any(source.has(key) for key in ("beta", "loss_type", "max_prompt_length")):
+        return False
+    source.take("loss_type")
+    preferences.take_preferences(
+        source, "sigmoid" if kind is None else str(kind), "beta", {"label_smoothing": "label_smoothing"}
+    )
+    source.notes.append("loss: read as a file of `trl dpo`; if it is one of another trainer of pairs, set the option loss")
+    return True
 
 
 def _take_data(source: Source) -> None:

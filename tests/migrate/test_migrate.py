@@ -164,6 +164,39 @@ def test_trl(file: Callable[..., Path]) -> None:
     assert (name, values["dropout"]) == ("lora", "0.05")
 
 
+def test_trl_dpo(file: Callable[..., Path]) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nloss_type: [ipo]\nbeta: 0.2\nmax_prompt_length: 512\n"
+    found = migrate(file(text + "per_device_train_batch_size: 4\nlabel_smoothing: 0.0\nf_divergence_type: reverse_kl\n"))
+    assert found.options["loss"] == "dpo:beta=0.2,loss_type=ipo"
+    assert found.options["tokens_per_step"] == 4 * 2 * 1024
+    assert found.options["learning_rate"] == 1e-6
+    assert "max_prompt_length" in found.left_out
+    assert any("trl dpo" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "loss"),
+    [
+        ("", "dpo:beta=0.1,loss_type=sigmoid"),
+        ("pref_loss: hinge\npref_beta: 0.3\n", "dpo:beta=0.3,loss_type=hinge"),
+        ("dpo_label_smoothing: 0.1\n", "dpo:beta=0.1,loss_type=sigmoid,label_smoothing=0.1"),
+        ("pref_loss: orpo\n", "orpo:beta=0.1"),
+        ("pref_loss: simpo\npref_beta: 2\nsimpo_gamma: 0.5\n", "simpo:beta=2,gamma=0.5"),
+    ],
+)
+def test_llama_factory_preferences(words: str, loss: str, file: Callable[..., Path], tmp_path: Path) -> None:
+    columns = {"prompt": "question", "chosen": "chosen", "rejected": "worse"}
+    file(json.dumps({"mine": {"file_name": "mine.json", "ranking": True, "columns": columns}}), "dataset_info.json")
+    text = f"model_name_or_path: m\nstage: dpo\ncutoff_len: 512\ndataset: mine\ndataset_dir: {tmp_path}\n{words}"
+    found = migrate(file(text))
+    assert found.options["loss"] == loss
+    (row,) = found.options["data"]
+    assert row == {"path": str(tmp_path / "mine.json"), "columns": {"prompt": "question", "rejected": "worse"}}
+    assert found.options["tokens_per_step"] == 8 * 2 * 512
+    with pytest.raises(ConfigError, match="has pairs to rank, and the file asks for another task"):
+        migrate(file(text.replace("stage: dpo", "stage: sft")))
+
+
 def test_deepspeed(file: Callable[..., Path]) -> None:
     """It has neither model nor data: these stand as comments."""
     found = migrate(file(json.dumps(DEEPSPEED), "ds.json"))
@@ -196,7 +229,10 @@ def test_what_is_written_is_read_as_the_same_options(text: str, file: Callable[.
         ("base_model: m\nqat: {weight_dtype: int8}", "qat: .* is not trained by this version"),
         ("model_name_or_path: m\nstage: ppo\ncutoff_len: 3", "stage: 'ppo' is not trained"),
         ("model_name_or_path: m\nfinetuning_type: oft", "finetuning_type: 'oft' is not trained"),
-        ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1", "beta: 0.1 belongs to another trainer than SFT"),
+        ("model_name_or_path: m\ndataset_name: d\nreward_funcs: f", "reward_funcs: 'f' belongs to a trainer of TRL's that"),
+        ("model_name_or_path: m\ndataset_name: d\nloss_type: robust", "loss_type: 'robust' is not trained by this version"),
+        ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nrpo_alpha: 1", "rpo_alpha: 1 changes the loss"),
+        ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair", "loss_type: 'kto_pair' is not trained"),
         ("base_model: m\nmicro_batch_size: many", "a value is not of the type that axolotl has there"),
         ("learning_rate: 3", "no keys of axolotl, llama-factory, trl, deepspeed were found"),
         ("[1, 2", "not YAML"),

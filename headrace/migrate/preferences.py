@@ -1,0 +1,63 @@
+"""Losses over pairs as other trainers name them: DPO with its kinds, ORPO, SimPO. A step counts both completions of a pair."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.migrate.source import Source, refuse
+
+_OF_DPO = ("sigmoid", "ipo", "hinge")
+# What adds to the loss, or computes it otherwise.
+_OTHERS = (
+    "discopop_tau",
+    "f_alpha_divergence_coef",
+    "f_divergence_type",
+    "ld_alpha",
+    "loss_weights",
+    "pref_bco_weight",
+    "pref_ftx",
+    "reference_free",
+    "rpo_alpha",
+    "sync_ref_model",
+    "use_weighting",
+)
+_UNUSED_DEFAULTS = {"f_divergence_type": ("reverse_kl",), "f_alpha_divergence_coef": (1.0,), "discopop_tau": (0.05,)}
+REASONS = {
+    "disable_dropout": "models are trained as their configuration has them; set its dropout to 0",
+    "max_prompt_length": "a pair is cut as a whole (docs/preferences.md)",
+    "precompute_ref_*": "the reference is always computed before the first step",
+    "ref_model": "the reference is the model that training begins with",
+    "ref_model_*": "the reference is the model that training begins with",
+    "ref_adapter_name": "the reference is the model that training begins with",
+    "model_adapter_name": "an adapter has no name here",
+    "truncation_mode": "a pair is cut as a whole (docs/preferences.md)",
+}
+
+
+def take_preferences(source: Source, kind: str, beta_key: str, settings: Mapping[str, str]) -> None:
+    """Take the loss `kind` of pairs: `sigmoid`, `ipo`, `hinge`, `orpo` or `simpo`. `settings` are the file's keys by ours.
+
+    Raises:
+        ConfigError: the loss is another one, or something is added to it.
+    """
+    for key in _OTHERS:
+        value = source.take(key)
+        if value and value not in _UNUSED_DEFAULTS.get(key, ()):
+            raise refuse(key, value, "changes the loss in a way that this version does not have")
+    if kind not in (*_OF_DPO, "orpo", "simpo"):
+        raise refuse("loss_type", kind, "is not trained by this version; sigmoid, ipo, hinge, orpo and simpo are")
+    words: dict[str, Any] = {"beta": float(source.take(beta_key, 0.1))}
+    if kind in _OF_DPO:
+        words["loss_type"] = kind
+    for ours, theirs in settings.items():
+        value = source.take(theirs)
+        if value and (ours, kind) in (("label_smoothing", "sigmoid"), ("gamma", "simpo")):
+            words[ours] = float(value)
+        elif value:
+            source.leave(theirs, f"{kind} has no {ours}")
+    name = "dpo" if kind in _OF_DPO else kind
+    source.set("loss", f"{name}:{','.join(f'{key}={_plain(value)}' for key, value in words.items())}", beta_key)
+    source.notes.append("tokens_per_step: both completions of a pair count; data have prompt, chosen and rejected")
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
