@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Seconds of a block by what it does: `once` by label; passes of all rows that calibrate, and their hidden states."""
+    """Seconds of a block, each as if nothing else ran. Those of hidden states and `passed` are of one pass of all rows."""
 
     read: float
     passed: float

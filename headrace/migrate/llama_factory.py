@@ -88,7 +88,7 @@ def translate(source: Source) -> None:
     pairs = source.values.get("stage") == "dpo"
     if pairs:
         settings = {"label_smoothing": "dpo_label_smoothing", "gamma": "simpo_gamma"}
-        preferences.take_preferences(source, str(source.take("pref_loss", "sigmoid")), "pref_beta", settings)
+        preferences.take_preferences(source, "pref_loss", "pref_beta", settings)
     if source.take("use_adam_mini"):
         source.notes.append("use_adam_mini: AdamW stands in its place; moments=int8 takes less")
     take_training_arguments(source, batch=8, rate=5e-5, epochs=3.0, length=2 * length if pairs else length)

@@ -33,8 +33,10 @@ REASONS = {
 }
 
 
-def take_preferences(source: Source, kind: str, beta_key: str, settings: Mapping[str, str]) -> None:
-    """Take the loss `kind` of pairs: `sigmoid`, `ipo`, `hinge`, `orpo` or `simpo`. `settings` are the file's keys by ours.
+def take_preferences(source: Source, kind_key: str, beta_key: str, settings: Mapping[str, str]) -> None:
+    """Take the loss of pairs that `kind_key` names: `sigmoid`, `ipo`, `hinge`, `orpo` or `simpo`.
+
+    `settings` are the file's keys by ours.
 
     Raises:
         ConfigError: the loss is another one, or something is added to it.
@@ -43,8 +45,10 @@ def take_preferences(source: Source, kind: str, beta_key: str, settings: Mapping
         value = source.take(key)
         if value and value not in _UNUSED_DEFAULTS.get(key, ()):
             raise refuse(key, value, "changes the loss in a way that this version does not have")
+    named = source.take(kind_key, "sigmoid")
+    kind = str(named[0] if isinstance(named, list) and len(named) == 1 else named)
     if kind not in (*_OF_DPO, "orpo", "simpo"):
-        raise refuse("loss_type", kind, "is not trained by this version; sigmoid, ipo, hinge, orpo and simpo are")
+        raise refuse(kind_key, kind, "is not trained by this version; sigmoid, ipo, hinge, orpo and simpo are")
     words: dict[str, Any] = {"beta": float(source.take(beta_key, 0.1))}
     if kind in _OF_DPO:
         words["loss_type"] = kind

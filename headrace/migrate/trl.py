@@ -82,14 +82,11 @@ def translate(source: Source) -> None:
 
 def _take_loss(source: Source) -> bool:
     """Take the loss of `trl dpo`, which a file shows by its keys; return whether it is one."""
-    kind = source.values.get("loss_type")
-    kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-    if kind in ("nll", "dft") or not any(source.has(key) for key in ("beta", "loss_type", "max_prompt_length")):
+    if source.values.get("loss_type") in ("nll", "dft"):
         return False
-    source.take("loss_type")
-    preferences.take_preferences(
-        source, "sigmoid" if kind is None else str(kind), "beta", {"label_smoothing": "label_smoothing"}
-    )
+    if not any(source.has(key) for key in ("beta", "loss_type", "max_prompt_length")):
+        return False
+    preferences.take_preferences(source, "loss_type", "beta", {"label_smoothing": "label_smoothing"})
     source.notes.append("loss: read as a file of `trl dpo`; if it is one of another trainer of pairs, set the option loss")
     return True
 

@@ -21,7 +21,7 @@ from test_generation_search import question
 from tiers import sampled
 
 from headrace.files import DirectFile
-from headrace.generate.cache_plan import HOST, SSD, CachePlan
+from headrace.generate.cache_plan import HOST, SSD, CachePlan, with_inputs
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import Generated, MicroBatch
 from headrace.generate.schedule import build_pass
@@ -61,8 +61,16 @@ def micro_batches(settings: dict[str, Any], longest: int = 40) -> list[MicroBatc
 
 
 def generated(
-    directory: Path, ssd: Path, dtype: str, place: str, asked: dict[str, Any], *, by_experts: bool = False
+    directory: Path,
+    ssd: Path,
+    dtype: str,
+    place: str,
+    asked: dict[str, Any],
+    *,
+    by_experts: bool = False,
+    by_inputs: bool = False,
 ) -> list[Generated]:
+    """Return what is generated with caches at `place`; `by_inputs`: prompts of all blocks whose caches move are inputs."""
     homes, device = PLACES[place]
     budget = Budget(host="4GiB", device="64MiB" if device else None, ssd=ssd)
     with Generator.open(directory, budget, compute_dtype=dtype, rows=2, seats=2) as generator:
@@ -72,7 +80,11 @@ def generated(
         assert any(home != "compute" for home in tiered)
         if by_experts:
             plan = with_banks(generator, plan, ahead_share=1.0)
-        generator.use(replace(plan, caches=CachePlan(homes=tuple(tiered), slots=2, page_bytes=PAGE_BYTES)))
+        caches = CachePlan(homes=tuple(tiered), slots=2, page_bytes=PAGE_BYTES)
+        if by_inputs:
+            *_, caches = with_inputs(caches, plan.costs)
+            assert len(caches.inputs) == len(tiered) - tiered.count("compute")
+        generator.use(replace(plan, caches=caches))
         return sorted(generator.run(micro_batches(whole, 48)), key=lambda done: done.batch.number)
 
 

@@ -3,8 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from headrace.generate.input_split import TokenSeconds
+from input_split import TokenSeconds
 
 SECONDS = st.floats(1e-6, 1.0)
 

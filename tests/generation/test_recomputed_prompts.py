@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_caches import COMMON, NEW, PLACES, WAYS, _arithmetic, micro_batches
+from test_caches import COMMON, PLACES, WAYS, _arithmetic, generated
 from test_generation_search import question
 from tiers import sampled
 
 from headrace.generate.cache_plan import SSD, CachePlan, with_inputs
 from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated, MicroBatch
+from headrace.generate.micro_batches import MicroBatch
 from headrace.generate.search import GenerationQuestion, make_generation_plan
 from headrace.generate.seconds import seconds_of_all_tokens, with_forecast
 from headrace.model.stored_layer import StoredLayer
@@ -34,20 +34,6 @@ CASES = [
     for chunk in (0, 7)
 ]
 FEW = [("gpt-neox", "drives", "sampled", "float32", 7), ("qwen3", "all", "greedy", "bfloat16", 0)]
-
-
-def generated(directory: Path, ssd: Path, dtype: str, place: str, asked: dict[str, Any]) -> list[Generated]:
-    """Return what is generated with the prompts of all blocks whose caches move kept as inputs."""
-    homes, device = PLACES[place]
-    budget = Budget(host="4GiB", device="64MiB" if device else None, ssd=ssd)
-    with Generator.open(directory, budget, compute_dtype=dtype, rows=2, seats=2) as generator:
-        whole = generator.model.settings(48, None, asked)
-        plan = generator.prepare(5, 48, NEW)
-        tiered = [homes[block % len(homes)] if may else "compute" for block, may in enumerate(plan.costs.tiered)]
-        *_, caches = with_inputs(CachePlan(homes=tuple(tiered), slots=2, page_bytes=PAGE_BYTES), plan.costs)
-        assert len(caches.inputs) == len(tiered) - tiered.count("compute")
-        generator.use(replace(plan, caches=caches))
-        return sorted(generator.run(micro_batches(whole, 48)), key=lambda done: done.batch.number)
 
 
 @pytest.mark.parametrize(("name", "place", "way", "dtype", "chunk"), sampled(CASES, FEW))
@@ -71,7 +57,7 @@ def test_prompts_kept_as_inputs_give_the_bits_of_generate(
         own(self, *given)
 
     monkeypatch.setattr(StoredLayer, "recompute", noting)
-    for each in generated(directory, tmp_path, dtype, place, asked):
+    for each in generated(directory, tmp_path, dtype, place, asked, by_inputs=True):
         with _arithmetic(dtype):
             expected = stock(directory, dtype, each.batch.rows, each.batch.seed, asked)
         assert torch.equal(each.raw.sequences, expected.sequences)

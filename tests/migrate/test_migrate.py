@@ -232,7 +232,7 @@ def test_what_is_written_is_read_as_the_same_options(text: str, file: Callable[.
         ("model_name_or_path: m\ndataset_name: d\nreward_funcs: f", "reward_funcs: 'f' belongs to a trainer of TRL's that"),
         ("model_name_or_path: m\ndataset_name: d\nloss_type: robust", "loss_type: 'robust' is not trained by this version"),
         ("model_name_or_path: m\ndataset_name: d\nbeta: 0.1\nrpo_alpha: 1", "rpo_alpha: 1 changes the loss"),
-        ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair", "loss_type: 'kto_pair' is not trained"),
+        ("model_name_or_path: m\nstage: dpo\npref_loss: kto_pair", "pref_loss: 'kto_pair' is not trained"),
         ("base_model: m\nmicro_batch_size: many", "a value is not of the type that axolotl has there"),
         ("learning_rate: 3", "no keys of axolotl, llama-factory, trl, deepspeed were found"),
         ("[1, 2", "not YAML"),
