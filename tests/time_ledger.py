@@ -1,7 +1,8 @@
-"""A ledger of the time that the tests of each folder take: a room that takes more than its share of the whole fails the run.
+"""A ledger of the time that the tests of each folder take: a room that takes far more than its share of the whole fails the run.
 
 Shares and not seconds: a slow machine is slow in all rooms. Time of processors and not of the clock: what else runs for a while
-makes that room look slow which is at work then. Only `make test` asks for it: a part has no shares.
+makes that room look slow which is at work then. Caches that are cold and processors that differ still move a room by a third,
+so a room is named from its share on, and fails the run from `FAILS_AT` times its share on. Only `make test` asks for it.
 """
 
 import resource
@@ -14,12 +15,13 @@ import pytest
 # The most that each folder may take of the time of all tests, in percent: together some more than 100, as no two runs are the
 # same, and at most `MOST_TOGETHER`. Who needs more takes it from another room, or marks tests `deep`.
 MOST_TOGETHER = 130
+FAILS_AT = 1.5  # times its share
 MOST_PERCENT = {
-    "ask": 12.5,
-    "architectures": 0.5,
+    "ask": 12.3,
+    "architectures": 0.2,
     "bench": 1,
     "cli": 8,
-    "codec": 1,
+    "codec": 1.5,
     "compress": 12,
     "crash": 0.5,
     "data": 3,
@@ -49,15 +51,15 @@ MOST_PERCENT = {
 }
 
 
-def overspent(seconds: Mapping[str, float], most_percent: Mapping[str, float]) -> list[str]:
-    """Return a line for each folder that took more than its share, or has none."""
+def overspent(seconds: Mapping[str, float], most_percent: Mapping[str, float], times: float = 1) -> list[str]:
+    """Return a line for each folder that took more than so many `times` its share, or has none."""
     total = sum(seconds.values()) or 1.0
     lines = []
     for folder, spent in sorted(seconds.items()):
         percent = 100 * spent / total
         if folder not in most_percent:
             lines.append(f"{folder} has no share: it took {percent:.1f} %; give it one in tests/time_ledger.py")
-        elif percent > most_percent[folder]:
+        elif percent > times * most_percent[folder]:
             lines.append(f"{folder} took {percent:.1f} % of {total:.0f} s, its share is {most_percent[folder]} %")
     return lines
 
@@ -87,7 +89,7 @@ class CpuClock:
 
 
 class TimeLedger:
-    """A plugin that adds up what the tests of each folder take, shows it at the end, and fails a run that overspent."""
+    """A plugin that adds up what the tests of each folder take, shows it at the end, and fails a run that overspent by far."""
 
     def __init__(self, most_percent: Mapping[str, float]) -> None:
         self.seconds: Counter[str] = Counter()
@@ -98,7 +100,7 @@ class TimeLedger:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and overspent(self.seconds, self.most_percent):
+        if session.exitstatus == pytest.ExitCode.OK and overspent(self.seconds, self.most_percent, FAILS_AT):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from time_ledger import MOST_PERCENT, MOST_TOGETHER, CpuClock, TimeLedger, overspent
+from time_ledger import FAILS_AT, MOST_PERCENT, MOST_TOGETHER, CpuClock, TimeLedger, overspent
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,6 +21,8 @@ def test_shares_are_of_the_whole_and_not_seconds(speed: float) -> None:
     assert overspent(spent, {"engine": 71, "model": 31}) == []
     (line,) = overspent(spent, {"engine": 71, "model": 29})
     assert line.startswith("model took 30.0 % of")
+    assert overspent(spent, {"engine": 71, "model": 29}, FAILS_AT) == []
+    assert overspent(spent, {"engine": 71, "model": 19}, FAILS_AT)
     (line,) = overspent(spent, {"engine": 71})
     assert "model has no share" in line
 
