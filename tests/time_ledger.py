@@ -1,4 +1,4 @@
-"""A ledger of the time that the tests of each folder take: a room that takes far more than its share of the whole fails the run.
+"""A ledger of the time that the tests of each folder take: a room that takes far more than its share of it fails the run.
 
 Shares and not seconds: a slow machine is slow in all rooms. Time of processors and not of the clock: what else runs for a while
 makes that room look slow which is at work then. Caches that are cold and processors that differ still move a room by a third,

@@ -8,12 +8,12 @@ never one of gloo's collectives. Gloo's broadcast sends log2 W copies from the r
 Down, two rounds are under way at once: while workers pass on what they have, the node sends what they will pass on next.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from headrace.machine.host_memory import Bytes
-from headrace.net.lane import Lane, Waiting
+from headrace.net.lane import Lane, Piece, finish_all
 from headrace.terms.summing import Order
 
 NODE = 0
@@ -30,12 +30,12 @@ def spread_out(lane: Lane, data: Bytes) -> None:
     if lane.size == 2:
         lane.send(data, 1)
         return
-    flat, before = torch.from_numpy(data), list[Waiting]()
+    flat, before = torch.from_numpy(data), list[Piece]()
     for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
-        works = [(lane.start_send(flat[piece], rank), rank, number == 0) for rank, piece in pieces.items()]
-        _finish(lane, before)
+        works = [lane.start_send(flat[piece], rank, first=number == 0) for rank, piece in pieces.items()]
+        finish_all(before)
         before = works
-    _finish(lane, before)
+    finish_all(before)
 
 
 def take_in(lane: Lane, into: Bytes) -> None:
@@ -47,24 +47,19 @@ def take_in(lane: Lane, into: Bytes) -> None:
     if lane.size == 2:
         lane.receive(into, NODE)
         return
-    flat, me, before = torch.from_numpy(into), lane.rank, list[Waiting]()
+    flat, me, before = torch.from_numpy(into), lane.rank, list[Piece]()
     others = [rank for rank in range(1, lane.size) if rank != me]
     for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
         first = number == 0
-        own = lane.start_receive(flat[pieces[me]], NODE) if me in pieces else None
-        works = [(lane.start_receive(flat[pieces[rank]], rank), rank, first) for rank in others if rank in pieces]
+        own = lane.start_receive(flat[pieces[me]], NODE, first=first) if me in pieces else None
+        works = [lane.start_receive(flat[pieces[rank]], rank, first=first) for rank in others if rank in pieces]
         # The node's piece of this round comes while those of the round before go from worker to worker.
         if own is not None:
-            lane.finish(own, NODE, first=first)
-            works += [(lane.start_send(flat[pieces[me]], rank), rank, first) for rank in others]
-        _finish(lane, before)
+            own.finish()
+            works += [lane.start_send(flat[pieces[me]], rank, first=first) for rank in others]
+        finish_all(before)
         before = works
-    _finish(lane, before)
-
-
-def _finish(lane: Lane, works: Iterable[Waiting]) -> None:
-    for work, rank, first in works:
-        lane.finish(work, rank, first=first)
+    finish_all(before)
 
 
 def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order) -> None:
@@ -83,15 +78,14 @@ def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order)
     others = [rank for rank in range(1, lane.size) if rank != me]
     places = {rank: torch.empty(PIECE_ELEMENTS, dtype=torch.float32) for rank in others}
     for number, pieces in enumerate(_rounds(gradient.numel(), lane.size - 1)):
-        own = pieces.get(me)
+        own, first = pieces.get(me), number == 0
         length = own.stop - own.start if own else 0
-        works = [(lane.start_receive(places[rank][:length], rank), rank) for rank in others if length]
-        works += [(lane.start_send(gradient[pieces[rank]], rank), rank) for rank in others if rank in pieces]
-        for work, rank in works:
-            lane.finish(work, rank, first=number == 0)
+        works = [lane.start_receive(places[rank][:length], rank, first=first) for rank in others if length]
+        works += [lane.start_send(gradient[pieces[rank]], rank, first=first) for rank in others if rank in pieces]
+        finish_all(works)
         if own is not None:
             total = add_in_order(order, {me: gradient[own], **{rank: place[:length] for rank, place in places.items()}})
-            lane.finish(lane.start_send(total.to(dtype), NODE), NODE, first=number == 0)
+            lane.start_send(total.to(dtype), NODE, first=first).finish()
 
 
 def add_in_order(order: Order, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -112,9 +106,7 @@ def take_sum(lane: Lane, into: torch.Tensor) -> None:
         lane.receive(into.view(torch.uint8).numpy(), 1)
         return
     for number, pieces in enumerate(_rounds(into.numel(), lane.size - 1)):
-        works = [(lane.start_receive(into[piece], rank), rank) for rank, piece in pieces.items()]
-        for work, rank in works:
-            lane.finish(work, rank, first=number == 0)
+        finish_all([lane.start_receive(into[piece], rank, first=number == 0) for rank, piece in pieces.items()])
 
 
 def _rounds(num_elements: int, num_workers: int) -> Iterator[dict[int, slice]]:

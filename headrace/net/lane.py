@@ -1,15 +1,19 @@
 """A lane between the peers of one generation: bytes from one rank to another, in order, in pieces that are timed.
 
-The first piece of a transfer is waited for as long as its sender needs to make it; heartbeats say meanwhile whether the sender
-lives. Each further piece must come within `piece_seconds`. Any failure becomes `PeerLost`, also for those that wait in another
-thread, and the lane cannot be used any more.
+A transfer begins with a greeting each way, a byte: who waits for a peer that is not as far yet, waits for that byte, as long as
+it takes; heartbeats say meanwhile whether the peer lives. From then on each piece must pass within `piece_seconds`. Any failure
+becomes `PeerLost`, also for those that wait in another thread, and the lane cannot be used any more.
+
+Greetings are there because gloo, when a connection breaks, tells only those whose receive has not begun. Who waits for a send,
+or for the rest of a receive, is never told (`Pair::signalException`, `tx_` and `rx_`), and must not wait for ever.
 """
 
 import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,16 +26,50 @@ from headrace.terms.errors import PeerLost
 from headrace.terms.sizes import MIB
 
 PIECE_BYTES = 16 * MIB
-# A piece under way, its peer, and whether it is the first of a transfer (`Lane.finish`).
-Waiting = tuple[Work, int, bool]
 # A connection breaks before a watchman knows why: he is waited for so long.
 _WHY_SECONDS = 0.3
 _FOR_EVER = timedelta(days=365)
 _LENGTH_BYTES = 8
 # The most bytes of a message (configurations and plans); a larger one is somebody's mistake.
 _MOST_MESSAGE_BYTES = 256 * MIB
+# Tags of pieces, and of greetings of who is about to send and to receive.
+_DATA, _SENDER, _RECEIVER = range(3)
 # Nobody sends with this tag: waiting for it briefly breaks all connections, which wakes those who wait on them.
 _NOBODY = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece under way to or from a `peer`. `greetings`, of a transfer's first piece: the one that comes, and the one that
+    goes.
+    """
+
+    lane: "Lane"
+    work: Work
+    peer: int
+    greetings: tuple[Work, Work] | None
+
+    def finish(self) -> None:
+        """Wait until it is there: for the first piece of a transfer as long as the peer needs to begin.
+
+        Raises:
+            PeerLost: the peer is gone, or has been silent for too long.
+        """
+        if self.greetings is not None:
+            came, went = self.greetings
+            self.lane.wait(came, self.peer, _FOR_EVER)
+            self.lane.wait(went, self.peer)
+        self.lane.wait(self.work, self.peer)
+
+
+def finish_all(pieces: Iterable[Piece]) -> None:
+    """Wait for pieces in their order.
+
+    Raises:
+        PeerLost: see `Piece.finish`.
+    """
+    for piece in pieces:
+        piece.finish()
 
 
 class Lane:
@@ -66,22 +104,24 @@ class Lane:
         """Number of peers."""
         return len(self.names)
 
-    def start_send(self, data: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Start sending a piece, a flat tensor, of at most `PIECE_BYTES`."""
-        return self._start("send", data, to, tag)
+    def start_send(self, data: torch.Tensor, to: int, *, first: bool) -> Piece:
+        """Start sending a piece, a flat tensor, of at most `PIECE_BYTES`; `first`: it begins a transfer."""
+        greetings = (self._greeting("recv", to, _RECEIVER), self._greeting("send", to, _SENDER)) if first else None
+        return Piece(self, self._start("send", data, to, _DATA), to, greetings)
 
-    def start_receive(self, into: torch.Tensor, source: int, tag: int = 0) -> Work:
+    def start_receive(self, into: torch.Tensor, source: int, *, first: bool) -> Piece:
         """Start receiving a piece."""
-        return self._start("recv", into, source, tag)
+        greetings = (self._greeting("recv", source, _SENDER), self._greeting("send", source, _RECEIVER)) if first else None
+        return Piece(self, self._start("recv", into, source, _DATA), source, greetings)
 
-    def finish(self, work: Work, peer: int, *, first: bool) -> None:
-        """Wait until a piece is there: for the `first` piece of a transfer as long as that takes.
+    def wait(self, work: Work, peer: int, longest: timedelta | None = None) -> None:
+        """Wait for what has been started, None: `piece_seconds`.
 
         Raises:
             PeerLost: the peer is gone, or has been silent for too long.
         """
         try:
-            work.wait(_FOR_EVER if first else self._piece)
+            work.wait(self._piece if longest is None else longest)
         except RuntimeError as error:
             raise self._lost(peer, error) from None  # its traceback would hold the connection
 
@@ -89,21 +129,21 @@ class Lane:
         """Send bytes to a rank; return when they are gone.
 
         Raises:
-            PeerLost: see `finish`.
+            PeerLost: see `Piece.finish`.
         """
         flat = torch.from_numpy(data)
         for start in range(0, flat.numel(), PIECE_BYTES):
-            self.finish(self.start_send(flat[start : start + PIECE_BYTES], to), to, first=start == 0)
+            self.start_send(flat[start : start + PIECE_BYTES], to, first=start == 0).finish()
 
     def receive(self, into: Bytes, source: int) -> None:
         """Fill `into` with that many bytes from a rank.
 
         Raises:
-            PeerLost: see `finish`.
+            PeerLost: see `Piece.finish`.
         """
         flat = torch.from_numpy(into)
         for start in range(0, flat.numel(), PIECE_BYTES):
-            self.finish(self.start_receive(flat[start : start + PIECE_BYTES], source), source, first=start == 0)
+            self.start_receive(flat[start : start + PIECE_BYTES], source, first=start == 0).finish()
 
     def send_message(self, value: Any, to: int) -> None:
         """Send a JSON value."""
@@ -115,7 +155,7 @@ class Lane:
         """Return the JSON value that a rank sent.
 
         Raises:
-            PeerLost: as in `finish`; or what came is no message.
+            PeerLost: as in `Piece.finish`; or what came is no message.
         """
         length = np.empty(_LENGTH_BYTES, np.uint8)
         self.receive(length, source)
@@ -146,6 +186,9 @@ class Lane:
         self.end()
         with self._lock:
             self._group = None
+
+    def _greeting(self, verb: str, peer: int, tag: int) -> Work:
+        return self._start(verb, torch.zeros(1, dtype=torch.uint8), peer, tag)
 
     def _start(self, verb: str, data: torch.Tensor, peer: int, tag: int) -> Work:
         with self._lock:

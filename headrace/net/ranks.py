@@ -14,7 +14,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from headrace.machine.host_memory import Bytes
 from headrace.net.exchange import PIECE_ELEMENTS, add_in_order
-from headrace.net.lane import PIECE_BYTES, Lane, Waiting
+from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all
 from headrace.terms.closing import Closing
 from headrace.terms.errors import PeerLost
 from headrace.terms.summing import Order
@@ -80,13 +80,13 @@ class Ranks(Closing):
         longest = max(part.stop - part.start for part in parts)
         for start in range(0, longest, PIECE_BYTES):
             own = _piece(parts[self.rank], start, PIECE_BYTES)
-            works = list[Waiting]()
+            works = list[Piece]()
             for rank in self.others:
                 if (piece := _piece(parts[rank], start, PIECE_BYTES)) is not None:
-                    works.append((over.start_receive(flat[piece], rank), rank, start == 0))
+                    works.append(over.start_receive(flat[piece], rank, first=start == 0))
                 if own is not None:
-                    works.append((over.start_send(flat[own], rank), rank, start == 0))
-            _finish(over, works)
+                    works.append(over.start_send(flat[own], rank, first=start == 0))
+            finish_all(works)
 
     def scatter(self, gradient: torch.Tensor, parts: Sequence[slice], order: Order, dtype: torch.dtype) -> None:
         """Add this rank's part of `gradient`, flat and fp32, to those of the others in `order`, in which ranks count from 1.
@@ -100,14 +100,14 @@ class Ranks(Closing):
         places = {rank: torch.empty(size, dtype=torch.float32) for rank in self.others}
         for start in range(0, longest, PIECE_ELEMENTS):
             own, first = _piece(parts[self.rank], start, PIECE_ELEMENTS), start == 0
-            works, came = list[Waiting](), dict[int, torch.Tensor]()
+            works, came = list[Piece](), dict[int, torch.Tensor]()
             for rank in self.others:
                 if own is not None:
                     came[rank + 1] = places[rank][: own.stop - own.start]
-                    works.append((over.start_receive(came[rank + 1], rank), rank, first))
+                    works.append(over.start_receive(came[rank + 1], rank, first=first))
                 if (piece := _piece(parts[rank], start, PIECE_ELEMENTS)) is not None:
-                    works.append((over.start_send(gradient[piece], rank), rank, first))
-            _finish(over, works)
+                    works.append(over.start_send(gradient[piece], rank, first=first))
+            finish_all(works)
             if own is not None:
                 total = add_in_order(order, came | {self.rank + 1: gradient[own]})
                 gradient[own] = total.to(dtype).to(torch.float32)
@@ -131,8 +131,3 @@ class Ranks(Closing):
 def _piece(part: slice, start: int, size: int) -> slice | None:
     begin, end = part.start + start, min(part.start + start + size, part.stop)
     return slice(begin, end) if begin < end else None
-
-
-def _finish(lane: Lane, works: Sequence[Waiting]) -> None:
-    for work, rank, first in works:
-        lane.finish(work, rank, first=first)

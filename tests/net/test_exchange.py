@@ -5,6 +5,7 @@ and the node moves one copy each way, however many workers there are.
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     for name, word in (("start_send", "tx"), ("start_receive", "rx")):
         real = getattr(Lane, name)
 
-        def call(lane: Lane, data: torch.Tensor, peer: int, tag: int = 0, real: Any = real, word: str = word) -> Any:
+        def call(lane: Lane, data: torch.Tensor, peer: int, *, first: bool, real: Any = real, word: str = word) -> Any:
             moved[word, lane.rank] += data.numel() * data.element_size()
-            return real(lane, data, peer, tag)
+            return real(lane, data, peer, first=first)
 
         monkeypatch.setattr(Lane, name, call)
     return moved
@@ -86,7 +87,7 @@ def test_rounds_cover_every_element_once() -> None:
 
 def test_the_node_sends_a_round_while_workers_pass_on_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "PIECE_ELEMENTS", 10)
-    waiting: dict[tuple[str, int], int] = {}
+    waiting: Counter[tuple[str, int]] = Counter()
 
     class Recorded:
         """A lane that notes what is under way at once, by direction and peer."""
@@ -94,19 +95,16 @@ def test_the_node_sends_a_round_while_workers_pass_on_the_one_before(monkeypatch
         def __init__(self, rank: int) -> None:
             self.rank, self.size, self.most = rank, 3, 0
 
-        def start_send(self, data: torch.Tensor, peer: int) -> tuple[str, int]:
+        def start_send(self, data: torch.Tensor, peer: int, *, first: bool) -> SimpleNamespace:
             return self._start("send", peer)
 
-        def start_receive(self, data: torch.Tensor, peer: int) -> tuple[str, int]:
+        def start_receive(self, data: torch.Tensor, peer: int, *, first: bool) -> SimpleNamespace:
             return self._start("receive", peer)
 
-        def finish(self, work: tuple[str, int], peer: int, *, first: bool) -> None:
-            waiting[work] -= 1
-
-        def _start(self, way: str, peer: int) -> tuple[str, int]:
-            waiting[way, peer] = waiting.get((way, peer), 0) + 1
+        def _start(self, way: str, peer: int) -> SimpleNamespace:
+            waiting[way, peer] += 1
             self.most = max(self.most, waiting[way, peer])
-            return way, peer
+            return SimpleNamespace(finish=lambda: waiting.subtract({(way, peer): 1}))
 
     for rank, transfer in ((0, exchange.spread_out), (1, exchange.take_in)):
         lane: Any = Recorded(rank)
@@ -115,7 +113,7 @@ def test_the_node_sends_a_round_while_workers_pass_on_the_one_before(monkeypatch
         assert not any(waiting.values())
 
 
-@pytest.mark.parametrize(("way", "moment"), sampled(product(["down", "up"], range(6)), [("down", 1), ("down", 4), ("up", 3)]))
+@pytest.mark.parametrize(("way", "moment"), sampled(product(["down", "up"], range(14)), [("down", 3), ("down", 9), ("up", 7)]))
 def test_all_are_told_of_a_loss_in_the_middle_of_rounds(way: str, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first worker is killed before its `moment`th transfer of many: nobody who waits for somebody else waits for ever,
     whoever of the others breaks off first.
