@@ -1,8 +1,8 @@
 """A lane between the peers of one generation: bytes from one rank to another, in order, in pieces that are timed.
 
-A transfer begins with a greeting each way, a byte: who waits for a peer that is not as far yet, waits for that byte, as long as
-it takes; heartbeats say meanwhile whether the peer lives. From then on each piece must pass within `piece_seconds`. Any failure
-becomes `PeerLost`, also for those that wait in another thread, and the lane cannot be used any more.
+A transfer begins with a greeting each way, a byte. Who waits for a peer that is not as far yet waits for that byte, as long
+as it takes; heartbeats say meanwhile whether the peer lives. From then on each piece must pass within `piece_seconds`.
+Any failure becomes `PeerLost`, also for those that wait in another thread, and the lane cannot be used any more.
 
 Greetings are there because gloo, when a connection breaks, tells only those whose receive has not begun. Who waits for a send,
 or for the rest of a receive, is never told (`Pair::signalException`, `tx_` and `rx_`), and must not wait for ever.
