@@ -25,6 +25,7 @@ from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.prepare import default_output
 from headrace.runs.protocols import RunningEngine, StateKind
+from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError, StepFailed
 from headrace.terms.launch import Launch
 from headrace.terms.options import Options
@@ -144,6 +145,8 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False) -> None:
     config = run.read_config()  # reports if this is no run at all
     if merge and config.adapter is None:
         raise ConfigError(f"merge: {run.path} trains no adapters; leave --merge out, its export is the whole model")
+    if merge and not adapter_of(str(config.adapter)).merges:
+        raise ConfigError(f"merge: {config.adapter} of {run.path} is no matrix, and cannot be merged; leave --merge out")
     if os.path.realpath(out) == os.path.realpath(run.final):
         raise RunDirectoryError(f"{out} is where the finished model of this run goes; name another directory")
 

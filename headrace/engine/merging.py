@@ -11,7 +11,8 @@ import torch
 
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.model import Chain, Checkpoint, Exporter, import_unit
-from headrace.model.adapter_reading import StoredAdapters, read_adapters
+from headrace.model.beside import StoredBeside
+from headrace.model.beside_reading import read_beside
 from headrace.model.matching import WeightMap
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.optimizer import Optimizer
@@ -29,14 +30,14 @@ def merge_adapters(model: Path, directory: Path, out: Path, notes: Mapping[str, 
     checkpoint = Checkpoint.open(model, decode=True)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
     weights = chain.attach(checkpoint)
-    stored = read_adapters(directory, chain, weights)
+    stored = read_beside(directory, chain, weights)
     return Exporter(checkpoint, chain, out, _Merged(chain, weights, stored), notes=notes).write()
 
 
 class _Merged:
     """Gives the exporter the merged weights of a unit, float32; None for a unit without adapters."""
 
-    def __init__(self, chain: Chain, weights: WeightMap, stored: StoredAdapters) -> None:
+    def __init__(self, chain: Chain, weights: WeightMap, stored: StoredBeside) -> None:
         self._chain, self._weights, self._stored = chain, weights, stored
         largest = max(chain.layouts[unit].num_elements for unit in stored.flats)
         self._memory = huge_page_buffer(4 * largest).view(np.float32)

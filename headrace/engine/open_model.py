@@ -15,7 +15,7 @@ from headrace.flow.completing import read_trained
 from headrace.flow.make import Maker
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, WeightMap, check_whole, self_check
-from headrace.model.adapter_reading import StoredAdapters
+from headrace.model.beside import StoredBeside
 from headrace.model.importing import check_copies
 from headrace.store import StateStore
 from headrace.terms.errors import ConfigError, RunDirectoryError
@@ -107,7 +107,7 @@ class OpenRun:
     directory: Path
     options: Options
     seams: "Seams"
-    adapters: Callable[[Chain, WeightMap], StoredAdapters] | None
+    adapters: Callable[[Chain, WeightMap], StoredBeside] | None
 
     @property
     def num_steps(self) -> int:
@@ -166,7 +166,7 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
             )
         wire = seams.wire
 
-        def newest(chain: Chain, weights: WeightMap) -> StoredAdapters:
+        def newest(chain: Chain, weights: WeightMap) -> StoredBeside:
             return wire.of(chain).stored(partial(read_trained, store))
 
         return OpenRun(store, Path(str(identity["model"])), options, seams, newest if wire.is_beside else None)

@@ -21,7 +21,7 @@ from headrace.generate.opened import GenerationModel
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.whose_weights import open_model
 from headrace.model import self_check
-from headrace.model.adapter_files import is_adapter_directory
+from headrace.model.beside_files import is_adapter_directory
 from headrace.model.importing import refuse_not_finite
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError

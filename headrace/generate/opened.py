@@ -18,8 +18,9 @@ from headrace.generate.sources import GenerationSource, RunSource, ShardSource
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, WeightMap
-from headrace.model.adapter_files import is_adapter_directory, named_base
-from headrace.model.adapter_reading import StoredAdapters, read_adapters
+from headrace.model.beside import StoredBeside
+from headrace.model.beside_files import is_adapter_directory, named_base
+from headrace.model.beside_reading import read_beside
 from headrace.model.generation_check import check_generation, ready_to_generate
 from headrace.model.generation_keys import SettingError, check_file, resolved, try_settings
 from headrace.terms.budget import Budget
@@ -60,7 +61,7 @@ class GenerationModel:
         sink: Sink | None,
         check: Check = check_generation,
         *,
-        adapters: Callable[[Chain, WeightMap], StoredAdapters] | None = None,
+        adapters: Callable[[Chain, WeightMap], StoredBeside] | None = None,
         beside: Path | None = None,
     ) -> "GenerationModel":
         """Open a model directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what is
@@ -72,7 +73,7 @@ class GenerationModel:
         """
         if adapters is None and is_adapter_directory(directory):
             beside = directory
-            adapters, directory = partial(read_adapters, beside), named_base(beside)
+            adapters, directory = partial(read_beside, beside), named_base(beside)
         opened = open_to_generate(directory, budget, compute_dtype, check)
         chain, weights, machine = opened.chain, opened.weights, opened.machine
         with contextlib.ExitStack() as closers:

@@ -12,9 +12,9 @@ from headrace.files import ExtentReader, Reader
 from headrace.flow.weights import StoreSource, WeightSource
 from headrace.generate.expert_source import ExpertSource, FileSource, expert_figures
 from headrace.model import Chain, WeightMap
-from headrace.model.adapter_reading import StoredAdapters
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
+from headrace.model.beside import StoredBeside
 from headrace.model.in_place import StoredUnit, paths_of, stored_units
 from headrace.model.packed import PackedBlocks, packed_bytes
 from headrace.model.stored_experts import NotStoredSingly, stored_experts
@@ -58,7 +58,7 @@ class ShardSource(FileSource):
     """
 
     def __init__(
-        self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool, adapters: StoredAdapters | None = None
+        self, chain: Chain, weights: WeightMap, sink: Sink, *, on_cpu: bool, adapters: StoredBeside | None = None
     ) -> None:
         units = stored_units(chain.layouts, weights, chain.dtype, on_cpu=on_cpu)
         self.paths = paths_of(units)

@@ -9,8 +9,8 @@ from typing import Any
 from headrace.data.turn_end import ends_of_run
 from headrace.generate.generator import Generator
 from headrace.generate.opened import GenerationModel
-from headrace.model.adapter_files import is_adapter_directory
-from headrace.model.adapter_reading import read_adapters
+from headrace.model.beside_files import is_adapter_directory
+from headrace.model.beside_reading import read_beside
 from headrace.model.generation_check import check_generation
 from headrace.store.manifest import MANIFEST_NAME
 from headrace.store.run_directory import RunDirectory
@@ -68,7 +68,7 @@ def _of_directory(
         return GenerationModel.of_directory(place, budget, compute_dtype, sink, check)
     if is_adapter_directory(place):
         raise ConfigError(f"adapter: {place} is an adapter itself; give the model directory that both are of")
-    found = partial(read_adapters, adapter)
+    found = partial(read_beside, adapter)
     return GenerationModel.of_directory(place, budget, compute_dtype, sink, check, adapters=found, beside=adapter)
 
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from headrace.model.adapter_config import CONFIG_NAME, read_adapter_json
-from headrace.model.adapter_reading import PREFIX, WEIGHTS_NAME
+from headrace.model.adapter_config import CONFIG_NAME
 from headrace.model.adapter_targets import (
     DOWN,
     MAGNITUDE,
@@ -27,23 +25,10 @@ from headrace.model.adapter_targets import (
     stacks_of,
 )
 from headrace.model.adapters import Adapters
+from headrace.model.beside_files import PREFIX, write_beside
 from headrace.model.chain import Chain
-from headrace.model.export import appearing_model, copy_files
 from headrace.model.matching import WeightMap
-from headrace.model.safetensors_file import StoredTensor
-from headrace.model.shard_writer import ShardWriter, shard_file_bytes
 from headrace.model.text_part import names_in_whole
-from headrace.terms.errors import ModelError
-from headrace.terms.layout import part
-from headrace.terms.provenance import COMPRESSION_NOTE_NAME
-
-# Files that lie beside weights and say that a directory is a whole model.
-_NOT_COPIED = ("config.json", "generation_config.json", COMPRESSION_NOTE_NAME, CONFIG_NAME, "trainer_state.json")
-
-
-def adapter_file_bytes(adapters: Adapters) -> int:
-    """Return the bytes of the file that `write_adapters` makes, which is larger by longer names in a larger model."""
-    return shard_file_bytes([_stored(name, shape) for name, shape in _shapes(adapters).items()])
 
 
 def write_adapters(
@@ -58,42 +43,8 @@ def write_adapters(
     names = _names_in_files(chain, weights)
     stacks = [each.name for found in adapters.products.values() for each in found if isinstance(each, Stack)]
     keys = _keys(chain, names, stacks, weights.stored_model)
-    shapes = {keys[name]: shape for name, shape in _shapes(adapters).items()}
-    with appearing_model(out, adapter_file_bytes(adapters)) as partial:
-        writer = ShardWriter(partial, [[_stored(key, shape) for key, shape in shapes.items()]], WEIGHTS_NAME)
-        try:
-            for unit, layout in adapters.layouts.items():
-                flat = read(unit)
-                for spec in layout.parameters:
-                    writer.write(keys[spec.name], [part(flat, spec).numpy()])
-            writer.finish()
-        finally:
-            writer.close()
-        copy_files(weights.checkpoint.directory, partial, without=_NOT_COPIED)
-        config = _config(adapters, weights, names)
-        (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        readme = {"README.md": "".join(f"Note: {note}.\n\n" for note in adapters.notes)} if adapters.notes else {}
-        for name, text in (readme | dict(notes)).items():
-            (partial / name).write_text(text, encoding="utf-8")
-
-
-def is_adapter_directory(directory: Path) -> bool:
-    """Return whether a directory has adapters as peft writes them."""
-    return (directory / CONFIG_NAME).is_file()
-
-
-def named_base(directory: Path) -> Path:
-    """Return the model directory of which adapters say that they were trained on it.
-
-    Raises:
-        ModelError: as `read_adapters`; or that directory is not there.
-    """
-    name = read_adapter_json(directory).get("base_model_name_or_path")
-    if isinstance(name, str) and name and (Path(name) / "config.json").is_file():
-        return Path(name)
-    raise ModelError(
-        f"{directory}: an adapter of {name!r}, which is no model directory here; give the model, and --adapter {directory}"
-    )
+    config = {CONFIG_NAME: json.dumps(_config(adapters, weights, names), indent=2) + "\n"}
+    write_beside(out, adapters, keys, weights, read, config | dict(notes))
 
 
 def _config(adapters: Adapters, weights: WeightMap, names: Mapping[str, str]) -> dict[str, Any]:
@@ -186,11 +137,3 @@ def _before_renaming(stored: nn.Module) -> Callable[[str], str]:
         return older if rename_source_key(older, rules, [])[0] == name else name
 
     return before
-
-
-def _shapes(adapters: Adapters) -> dict[str, tuple[int, ...]]:
-    return {spec.name: spec.shape for layout in adapters.layouts.values() for spec in layout.parameters}
-
-
-def _stored(key: str, shape: tuple[int, ...]) -> StoredTensor:
-    return StoredTensor(key, Path(), 0, 4 * int(np.prod(shape)), "F32", shape)

@@ -17,6 +17,8 @@ from headrace.model.adapter_config import AdapterConfig
 from headrace.model.adapter_places import Place, Places
 from headrace.model.adapter_targets import DOWN, MAGNITUDE, UP, Product, Stack
 from headrace.model.adapters import Adapters
+from headrace.model.beside import StoredBeside
+from headrace.model.beside_files import PREFIX, WEIGHTS_NAME
 from headrace.model.binding import parameter_aliases
 from headrace.model.chain import Chain
 from headrace.model.matching import WeightMap
@@ -24,24 +26,10 @@ from headrace.model.safetensors_file import StoredTensor, read_rows
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.layout import part
 
-PREFIX, WEIGHTS_NAME = "base_model.model.", "adapter_model"
 _ENDS = (DOWN, UP, MAGNITUDE)
 
 
-@dataclass(frozen=True)
-class StoredAdapters:
-    """Adapters that were read: what they are, and their tensors (float32) by unit, flat as `adapters.layouts` says."""
-
-    adapters: Adapters
-    flats: Mapping[int, Tensor]
-
-    def bind(self, device: torch.device) -> None:
-        """Bind all of them, on `device`."""
-        for unit, layout in self.adapters.layouts.items():
-            self.adapters.bind(unit, layout, self.flats[unit].to(device), None)
-
-
-def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredAdapters:
+def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredBeside:
     """Read the adapters in `directory` for the model of `chain`.
 
     Raises:
@@ -103,7 +91,7 @@ class _Found:
         of_product = self._keys.setdefault((place.unit, place.product.name), {})
         of_product.setdefault(place.name, (place, {}))[1][end] = key
 
-    def read(self, chain: Chain, places: Places, config: AdapterConfig) -> StoredAdapters:
+    def read(self, chain: Chain, places: Places, config: AdapterConfig) -> StoredBeside:
         """Return the adapters with their tensors."""
         if not self._keys:
             raise ModelError(f"{self._directory}: it has no tensors for the blocks of {self._model}; give another model")
@@ -122,7 +110,7 @@ class _Found:
                 ends = product.shapes(config.settings)
                 for each in parts[product.name]:
                     each.fill(product, {end: views[f"{product.name}.{end}"] for end in ends}, self._read)
-        return StoredAdapters(adapters, flats)
+        return StoredBeside(adapters, flats)
 
     def _read(self, key: str, shape: Sequence[int]) -> Tensor:
         found: Tensor = self._file.get_tensor(key)

@@ -2,7 +2,7 @@
 
 Each adapted module keeps its own code; a hook adds to what it returns. Packed experts, which are no modules, compute with the
 sum of their matrices and what the adapter learned, as peft's `target_parameters` do. Matrices of adapters are float32 and
-compute in float32, which is peft's default for a base in 16 bits. They are bound unit by unit, as weights are (`binding`).
+compute in float32, which is peft's default for a base in 16 bits.
 
 Invariant: what a block computes with adapters bound is what peft's layers compute around the same modules.
 """
@@ -10,7 +10,7 @@ Invariant: what a block computes with adapters bound is what peft's layers compu
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,33 +27,28 @@ from headrace.model.adapter_targets import (
     is_refused_by_peft,
     is_taken_for_experts,
 )
-from headrace.model.binding import GradientSink, hand_over
+from headrace.model.beside import Beside
 from headrace.terms.adapter import Lora
-from headrace.terms.errors import ConfigError, StepFailed
+from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, lay_out, part
 
 # Elements of a matrix that are computed in float32 at once.
 _PIECE_ELEMENTS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Adapters:
+@dataclass(frozen=True, kw_only=True)
+class Adapters(Beside):
     """The adapters of a model's blocks, and of its head where that is one of the settings' targets.
+
+    Their tensors are called `MODULE.lora_A.weight` and so on.
 
     Attributes:
         settings: their kind and its settings.
-        seed: what their first numbers are drawn from.
         products: the modules that are adapted, by unit.
-        layouts: where the tensors of a unit's adapters lie, by unit; they are called `MODULE.lora_A.weight` and so on.
-        notes: what a person should know about which modules have none, and whether peft reads all.
     """
 
     settings: Lora
-    seed: int
     products: Mapping[int, tuple[Product, ...]]
-    layouts: Mapping[int, UnitLayout]
-    notes: tuple[str, ...] = ()
-    _bound: dict[str, nn.Parameter] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -90,7 +85,13 @@ class Adapters:
         for each in (each for found in products.values() for each in found if isinstance(each, Stack)):
             _refuse_of_stack(each.name, settings)
         placed = {unit: _lay_out(layouts[unit], found, settings) for unit, found in products.items()}
-        return cls(settings, seed, {unit: tuple(found) for unit, found in products.items()}, placed, notes)
+        every = {unit: tuple(found) for unit, found in products.items()}
+        return cls(settings=settings, seed=seed, products=every, layouts=placed, notes=notes)
+
+    @property
+    def dropout(self) -> float:
+        """The share of a matrix's inputs that its adapter does not see in a step."""
+        return self.settings.dropout
 
     def install(self, model: nn.Module) -> Callable[[], None]:
         """Let the modules of `model` add what their adapters compute; return the function that undoes it."""
@@ -108,19 +109,6 @@ class Adapters:
                 hook.remove()
 
         return undo
-
-    def bind(self, unit: int, layout: UnitLayout, flat: Tensor, sink: GradientSink | None) -> None:
-        """Make the adapters of `unit` views of `flat` (float32), laid out by `layout`; `sink` gets their gradients."""
-        for spec in layout.parameters if unit in self.products else ():
-            parameter = nn.Parameter(part(flat.detach(), spec).view(spec.shape), requires_grad=sink is not None)
-            if sink is not None:
-                parameter.register_post_accumulate_grad_hook(hand_over(spec, sink))  # type: ignore[no-untyped-call]
-            self._bound[spec.name] = parameter
-
-    def release(self, unit: int) -> None:
-        """Forget what the adapters of `unit` are views of."""
-        for spec in self.layouts[unit].parameters if unit in self.layouts else ():
-            self._bound.pop(spec.name, None)
 
     def first(self, unit: int, layout: UnitLayout, weights: Mapping[str, Tensor], into: Tensor) -> None:
         """Fill `into`, laid out by `layout`, with a unit's initial numbers: A like `nn.Linear`, B zero, and magnitudes from the
@@ -159,14 +147,16 @@ class Adapters:
                         whole *= (magnitude[rows] / torch.linalg.vector_norm(whole, dim=1))[:, None]
                     matrix[rows] = whole.to(matrix.dtype)
 
+    def merging_bytes(self, unit: int) -> int:
+        """Return the bytes that `merge` allocates at once: two pieces of rows in float32."""
+        return max((8 * max(_PIECE_ELEMENTS, each.columns) for each in self.products[unit]), default=0)
+
     def _hooks_of_stack(self, stack: Stack) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return what puts the sum of experts' matrices and their adapters in the place of a parameter, and takes it out."""
         name, kept = stack.name.rpartition(".")[2], []
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            down, up = (self._bound.get(f"{stack.name}.{end}") for end in (DOWN, UP))
-            if down is None or up is None:
-                raise StepFailed(f"{stack.name}: runs while its adapter is not bound; bind it with its unit")
+            down, up = self.bound(stack.name, DOWN, UP)
             own = module._parameters[name]
             assert own is not None, "experts have their matrices"
             left, right = reversed(stack.factors(down, up))
@@ -186,18 +176,15 @@ class Adapters:
         return before, after
 
     def _hook(self, product: Product) -> Callable[[nn.Module, tuple[Any, ...], Any], Any]:
-        settings, names = self.settings, {end: f"{product.name}.{end}" for end in product.shapes(self.settings)}
+        settings = self.settings
 
         def add(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            found = {end: self._bound.get(name) for end, name in names.items()}
-            down, up, magnitude = found[DOWN], found[UP], found.get(MAGNITUDE)
-            if down is None or up is None:
-                raise StepFailed(f"{product.name}: runs while its adapter is not bound; bind it with its unit")
+            down, up, *magnitudes = self.bound(product.name, *product.shapes(settings))
             inputs = args[0].to(down.dtype)
             if settings.dropout and module.training:
                 inputs = F.dropout(inputs, settings.dropout)
             learned = F.linear(F.linear(inputs, down), up) * product.scale
-            if magnitude is not None:
+            for magnitude in magnitudes:
                 norms = self._norms(product, module, down, up)
                 scale = magnitude / norms
                 bias = module.bias
@@ -239,11 +226,6 @@ def _refuse_of_stack(name: str, settings: Lora) -> None:
         raise ConfigError(f"adapter: dora: {name} are packed experts, which get adapters of lora; give lora")
     if settings.dropout:
         raise ConfigError(f"adapter: dropout: {name} are packed experts, whose adapters have no dropout; leave it out")
-
-
-def merging_bytes(products: Sequence[Product]) -> int:
-    """Return the bytes that `merge` allocates at once: two pieces of rows in float32."""
-    return max((8 * max(_PIECE_ELEMENTS, each.columns) for each in products), default=0)
 
 
 def _pieces(product: Product) -> Iterator[slice]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.model.adapters import Adapters
+from headrace.model.beside import Beside
 from headrace.model.binding import Binding, GradientSink, RowSink, is_tied
 from headrace.model.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.checkpoint import Checkpoint
@@ -68,7 +68,7 @@ class Chain:
         self.has_dropout = draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = _packing_notes(traits)
         self.wide_products = False
-        self.adapters: Adapters | None = None
+        self.adapters: Beside | None = None
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
         self.runner = Runner(
@@ -207,13 +207,13 @@ class Chain:
                     module._buffers[name] = buffer.to(device)
 
     @contextlib.contextmanager
-    def adapted(self, adapters: Adapters | None) -> Iterator[None]:
+    def adapted(self, adapters: Beside | None) -> Iterator[None]:
         """Have blocks compute with `adapters` in this context; None stands for none."""
         before = self.adapters, self.has_dropout, self.notes, self.head_rows
         undo = adapters.install(self.model) if adapters is not None else lambda: None
         self.adapters = adapters
         self.notes += adapters.notes if adapters is not None else ()
-        self.has_dropout |= adapters is not None and adapters.settings.dropout > 0
+        self.has_dropout |= adapters is not None and adapters.dropout > 0
         if adapters is not None and any(unit in adapters.layouts for unit in self._resident):
             self.take_head_by(0)  # what is added to a head's logits is for all of its rows
         try:

@@ -9,6 +9,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
 from headrace.terms.named import read_named
 from headrace.terms.option_kinds import Number, Text, Whole
+from headrace.terms.row_table import Table
 
 # What peft, too, calls all linear modules of the blocks.
 ALL_LINEAR = "all-linear"
@@ -22,6 +23,7 @@ class Lora(GradientWay):
     named_by: ClassVar[str] = "adapter"
     gradient_dtype: ClassVar[str | None] = "float32"  # gradients of adapters are small
     offer: ClassVar[str] = "adapters of rank {rank} beside frozen weights (LoRA: not full fine-tuning)"
+    merges: ClassVar[bool] = True
     has_magnitudes: ClassVar[bool] = False
 
     rank: int = option(16, Whole(1, 1 << 16), row="rows of A, and columns of B")
@@ -88,10 +90,10 @@ class Dora(Lora):
             raise ConfigError("dropout: dora has none; leave it out, or train lora")
 
 
-ADAPTERS: Mapping[str, type[Lora]] = {kind.name: kind for kind in (Lora, Dora)}
+ADAPTERS: Mapping[str, type[Lora | Table]] = {kind.name: kind for kind in (Lora, Dora, Table)}
 
 
-def adapter_of(text: str) -> Lora:
+def adapter_of(text: str) -> Lora | Table:
     """Return the adapter that `text` names, with its settings: `lora`, or `lora:KEY=VALUE,KEY=VALUE`.
 
     Raises:

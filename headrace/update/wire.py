@@ -28,8 +28,7 @@ from headrace.terms.optimizer import ALL, Optimizer
 
 if TYPE_CHECKING:  # choices that exclude one another are refused before transformers is loaded
     from headrace.model import Chain, Checkpoint, WeightMap
-    from headrace.model.adapter_reading import StoredAdapters
-    from headrace.model.adapters import Adapters
+    from headrace.model.beside import Beside, StoredBeside
     from headrace.model.export import ReadUnit
 
 # Elements of a gradient that are added at once: enough for all threads, with a few megabytes of copies.
@@ -146,7 +145,7 @@ class Wire:
     ways: ClassVar[tuple[type[GradientWay], ...]] = ()
     is_beside: ClassVar[bool] = False
     settings: GradientWay
-    adapters: "Adapters | None" = None
+    adapters: "Beside | None" = None
     merges_each_step = False
 
     def __init__(self, settings: GradientWay | None = None, seed: int = 0) -> None:
@@ -255,7 +254,7 @@ class Wire:
 
         Exporter(content.checkpoint, content.chain, directory, content.reader(), notes=content.notes).write()
 
-    def stored(self, read_trained: ReadTrained) -> "StoredAdapters":
+    def stored(self, read_trained: ReadTrained) -> "StoredBeside":
         """Return what lies beside the weights, to compute with."""
         raise AssertionError("nothing lies beside the weights")
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 pytestmark = pytest.mark.process
 
 STEPS = 24
-# The last four: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
-# subspaces that change, and of adapters.
-POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp", "adapters"]
+# The last five: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
+# subspaces that change, of adapters, and of row tables.
+POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp", "adapters", "tables"]
 # Where a run of subspaces is killed. The first step fits 3 blocks of 7 matrices, later ones are checks of a block each.
 FIT = "headrace.update.wires.subspace:Subspace.fit"
 MOMENTS = {
@@ -96,7 +96,9 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
 
 @pytest.mark.timeout(280)
 # Deferred: the next test.
-@pytest.mark.parametrize("policy", sampled(["immediate", "speculative", "rows", "seldom", "lsp", "adapters"], ["rows"]))
+@pytest.mark.parametrize(
+    "policy", sampled(["immediate", "speculative", "rows", "seldom", "lsp", "adapters", "tables"], ["rows"])
+)
 def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: Path) -> None:
     unbroken = tmp_path / "unbroken"
     finish(start(model, unbroken, policy))

@@ -37,6 +37,7 @@ ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split}
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},
+    "tables": {"adapter": "table:rows=64,layers=0+2,top=4"},
 }
 
 

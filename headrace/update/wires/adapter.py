@@ -1,4 +1,4 @@
-"""Adapters: only small matrices beside frozen ones are trained (`model/adapters.py` says what they compute).
+"""What lies beside frozen blocks is trained, and nothing else: adapters (`model/adapters.py`), tables (`model/row_tables.py`).
 
 The model's code is imported once a chain is there: choices that exclude one another are refused before transformers is loaded.
 """
@@ -8,50 +8,48 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from headrace.terms.adapter import ADAPTERS, Lora
+from headrace.terms.adapter import Dora, Lora
 from headrace.terms.contradictions import refuse_adapters_and_parts
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.row_table import Table
 from headrace.update.wire import Content, ReadTrained, Sink, Wire
 
 if TYPE_CHECKING:
     from headrace.model import Chain, Checkpoint
-    from headrace.model.adapter_reading import StoredAdapters
-    from headrace.model.adapters import Adapters
+    from headrace.model.beside import Beside, StoredBeside
 
 
 @dataclass(frozen=True)
-class AdapterWire(Wire):
-    """Trains the adapters that `settings` ask for. Before `of` a chain is known, it has no more than a name."""
+class BesideWire(Wire):
+    """Trains what `settings` ask for beside blocks. Before `of` a chain is known, it has no more than a name."""
 
-    ways = tuple(ADAPTERS.values())
     is_beside = True
 
-    settings: Lora
+    settings: Lora | Table
     seed: int = 0
-    adapters: "Adapters | None" = None
+    adapters: "Beside | None" = None
 
-    def of(self, chain: "Chain") -> "AdapterWire":
-        """Return the wire of the adapters of a chain's blocks; itself, if it knows them.
+    def of(self, chain: "Chain") -> Self:
+        """Return the wire of what is beside a chain's blocks; itself, if it knows that.
 
         Raises:
-            ConfigError: no block has a module that was asked for, or a rank is above the sides of its matrix.
+            ConfigError: what is asked for has no place in these blocks.
         """
-        if self.adapters is not None:
-            return self
-        from headrace.model.adapters import Adapters
+        return self if self.adapters is not None else type(self)(self.settings, self.seed, self._of(chain))
 
-        adapters = Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed, chain.stored_type)
-        return AdapterWire(self.settings, self.seed, adapters)
+    def _of(self, chain: "Chain") -> "Beside":
+        """Return what `settings` ask for beside the blocks of a chain."""
+        raise NotImplementedError
 
     @property
-    def known(self) -> "Adapters":
-        """The adapters, once the chain is known."""
+    def known(self) -> "Beside":
+        """What is beside blocks, once the chain is known."""
         assert self.adapters is not None, "the adapters of a chain are known"
         return self.adapters
 
@@ -65,7 +63,7 @@ class AdapterWire(Wire):
 
     @contextmanager
     def beside(self, unit: int, trained: UnitLayout, weights: Tensor, sink: Sink | None) -> Iterator[None]:
-        """Let the block compute with its adapters in this context; see `Adapters.bind`."""
+        """Let the block compute with its adapters in this context; see `Beside.bind`."""
         self.known.bind(unit, trained, weights, sink)
         try:
             yield
@@ -84,30 +82,20 @@ class AdapterWire(Wire):
 
     def making_bytes(self, layout: UnitLayout) -> int:
         """Return the bytes of a block's adapters where compute reads them, if that is elsewhere; or the bytes for merging."""
-        found = {own.name: unit for unit, own in self.known.layouts.items()}
-        unit = found[layout.name]
-        from headrace.model.adapters import merging_bytes
-
-        return max(4 * self.known.layouts[unit].num_elements, merging_bytes(self.known.products[unit]))
+        unit = next(unit for unit, own in self.known.layouts.items() if own.name == layout.name)
+        return max(4 * self.known.layouts[unit].num_elements, self.known.merging_bytes(unit))
 
     def export_bytes(self, checkpoint: "Checkpoint") -> int:
-        """Return the bytes of PEFT's files."""
-        from headrace.model.adapter_files import adapter_file_bytes
+        """Return the bytes of the files of what is beside blocks."""
+        from headrace.model.beside_files import beside_file_bytes
 
-        return adapter_file_bytes(self.known)
+        return beside_file_bytes(self.known)
 
-    def export(self, content: Content, directory: Path) -> None:
-        """Write the adapters alone, as PEFT's files."""
-        from headrace.model.adapter_files import write_adapters
-
-        read = partial(self._flat, content.read_trained)
-        write_adapters(directory, self.known, content.chain, content.weights, read, content.notes)
-
-    def stored(self, read_trained: ReadTrained) -> "StoredAdapters":
+    def stored(self, read_trained: ReadTrained) -> "StoredBeside":
         """Return the adapters and their newest tensors."""
-        from headrace.model.adapter_reading import StoredAdapters
+        from headrace.model.beside import StoredBeside
 
-        return StoredAdapters(self.known, {unit: self._flat(read_trained, unit) for unit in self.known.layouts})
+        return StoredBeside(self.known, {unit: self._flat(read_trained, unit) for unit in self.known.layouts})
 
     def _flat(self, read_trained: ReadTrained, unit: int) -> Tensor:
         """Return a unit's tensors in the adapters' own layout: a rule may align parameters otherwise."""
@@ -116,6 +104,50 @@ class AdapterWire(Wire):
         for spec in layout.parameters:
             part(flat, spec).copy_(found[spec.name])
         return flat
+
+
+@dataclass(frozen=True)
+class AdapterWire(BesideWire):
+    """Trains LoRA or DoRA beside matrices, and exports PEFT's files."""
+
+    ways = (Lora, Dora)
+
+    def _of(self, chain: "Chain") -> "Beside":
+        from headrace.model.adapters import Adapters
+
+        assert isinstance(self.settings, Lora), "its ways are LoRA's"
+        return Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed, chain.stored_type)
+
+    def export(self, content: Content, directory: Path) -> None:
+        """Write the adapters alone, as PEFT's files."""
+        from headrace.model.adapter_files import write_adapters
+        from headrace.model.adapters import Adapters
+
+        read, adapters = partial(self._flat, content.read_trained), self.known
+        assert isinstance(adapters, Adapters), "it made them"
+        write_adapters(directory, adapters, content.chain, content.weights, read, content.notes)
+
+
+@dataclass(frozen=True)
+class RowTableWire(BesideWire):
+    """Trains tables of rows beside feed-forward parts, and exports them with a module that loads them."""
+
+    ways = (Table,)
+
+    def _of(self, chain: "Chain") -> "Beside":
+        from headrace.model.row_tables import RowTables
+
+        assert isinstance(self.settings, Table), "its way is the table's"
+        return RowTables.of(chain.model, chain.layouts, self.settings, self.seed)
+
+    def export(self, content: Content, directory: Path) -> None:
+        """Write the tables alone."""
+        from headrace.model.row_table_files import write_tables
+        from headrace.model.row_tables import RowTables
+
+        read, tables = partial(self._flat, content.read_trained), self.known
+        assert isinstance(tables, RowTables), "it made them"
+        write_tables(directory, tables, content.chain, content.weights, read, content.notes)
 
 
 def _views(layout: UnitLayout, flat: Tensor) -> Mapping[str, Tensor]:
