@@ -124,8 +124,8 @@ class GenerateOptions(Declared):
     adapter: str | Path | None = option(
         None,
         Place(),
-        "Directory of a PEFT adapter (LoRA or DoRA) to apply.",
-        row="directory of a PEFT adapter (LoRA or DoRA) to apply, such as `RUN_DIR/final`",
+        "Directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply.",
+        row="directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply, such as `RUN_DIR/final`",
         words="none",
         group=Group.METHOD,
     )

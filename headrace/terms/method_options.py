@@ -47,9 +47,9 @@ class MethodOptions(Declared):
     adapter: str | None = option(
         None,
         Text(),
-        "Train adapters beside frozen weights, such as lora:rank=16 or dora:rank=16.",
-        row="train a LoRA or DoRA adapter beside frozen weights, with settings as in the table below. `final/` then has "
-        "PEFT's files. Fixed for a run",
+        "Train adapters beside frozen weights, such as lora:rank=16, or table:rows=4096,layers=8+20.",
+        row="train a LoRA or DoRA adapter, or row tables, beside frozen weights, with settings as in the table below. "
+        "`final/` then has PEFT's files, or the tables'. Fixed for a run",
         words="none",
         plan=True,
         group=Group.METHOD,
