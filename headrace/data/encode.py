@@ -46,7 +46,12 @@ def encode_rows(
         encode = partial(_encode_whole, encode, kind, tokenizer, most_tokens, day)
     for chunk in _chunks(rows):
         for row, sample in zip(chunk, encode(chunk), strict=True):
-            yield _with_unread(row, sample, most_tokens) if row.unread and isinstance(sample, Encoded) else sample
+            yield sample if isinstance(sample, Unmarked) else _of_row(row, sample, most_tokens)
+
+
+def _of_row(row: Row, sample: Encoded, most_tokens: int) -> Encoded:
+    found = _with_unread(row, sample, most_tokens) if row.unread else sample
+    return found if row.desirable is None else replace(found, desirable=row.desirable)
 
 
 def _with_unread(row: Row, sample: Encoded, most_tokens: int) -> Encoded:

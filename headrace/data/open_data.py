@@ -17,6 +17,7 @@ from headrace.data.held_out import split_off
 from headrace.files.model_directory import read_configuration, refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
+from headrace.terms.preferences import preferences_of
 from headrace.terms.run_options import RunOptions
 
 _Config = TypeVar("_Config", bound=RunOptions)
@@ -201,7 +202,7 @@ def _spec(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> Data
         packing=config.packing is not False,
         shuffle=config.shuffle,
         contents=contents,
-        pairs=config.loss is not None,
+        preferences=preferences_of(config.loss),
     )
     day = config.template_date or date.today().isoformat()
     return replace(spec, template_date=day) if asks_for_date(spec, tokenizer, config.cache) else spec
@@ -239,5 +240,6 @@ def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention_mask,
         "token_mask": batch.token_mask,
+        "desirable": batch.desirable,
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}

@@ -8,18 +8,10 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from headrace.data.sources import Source, read_rows, read_with
-from headrace.data.values import PAIR, Encoded, Kind, Row, Unmarked
+from headrace.data.sources import Source, read_with
+from headrace.data.values import Encoded, Kind, Row, Unmarked
 from headrace.terms.errors import DataError
-
-
-def read(source: Source, *, pairs: bool) -> tuple[Kind, Iterator[Row]]:
-    """Return what `read_pairs` does for preferences, else what `read_rows` does.
-
-    Raises:
-        DataError: see there.
-    """
-    return read_pairs(source) if pairs else read_rows(source)
+from headrace.terms.preferences import PAIR
 
 
 def read_pairs(source: Source) -> tuple[Kind, Iterator[Row]]:

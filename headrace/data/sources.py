@@ -26,9 +26,10 @@ from headrace.data.json_array import elements
 from headrace.data.long_lines import cut_strings
 from headrace.data.packed_files import PACKED, form_of, unpacked
 from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved, refuse_no_answer
-from headrace.data.values import PAIR, Kind, Row
+from headrace.data.values import Kind, Row
 from headrace.terms.data_source import DEFAULT_SPLIT, OF_PROGRAM, DataSource, source_of
 from headrace.terms.errors import DataError, shortened
+from headrace.terms.preferences import PAIR
 
 ACCEPTED = (
     "text | messages | prompt + completion | input_ids (+ labels) | conversations (ShareGPT) | instruction + output (Alpaca)"

@@ -269,7 +269,7 @@ def padded_batch(tokens: TokenSet, rows: list[NDArray[np.int64]]) -> Batch:
     for row, index in enumerate(samples):
         attention_mask[row, : _fill(tokens, index, input_ids[row], labels[row])] = 1
     batch = _batch(input_ids, labels, int(attention_mask.sum()), attention_mask=attention_mask)
-    return replace(batch, samples=np.array(samples))
+    return replace(batch, samples=np.array(samples), desirable=tokens.desirable(samples))
 
 
 def _fill(tokens: TokenSet, index: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from headrace.data.chat_template import asks_for_time
 from headrace.data.encode import encode_rows
-from headrace.data.pairs import read, whole_pairs
+from headrace.data.preferences import columns_read, read, two_and_two, words_in_key
 from headrace.data.sources import Source, find_sources
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
-from headrace.data.values import PAIR, DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
+from headrace.data.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, ModelError, has_no_space, in_one_line
 from headrace.terms.sizes import format_bytes
 
@@ -59,7 +59,7 @@ def asks_for_date(spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> bool
     """
     if not asks_for_time(tokenizer):
         return False
-    kinds = (read(source, pairs=spec.pairs)[0] for source in find_sources(spec.paths, cache_dir, spec.sequence_length))
+    kinds = (read(source, spec.preferences)[0] for source in find_sources(spec.paths, cache_dir, spec.sequence_length))
     return any(kind in (Kind.CHAT, Kind.COMPLETION) or spec.contents for kind in kinds)
 
 
@@ -164,7 +164,7 @@ def _system_number(error: Exception) -> int | None:
 
 def _key(sources: Sequence[Source], tokenizer: Tokenizer, spec: DataSpec, cache_dir: Path, version: int) -> str:
     parts = [
-        f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}{' pairs' if spec.pairs else ''}"
+        f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}{words_in_key(spec)}"
         + (" everything" if spec.everything else "")
         + (f" {spec.template_date}" if spec.template_date and version not in EARLIER_FORMATS else ""),
         tokenizer_fingerprint(tokenizer, cache_dir),
@@ -186,12 +186,12 @@ class _Samples:
 
     def __iter__(self) -> Iterator[tuple[Encoded | Unmarked, str, int]]:
         for source in self._sources:
-            kind, rows = read(source, pairs=self._spec.pairs)
+            kind, rows = read(source, self._spec.preferences)
             noted = self._noted(rows)
             length, day = self._spec.sequence_length, self._spec.template_date
             how = {"contents": self._spec.contents, "everything": self._spec.everything}
             encoded = encode_rows(kind, noted, self._tokenizer, length, **how, day=day)
-            for sample in whole_pairs(encoded, length) if self._spec.pairs else encoded:
+            for sample in two_and_two(encoded, self._spec):
                 self._count += 1
                 if isinstance(sample, Unmarked):
                     self._num_unmarked += 1
@@ -202,7 +202,7 @@ class _Samples:
                 # tokenising.
                 if self._num_unmarked == self._count >= _TRIED_SAMPLES:
                     raise DataError(self._too_many())
-                yield sample, " + ".join(PAIR if self._spec.pairs else kind.columns), source.entry
+                yield sample, columns_read(kind, self._spec.preferences), source.entry
         if self._num_unmarked > _MOST_UNMARKED_SHARE * self._count:
             raise DataError(self._too_many())
 

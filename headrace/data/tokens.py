@@ -1,8 +1,9 @@
-"""Tokenised samples as three flat arrays, in memory or mapped from a directory.
+"""Tokenised samples as flat arrays, in memory or mapped from a directory.
 
     tokens   int32, all samples one after the other
     trained  one bit for each token, eight to a byte, first token in the highest bit
     offsets  int64, samples + 1 of them: sample i is tokens[offsets[i]:offsets[i + 1]]
+    labels   uint8, one for each sample if the data are labelled, else none: 1 for what is desirable
 
 `checksums` has one checksum for each block of each of these files (`block_array.py`); `info.json` has everything else, and a
 checksum of itself and of `checksums`.
@@ -39,7 +40,7 @@ FORMAT_VERSION = 4
 # Versions whose files have the same form. A run that began with such tokens keeps them.
 EARLIER_FORMATS = (3,)
 _FLUSH_TOKENS = 1 << 20
-_FILES = ("tokens", "trained", "offsets")
+_FILES = ("tokens", "trained", "offsets", "labels")
 _CHECKSUMS = "checksums"
 
 
@@ -56,6 +57,7 @@ class TokenInfo:
     template refuses them, or its assistant tokens cannot be told from the rest. `kinds` counts the samples that were read, by
     their columns. `remarks` are sentences for people. `digest` is of the arrays: equal digests mean equal samples in equal
     order. `largest_id` is the largest token id. `entries` counts the samples of each entry of the data; older sets lack it.
+    `labelled`: each sample has a label.
     """
 
     sequence_length: int
@@ -73,6 +75,7 @@ class TokenInfo:
     remarks: list[str]
     version: int
     entries: list[int] = field(default_factory=list)
+    labelled: bool = False
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -87,7 +90,8 @@ class TokenInfo:
 @dataclass(frozen=True, slots=True)
 class TokenSet:
     """Samples of a data set: all, or those that are `picked`, in this order. `trained_bits` is uint8, `offsets` int64: see the
-    module. `notices` are for people. `held_out` are samples of the same data set that are not to be trained.
+    module. `notices` are for people. `held_out` are samples of the same data set that are not to be trained. `labels` (uint8)
+    are there if the data are labelled.
     """
 
     tokens: BlockArray[np.int32]
@@ -97,6 +101,7 @@ class TokenSet:
     notices: tuple[str, ...] = ()
     picked: NDArray[np.int64] | None = None
     held_out: "TokenSet | None" = None
+    labels: NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1 if self.picked is None else len(self.picked)
@@ -115,8 +120,15 @@ class TokenSet:
 
     def length(self, index: int) -> int:
         """Return the tokens of sample `index`."""
-        place = index if self.picked is None else int(self.picked[index])
+        place = self._place(index)
         return int(self.offsets[place + 1] - self.offsets[place])
+
+    def desirable(self, indices: list[int]) -> NDArray[np.bool_] | None:
+        """Return the labels of samples; None if the data have none."""
+        return None if self.labels is None else self.labels[[self._place(index) for index in indices]].astype(np.bool_)
+
+    def _place(self, index: int) -> int:
+        return index if self.picked is None else int(self.picked[index])
 
     def sample(self, index: int) -> Sample:
         """Return sample `index`.
@@ -124,7 +136,7 @@ class TokenSet:
         Raises:
             CorruptData: the files are no longer what was written.
         """
-        place = index if self.picked is None else int(self.picked[index])
+        place = self._place(index)
         start, stop = int(self.offsets[place]), int(self.offsets[place + 1])
         bits = np.unpackbits(self.trained_bits.read(start // 8, -(-stop // 8)))
         return Sample(self.tokens.read(start, stop), bits[start % 8 : start % 8 + stop - start].astype(np.bool_))
@@ -139,19 +151,22 @@ class TokenSet:
         try:
             sums = (directory / _CHECKSUMS).read_bytes()
             info = _read_info(directory / "info.json", sums)
-            counts = (info.tokens, -(-info.tokens // 8), info.samples + 1)
-            ends = np.cumsum([num_blocks(count * size) for count, size in zip(counts, (4, 1, 8), strict=True)])
-            of_tokens, of_bits, of_offsets, more = np.split(np.frombuffer(sums, dtype=np.uint32), ends)
+            counts = (info.tokens, -(-info.tokens // 8), info.samples + 1, info.samples if info.labelled else 0)
+            ends = np.cumsum([num_blocks(count * size) for count, size in zip(counts, (4, 1, 8, 1), strict=True)])
+            of_tokens, of_bits, of_offsets, of_labels, more = np.split(np.frombuffer(sums, dtype=np.uint32), ends)
             if len(more):
                 raise ValueError(f"{_CHECKSUMS} has {len(more)} more than there are blocks")
             tokens = BlockArray(directory / "tokens", np.dtype(np.int32), counts[0], of_tokens)
             bits = BlockArray(directory / "trained", np.dtype(np.uint8), counts[1], of_bits)
             offsets = BlockArray(directory / "offsets", np.dtype(np.int64), counts[2], of_offsets).read(0, counts[2])
+            labels = None
+            if info.labelled:
+                labels = BlockArray(directory / "labels", np.dtype(np.uint8), counts[3], of_labels).read(0, counts[3])
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{directory}: not a complete token cache ({error}); delete the directory to tokenise again"
             ) from error
-        return cls(tokens, bits, offsets, info, (*info.losses, *info.remarks))
+        return cls(tokens, bits, offsets, info, (*info.losses, *info.remarks), labels=labels)
 
 
 def _read_info(path: Path, checksums: bytes) -> TokenInfo:
@@ -182,6 +197,7 @@ class TokenWriter(Closing):
         self._tokens = array("i")
         self._trained = bytearray()
         self._offsets: list[int] = [0]
+        self._labels: list[bool] = []
         self._largest_id = 0
         self._count = _Counts()
 
@@ -217,6 +233,9 @@ class TokenWriter(Closing):
         self._tokens.extend(kept)
         self._trained.extend(targets)
         self._offsets.append(self._count.tokens)
+        if sample.desirable is not None:
+            self._count.labelled = True
+            self._labels.append(sample.desirable)
         if len(self._tokens) >= _FLUSH_TOKENS:
             self._flush(len(self._tokens) // 8 * 8)
 
@@ -247,8 +266,11 @@ class TokenWriter(Closing):
         self._write("tokens", np.array(self._tokens[:count], dtype=np.int32))
         self._write("trained", np.packbits(np.array(self._trained[:count], dtype=np.bool_)))
         self._write("offsets", np.array(self._offsets, dtype=np.int64))
+        if self._labels:
+            self._write("labels", np.array(self._labels, dtype=np.uint8))
         del self._tokens[:count], self._trained[:count]
         self._offsets.clear()
+        self._labels.clear()
 
     def _write(self, name: str, values: NDArray[np.generic]) -> None:
         content = values.tobytes()
@@ -268,6 +290,7 @@ class _Counts:
     unmarked_samples: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     entries: list[int] = field(default_factory=list)
+    labelled: bool = False
 
 
 def write_tokens(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import ConfigError
+from headrace.terms.preferences import Preferences
 
 IGNORED = -100
 """The label of a position that carries no loss: the default `ignore_index` of PyTorch's cross entropy."""
@@ -59,9 +60,6 @@ class Tokenizer(Protocol):
         """Write all files that make up the tokenizer."""
 
 
-PAIR = ("chosen", "rejected")  # columns of preferences
-
-
 class Kind(Enum):
     """The accepted sets of columns; the first that a source has wins. The value is the columns that every sample needs."""
 
@@ -80,13 +78,15 @@ class Kind(Enum):
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sample as it stands in a file. `place` names file and line (or row) for messages; `remarks` are no errors. If its
-    strings are too long to be kept whole, `unread` is how many bytes were left out for each byte that was read.
+    strings are too long to be kept whole, `unread` is how many bytes were left out for each byte that was read. `desirable` is
+    its label, if it has one.
     """
 
     place: str
     values: Mapping[str, Any]
     remarks: tuple[str, ...] = ()
     unread: float = 0.0
+    desirable: bool | None = None
 
 
 Remark = tuple[str, str]
@@ -95,12 +95,15 @@ Remark = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more were not made."""
+    """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more were not made; `desirable`
+    is the label of the row.
+    """
 
     ids: list[int]
     trained: list[bool]
     beyond: int = 0
     remarks: tuple[Remark, ...] = ()
+    desirable: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +129,8 @@ class DataSpec:
     `paths` are files, directories, Hub data sets (`owner/name`), or entries that say more about them. A step takes
     `tokens_per_step // sequence_length` rows. `packing` puts several samples into a row, which works only if the model honours
     `position_ids`. With `contents`, for calibration, everything goes through the chat template: texts are what the user says,
-    and tokens count as trained wherever anybody speaks. With `everything` each token is trained. With `pairs` two samples that
-    follow one another are a choice: chosen, and rejected. A chat template that asks for the time gets the beginning of
+    and tokens count as trained wherever anybody speaks. With `everything` each token is trained. With `preferences` two samples
+    that follow one another belong together. A chat template that asks for the time gets the beginning of
     `template_date` (YYYY-MM-DD; None: none asks).
     """
 
@@ -139,7 +142,7 @@ class DataSpec:
     shuffle: bool = True
     contents: bool = False
     template_date: str | None = None
-    pairs: bool = False
+    preferences: Preferences | None = None
     everything: bool = False
 
     def __post_init__(self) -> None:
@@ -155,12 +158,17 @@ class DataSpec:
                 f"tokens_per_step: {self.tokens_per_step} is less than one row of sequence_length {self.sequence_length}; "
                 f"set it to a multiple of {self.sequence_length}"
             )
-        if self.pairs and self.rows_per_step % 2:
+        if self.preferences and self.rows_per_step % 2:
             raise ConfigError(
                 f"tokens_per_step: {self.tokens_per_step} is {self.rows_per_step} rows of {self.sequence_length} tokens, and "
                 "pairs take an even number; give a multiple of twice the sequence_length"
             )
-        if self.pairs and self.weights:
+        if self.preferences is Preferences.LABELS and self.rows_per_step < 4:
+            raise ConfigError(
+                f"tokens_per_step: {self.tokens_per_step} is one completion, and kto compares several; give at least "
+                f"{4 * self.sequence_length}, as each takes two rows of sequence_length {self.sequence_length}"
+            )
+        if self.preferences and self.weights:
             raise ConfigError("weight and loss: each pair occurs once in an epoch; leave weight out")
         if self.seed < 0:
             raise ConfigError(f"seed: expected an integer >= 0, found {self.seed}")
@@ -174,7 +182,7 @@ class DataSpec:
     @property
     def samples_together(self) -> int:
         """How many samples that follow one another are never apart."""
-        return 2 if self.pairs else 1
+        return 2 if self.preferences else 1
 
     @property
     def rows_per_step(self) -> int:
@@ -190,7 +198,7 @@ class Batch:
     They have no `attention_mask`, which would hide from models that samples are separate. Padded rows (one sample each) have an
     `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out;
     `num_trained_tokens` counts the labels that are not `IGNORED`, and is the divisor of a token-weighted loss. `samples`
-    (rows,) are the places of padded rows in their token set.
+    (rows,) are the places of padded rows in their token set, `desirable` (rows,) their labels, if they have some.
     """
 
     input_ids: Ids
@@ -201,3 +209,4 @@ class Batch:
     num_tokens: int
     num_trained_tokens: int
     samples: Ids | None = None
+    desirable: NDArray[np.bool_] | None = None

@@ -46,6 +46,9 @@ class Loss(Named):
         Raises:
             DataError: the message says what is missing.
         """
+        rows = len(batch["input_ids"])
+        if self.takes_reference and tuple(batch.get("reference_log_probs", torch.empty(0)).shape) != (rows,):
+            raise DataError(f"batch: {self.name} needs reference_log_probs, one for each of {rows} rows (Engine.log_probs)")
 
     @abstractmethod
     def __call__(self, log_probs: Tensor, completion_mask: Tensor, batch: Mapping[str, Tensor]) -> Outcome:
@@ -62,11 +65,8 @@ class Preference(Loss):
         Raises:
             DataError: the message says which.
         """
-        rows = len(batch["input_ids"])
-        if rows % 2:
-            raise DataError(f"batch: {rows} rows, and {self.name} takes pairs: give chosen, rejected, chosen, ...")
-        if self.takes_reference and tuple(batch.get("reference_log_probs", torch.empty(0)).shape) != (rows,):
-            raise DataError(f"batch: {self.name} needs reference_log_probs, one for each of {rows} rows (Engine.log_probs)")
+        refuse_odd_rows(self.name, batch, "chosen, rejected, chosen, ...")
+        super().check(batch)
 
     def __call__(self, log_probs: Tensor, completion_mask: Tensor, batch: Mapping[str, Tensor]) -> Outcome:
         """Return the loss of a step of pairs."""
@@ -94,6 +94,16 @@ class Preference(Loss):
     def beside(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> Tensor | float:
         """Return what is added to the mean over pairs."""
         return 0.0
+
+
+def refuse_odd_rows(name: str, batch: Mapping[str, Tensor], order: str) -> None:
+    """Refuse a batch of the loss `name` whose rows are not two and two.
+
+    Raises:
+        DataError: their number is odd.
+    """
+    if (rows := len(batch["input_ids"])) % 2:
+        raise DataError(f"batch: {rows} rows, and {name} takes pairs: give {order}")
 
 
 def _pairs(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 from headrace.losses.dpo import Dpo
+from headrace.losses.kto import Kto
 from headrace.losses.loss import Loss
 from headrace.losses.orpo import Orpo
 from headrace.losses.simpo import Simpo
 from headrace.terms.named import read_named
 
-LOSSES: Mapping[str, type[Loss]] = {kind.name: kind for kind in (Dpo, Orpo, Simpo)}
+LOSSES: Mapping[str, type[Loss]] = {kind.name: kind for kind in (Dpo, Orpo, Simpo, Kto)}
 
 
 def loss_of(text: str | None) -> Loss | None:

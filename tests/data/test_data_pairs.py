@@ -13,10 +13,13 @@ from headrace.data.held_out import HeldOutRows, split_off
 from headrace.data.sources import find_sources, read_rows
 from headrace.terms.data_source import DataSource
 from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.preferences import Preferences
 
 
 def _spec(path: Path, length: int = 32, rows: int = 4) -> DataSpec:
-    return DataSpec(paths=(str(path),), sequence_length=length, tokens_per_step=rows * length, packing=False, pairs=True)
+    return DataSpec(
+        paths=(str(path),), sequence_length=length, tokens_per_step=rows * length, packing=False, preferences=Preferences.PAIRS
+    )
 
 
 def _tokens(folder: Path, rows: list[dict[str, Any]], **spec: int) -> Any:
@@ -91,7 +94,11 @@ def test_a_step_of_half_a_pair_is_refused(tmp_path: Path) -> None:
 def test_weights_of_pairs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="weight and loss"):
         DataSpec(
-            paths=(DataSource(path="a.jsonl", weight=2),), sequence_length=8, tokens_per_step=16, pairs=True, packing=False
+            paths=(DataSource(path="a.jsonl", weight=2),),
+            sequence_length=8,
+            tokens_per_step=16,
+            preferences=Preferences.PAIRS,
+            packing=False,
         )
 
 

@@ -19,6 +19,7 @@ from headrace.terms.errors import DataError
 def _pairs(seed: int, reference: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     batch = batch_of(ROWS, LENGTH, seed, padded=True)
     batch["labels"][:, :8] = -100  # prompts
+    batch["desirable"] = torch.arange(ROWS) % 4 < 2
     return batch if reference is None else batch | {"reference_log_probs": reference}
 
 
@@ -36,6 +37,10 @@ def _plain_loss(text: str, log_probs: torch.Tensor, batch: Mapping[str, torch.Te
     if text.startswith("dpo"):
         gains = sums - batch["reference_log_probs"]
         return -torch.nn.functional.logsigmoid(0.3 * (gains[chosen] - gains[rejected])).mean()
+    if text == "kto":
+        gains = sums - batch["reference_log_probs"]
+        over = gains[chosen] - gains[rejected].mean().clamp(min=0).detach()
+        return (1 - torch.sigmoid(0.1 * torch.where(batch["desirable"][chosen], over, -over))).mean()
     means = sums / counts
     if text == "simpo":
         return -torch.nn.functional.logsigmoid(2.0 * (means[chosen] - means[rejected]) - 0.5).mean()
@@ -47,7 +52,7 @@ def _plain_loss(text: str, log_probs: torch.Tensor, batch: Mapping[str, torch.Te
     )
 
 
-@pytest.mark.parametrize("text", sampled(["dpo:beta=0.3", "simpo", "orpo"], ["dpo:beta=0.3"]))
+@pytest.mark.parametrize("text", sampled(["dpo:beta=0.3", "simpo", "orpo", "kto"], ["dpo:beta=0.3"]))
 def test_training_with_a_loss_of_pairs_is_plain_pytorch(text: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
     plain = PlainTrainer(path, 1e-3, 0.0, None)
@@ -147,4 +152,7 @@ def test_rows_that_are_no_pairs_are_refused_before_anything_runs(model_dir: Call
             engine.step(batch_of(3, LENGTH, 0))
         with pytest.raises(DataError, match="dpo needs reference_log_probs"):
             engine.step(batch_of(4, LENGTH, 0))
+    with Engine.open(model_dir("llama"), headrace.Options(output=tmp_path / "other", loss="kto")) as engine:
+        with pytest.raises(DataError, match="kto needs desirable"):
+            engine.step(batch_of(4, LENGTH, 0) | {"reference_log_probs": torch.zeros(4)})
         assert engine.step_index == 0

@@ -22,12 +22,23 @@ PAIRS = [
     {"prompt": "w10 w11", "chosen": " w12", "rejected": " w13 w14 w15 w16 w17"},
     {"prompt": "w20 w21 w22 w23", "chosen": " w24 w25", "rejected": " w25 w24"},
 ]
+# The same texts, each by itself: those of the second half are not desirable. Of all, KL is below 0; of the first four above.
+LABELLED = [
+    {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+    for side in ("chosen", "rejected")
+    for pair in PAIRS
+]
 # By our words: TRL's trainer, and what its configuration is given.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo", {"beta": 0.1}),
     "dpo:beta=0.3,loss_type=hinge": ("dpo", {"beta": 0.3, "loss_type": ["hinge"]}),
     "dpo:beta=0.2,loss_type=ipo": ("dpo", {"beta": 0.2, "loss_type": ["ipo"]}),
     "orpo:beta=0.2": ("orpo", {"beta": 0.2}),
+    "kto": ("kto", {"beta": 0.1}),
+    "kto:beta=0.2,desirable_weight=1.5,undesirable_weight=0.5": (
+        "kto",
+        {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+    ),
     "simpo:beta=2,gamma=0.5": ("cpo", {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
 }
 
@@ -49,13 +60,18 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def _trainer(kind: str, folder: str, values: dict[str, Any]) -> Any:
     from datasets import Dataset
 
-    common = {"output_dir": folder, "report_to": [], "max_length": 32, "per_device_train_batch_size": len(PAIRS)}
+    data = (LABELLED[:4] if "desirable_weight" in values else LABELLED) if kind == "kto" else PAIRS
+    common = {"output_dir": folder, "report_to": [], "max_length": 32, "per_device_train_batch_size": len(data)}
     common |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    given: dict[str, Any] = {"model": tiny(0), "processing_class": _tokenizer(), "train_dataset": Dataset.from_list(PAIRS)}
+    given: dict[str, Any] = {"model": tiny(0), "processing_class": _tokenizer(), "train_dataset": Dataset.from_list(data)}
     if kind == "dpo":
         from trl import DPOConfig, DPOTrainer
 
         return DPOTrainer(ref_model=tiny(1), args=DPOConfig(**common, **values), **given)
+    if kind == "kto":
+        from trl import KTOConfig, KTOTrainer
+
+        return KTOTrainer(ref_model=tiny(1), args=KTOConfig(**common, **values), **given)
     if kind == "orpo":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
@@ -66,11 +82,14 @@ def _trainer(kind: str, folder: str, values: dict[str, Any]) -> Any:
 
 
 def _rows(kind: str, batch: dict[str, Any]) -> dict[str, Any]:
-    """Return TRL's rows as ours: chosen and rejected alternate."""
+    """Return TRL's rows as ours: chosen and rejected alternate, or completions and others'."""
     if kind == "dpo":
         ids, attended, trained = batch["input_ids"], batch["attention_mask"], batch["completion_mask"].bool()
         halves = [part.chunk(2) for part in (ids, attended, trained)]
         parts = [[each[half] for each in halves] for half in (0, 1)]
+    elif kind == "kto":
+        names = ("input_ids", "attention_mask", "completion_mask")
+        parts = [[batch[f"{prefix}{name}"] for name in names] for prefix in ("", "KL_")]
     else:
         parts = [
             [batch[f"{side}_input_ids"], batch[f"{side}_attention_mask"], batch[f"{side}_labels"] != -100]
@@ -81,7 +100,8 @@ def _rows(kind: str, batch: dict[str, Any]) -> dict[str, Any]:
     for ids, attended, trained in rows:
         length = int(attended.sum())
         found.append({"input_ids": ids[:length].tolist(), "trained": trained[:length].int().tolist()})
-    return {"rows": found}
+    labels = {"desirable": batch["label"].int().repeat_interleave(2).tolist()} if kind == "kto" else {}
+    return {"rows": found, **labels}
 
 
 def numbers(text: str) -> dict[str, Any]:
@@ -95,7 +115,8 @@ def numbers(text: str) -> dict[str, Any]:
         loss.backward()
         told = getattr(trainer, "_stored_metrics", None) or trainer._metrics
         figures = {name: float(values[-1]) for name, values in {**told["train"], **told["eval"]}.items()}
-        kept = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")
+        kept = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"]
+        kept[3] = "kl" if kind == "kto" else kept[3]
         norms = {name: float(each.grad.norm()) for name, each in trainer.model.named_parameters() if each.grad is not None}
     return {
         "loss": float(loss),
