@@ -148,7 +148,7 @@ def node(
     from headrace.cli.configuration import config_of
 
     config = config_of(words, given, NodeOptions)
-    look_at_choices(config, at_node=True)
+    look_at_choices(config, at_node=config.local_steps is None)
     config = with_model_here(config)
     from headrace.cli.runs import serve_run
 

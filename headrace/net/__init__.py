@@ -4,6 +4,8 @@ from headrace.net.address import Address as Address
 from headrace.net.generation import Generation as Generation
 from headrace.net.lane import PIECE_BYTES as PIECE_BYTES
 from headrace.net.lane import Lane as Lane
+from headrace.net.listener import APART as APART
+from headrace.net.listener import TOGETHER as TOGETHER
 from headrace.net.listener import Listener as Listener
 from headrace.net.member import Member as Member
 from headrace.net.ranks import Ranks as Ranks

@@ -43,6 +43,11 @@ class Generation:
         """Number of workers in the generation."""
         return len(self.names) - 1
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody ended it."""
+        return self._reason is not None
+
     def end(self, reason: str) -> None:
         """Break all lanes, because of `reason`; the first reason counts."""
         with self._lock:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
@@ -29,6 +30,8 @@ from headrace.terms.muster import Muster
 BEATS, LOOK_SECONDS, ACCEPT_SECONDS = 6, 0.05, 5.0
 # The last heartbeat of a peer that leaves begins with one of these, the reason follows: for good, or to come again.
 GONE, AWAY = "gone: ", "away: "
+# What workers are wanted for: to compute each step together, or to train by themselves and meet now and then.
+TOGETHER, APART = "together", "apart"
 # The key that is there when all is done.
 OVER = "over"
 # The reason for which the node ended a generation, by its number: a connection that does not break tells nobody.
@@ -60,20 +63,28 @@ class _Ticket:
 
 class Listener:
     """Listens at `address` until closed. Workers must have the same `version`; a peer that is silent for `silence_seconds` is
-    lost.
+    lost. Workers are told the `shape` of the run: what they are wanted for.
 
     Raises:
         ConfigError: the address cannot be used; or other machines can reach it, and there is no secret.
     """
 
-    def __init__(self, address: Address, *, version: str, secret: bytes | None = None, silence_seconds: float = 30.0) -> None:
+    def __init__(
+        self,
+        address: Address,
+        *,
+        version: str,
+        secret: bytes | None = None,
+        silence_seconds: float = 30.0,
+        shape: str = TOGETHER,
+    ) -> None:
         if secret is None and not address.is_loopback:
             raise ConfigError(
                 f"listen: {address} can be reached from other machines; give --secret FILE, the same file on each, or listen "
                 "on 127.0.0.1"
             )
         self._host, self._secret, self._version = address.number(), secret or b"", version
-        self.silence_seconds = silence_seconds
+        self.silence_seconds, self._shape = silence_seconds, shape
         listening = _listening(self._host, address)
         self.address = Address(address.host, listening.getsockname()[1])
         self._store = TCPStore(
@@ -87,12 +98,11 @@ class Listener:
         self._challenge = nonce()
         self._store.set("challenge", self._challenge)
         self._waiting: dict[int, _Ticket] = {}
-        self._members: tuple[_Ticket, ...] = ()
+        self._members: dict[Generation, tuple[_Ticket, ...]] = {}  # of each generation that works
         self._before: frozenset[str] = frozenset()  # the peers of the newest generation
         self._peers: dict[str, _Ticket] = {}  # the newest ticket of each that has not left for good
         self._spares: dict[str, str] = {}  # the peers that cannot take part, and why
         self._crowded = ""  # why nobody else can, if the run has as many as it has work for
-        self._generation: Generation | None = None
         self._seen, self._number, self._closing = 0, 0, threading.Event()
         self._refused: list[str] = []
         self._is_over = False
@@ -137,10 +147,17 @@ class Listener:
                 return made
             time.sleep(LOOK_SECONDS)
 
+    def take_in(self) -> Generation | None:
+        """Return a generation with the one who has waited longest, beside those that work; None where nobody waits."""
+        with self._lock:
+            waiting = min(self._waiting, default=None)
+        return None if waiting is None else self._form([waiting])
+
     def keep_as_spare(self, rank: int, reason: str) -> None:
         """Do not invite the worker of this rank of the present generation again; it is told the reason."""
         with self._lock:
-            self._spares[self._members[rank - 1].peer] = reason
+            (members,) = self._members.values()
+            self._spares[members[rank - 1].peer] = reason
 
     def num_waiting(self) -> int:
         """Return how many workers wait that could be invited."""
@@ -152,11 +169,13 @@ class Listener:
             ticket.told = reason
             self._put(f"{SPARE}{ticket.number}", reason)
 
-    def part(self, reason: str) -> None:
-        """End the present generation."""
+    def part(self, reason: str, only: Generation | None = None) -> None:
+        """End all generations that work, or `only` this one."""
         with self._lock:
-            generation, self._generation, self._members = self._generation, None, ()
-        if generation is not None:
+            ended = list(self._members) if only is None else [only]
+            for generation in ended:
+                self._members.pop(generation, None)
+        for generation in ended:
             with contextlib.suppress(RuntimeError):  # the store is being closed: who asks it is told so
                 self._put(f"{ENDED}{generation.number}", reason)
             generation.end(reason)
@@ -221,7 +240,7 @@ class Listener:
         for ticket in tickets:
             ticket.beat_seconds = time.monotonic()
         with self._lock:
-            self._generation, self._members = generation, tickets
+            self._members[generation] = tickets
             self._before = frozenset(ticket.peer for ticket in tickets)
         return generation
 
@@ -253,7 +272,7 @@ class Listener:
                         self._waiting[number] = self._peers[ticket.peer] = ticket
                     self._tell_spare(ticket, self._spares.get(ticket.peer) or self._crowded)
                 answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
-                self._put(f"answer/{number}", answer)
+                self._put(f"answer/{number}", answer | {"shape": self._shape})
                 if hello.get("visits"):
                     threading.Thread(target=self._receive_visitor, args=(number,), name="headrace visitor", daemon=True).start()
             else:
@@ -287,7 +306,9 @@ class Listener:
         now = time.monotonic()
         with self._lock:
             others = self._peers.values() if self._is_over else ()
-            tickets = {each.number: each for each in (*self._members, *self._waiting.values(), *others)}
+            members = {each.number: generation for generation, tickets in self._members.items() for each in tickets}
+            working = chain.from_iterable(self._members.values())
+            tickets = {each.number: each for each in (*working, *self._waiting.values(), *others)}
         for ticket in tickets.values():
             key = f"beat/{ticket.number}"
             beat = self._store.get(key) if self._store.check([key]) else b""
@@ -299,7 +320,7 @@ class Listener:
                 continue
             with self._lock:
                 self._waiting.pop(ticket.number, None)
-                generation = self._generation if ticket in self._members else None
+                generation = members.get(ticket.number)
                 newest = self._peers.get(ticket.peer)
                 if gone and newest is not None and newest.number == ticket.number:
                     del self._peers[ticket.peer]

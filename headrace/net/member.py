@@ -14,7 +14,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from headrace.net.address import Address
 from headrace.net.generation import Generation
 from headrace.net.link import VISITOR, Link, measure_link, visitors_lane
-from headrace.net.listener import AWAY, BEATS, ENDED, GONE, LOOK_SECONDS, OVER, SPARE
+from headrace.net.listener import AWAY, BEATS, ENDED, GONE, LOOK_SECONDS, OVER, SPARE, TOGETHER
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
 
@@ -24,7 +24,7 @@ _ANSWER_SECONDS = 30.0
 
 class Member:
     """Somebody who has come to the node at `address` and been let in. Use it for one generation only, and close it. Who comes
-    again is the same `peer`. A member that only `visits` measures the link, and is never invited to work.
+    again is the same `peer`. `shape` is what the node wants it for. A member that only `visits` measures the link, and is never invited to work.
 
     Raises:
         PeerLost: nothing listens there, or the node has ended.
@@ -59,7 +59,7 @@ class Member:
             raise ConfigError(f"node {address}: refuses this worker: {answer['refused']}")
         if not is_proof(str(answer.get("proof")), self._secret, "node", own):
             raise ConfigError(f"node {address}: does not have this worker's secret; give both the same --secret FILE")
-        self._silence_seconds = float(answer["silence_seconds"])
+        self._silence_seconds, self.shape = float(answer["silence_seconds"]), str(answer.get("shape", TOGETHER))
         self._thread = threading.Thread(target=self._beat, name="headrace heartbeat", daemon=True)
         self._thread.start()
 
@@ -99,6 +99,12 @@ class Member:
         if self._lost is not None:  # meanwhile: it would not be said again
             generation.end(self._lost)
         return generation
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the node has said that all is done. Raises PeerLost as `enter`."""
+        with self._plainly():
+            return bool(self._store.check([OVER]))
 
     def why_dropped(self) -> str | None:
         """Return why the node continues without this worker. None if it does not, or cannot be asked.

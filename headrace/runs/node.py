@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import headrace
 from headrace.files.scratch import remove_tree, scratch
 from headrace.machine.meter import MemoryMeter
-from headrace.net import Address, Listener, Member
+from headrace.net import APART, TOGETHER, Address, Generation, Listener, Member
 from headrace.net.proof import nonce
 from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display, NoDisplay
 from headrace.store import leftovers_of, remove_leftover
 from headrace.store.run_directory import RunDirectory
+from headrace.terms.closing import Closing
 from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed, StorageError
 from headrace.terms.options import Options
@@ -29,6 +30,7 @@ from headrace.terms.sizes import format_bytes
 
 if TYPE_CHECKING:
     from headrace.engine.crowd import Crowd
+    from headrace.runs.local_steps.learner import Learning
 
 # Seconds that a worker waits for a node that is not there, or not there any more.
 WAIT_SECONDS = 600.0
@@ -59,6 +61,10 @@ def serve(
     listener = _listener(config, secret, silence_seconds)
     try:
         listening(listener.address)
+        if config.local_steps is not None:
+            from headrace.runs.local_steps.node import serve_learners
+
+            return serve_learners(config, listener, display, refuse_another)
         from headrace.engine.crowd import Crowd  # late, because it imports the model library: workers may come meanwhile
 
         crowd = Crowd(listener, config.muster)
@@ -136,7 +142,13 @@ def _listener(config: NodeOptions, secret: bytes | None, silence_seconds: float)
         RunDirectoryError: a process works on the run.
     """
     try:
-        return Listener(Address.of(config.listen), version=headrace.__version__, secret=secret, silence_seconds=silence_seconds)
+        return Listener(
+            Address.of(config.listen),
+            version=headrace.__version__,
+            secret=secret,
+            silence_seconds=silence_seconds,
+            shape=TOGETHER if config.local_steps is None else APART,
+        )
     except ConfigError as error:
         from headrace.runs.prepare import default_output
         from headrace.store import lock_holder
@@ -169,17 +181,16 @@ def work(
         ConfigError: the node refuses this worker, or its run has other options than `asked`.
     """
     display = display or NoDisplay()
-    steps, seen, told, peer = 0, time.monotonic(), "", nonce()
-    with MemoryMeter() as meter:
+    seen, told = time.monotonic(), ""
+    with MemoryMeter() as meter, _Peer(address, own, name, display, secret, asked or {}) as me:
         while True:
             try:
-                steps += _work_once(address, own, name, display, secret, asked or {}, peer)
-                display.say(
-                    f"done: {steps} steps were taken here, with {format_bytes(meter.peak_bytes())} of host memory at most"
-                )
-                return steps
+                me.meet()
+                peak = format_bytes(meter.peak_bytes())
+                display.say(f"done: {me.steps} steps were taken here, with {peak} of host memory at most")
+                return me.steps
             except _Parted as parted:
-                steps, words, met = steps + parted.steps, str(parted), parted.met
+                words, met = str(parted), parted.met
             if met:
                 seen = time.monotonic()
             if time.monotonic() - seen > wait_seconds:
@@ -191,11 +202,11 @@ def work(
 
 
 class _Parted(Exception):
-    """The node is gone: after so many `steps`; `met`: it was there."""
+    """The node is gone; `met`: it was there."""
 
-    def __init__(self, words: str, *, steps: int, met: bool) -> None:
+    def __init__(self, words: str, *, met: bool) -> None:
         super().__init__(words)
-        self.steps, self.met = steps, met
+        self.met = met
 
 
 def asked_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -208,25 +219,67 @@ def asked_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {key: found[key] for key in sorted(values.keys() & compared)}
 
 
-def _work_once(
-    address: Address, own: Options, name: str, display: Display, secret: bytes | None, asked: Mapping[str, Any], peer: str
-) -> int:
-    steps, met, words, reason, again = 0, False, "", "has left", False
-    try:
-        member = Member(address, name=name, version=headrace.__version__, secret=secret, peer=peer)
-    except PeerLost as lost:
-        raise _Parted(str(lost), steps=0, met=False) from None
-    met = True
-    try:
-        display.say(f"node {address}: joined; waiting to be given work")
-        generation = member.enter(tell=lambda words: display.say(f"waits as a spare: {words}"))
-        if generation is None:
-            return 0
-        from headrace.engine.worker import Worker  # late, because it imports the model library
+class _Peer(Closing):
+    """A worker or a learner, over all its meetings with the node: what the node wants it for, it says when they meet. `steps`
+    are those that were taken here.
+    """
 
+    def __init__(
+        self, address: Address, own: Options, name: str, display: Display, secret: bytes | None, asked: Mapping[str, Any]
+    ) -> None:
+        self._address, self._own, self._name, self._display = address, own, name, display
+        self._secret, self._asked, self._peer = secret, asked, nonce()
+        self._learning: Learning | None = None
+        self._steps = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps taken here so far."""
+        return self._steps + (self._learning.steps_done if self._learning else 0)
+
+    def meet(self) -> None:
+        """Work until the run is done.
+
+        Raises:
+            _Parted: the node is gone.
+        """
+        words, reason, again = "", "has left", False
+        try:
+            member = Member(
+                self._address, name=self._name, version=headrace.__version__, secret=self._secret, peer=self._peer
+            )
+        except PeerLost as lost:
+            raise _Parted(str(lost), met=False) from None
+        try:
+            self._display.say(f"node {self._address}: joined; waiting to be given work")
+            generation = member.enter(tell=lambda words: self._display.say(f"waits as a spare: {words}"))
+            if generation is not None:
+                self._learn(member, generation) if member.shape == APART else self._compute(generation)
+            return
+        except HeadraceError as error:
+            lost_one = lost_peer(error)
+            if lost_one is None:
+                reason = f"cannot go on: {error}"
+                raise
+            words, again = member.why_dropped() or str(lost_one), True
+        finally:
+            with suppress(PeerLost):
+                member.close(reason, again=again)
+        raise _Parted(words, met=True)
+
+    def _learn(self, member: Member, generation: Generation) -> None:
+        from headrace.runs.local_steps.learner import Learning  # late, because it imports the model library
+
+        self._learning = self._learning or Learning(self._own, self._display)
+        self._learning.attend(member, generation)
+
+    def _compute(self, generation: Generation) -> None:
+        from headrace.engine.worker import Worker  # late, for the same reason
+
+        own, display = self._own, self._display
         with (
             scratch(own.budget.ssd[0] if own.budget.ssd else Path(tempfile.gettempdir()), _SCRATCH, _discard) as folder,
-            Worker(generation, own, folder, lambda event: None, asked) as worker,
+            Worker(generation, own, folder, lambda event: None, self._asked) as worker,
         ):
             plan = worker.plan
             which = f"worker   {generation.rank} of {generation.num_workers}"
@@ -237,20 +290,14 @@ def _work_once(
             worker.listen(reporter)
             try:
                 worker.work()
-                return worker.steps_done
             finally:
-                steps = worker.steps_done
+                self._steps += worker.steps_done
                 reporter.close()
-    except HeadraceError as error:
-        lost_one = lost_peer(error)
-        if lost_one is None:
-            reason = f"cannot go on: {error}"
-            raise
-        words, again = member.why_dropped() or str(lost_one), True
-    finally:
-        with suppress(PeerLost):
-            member.close(reason, again=again)
-    raise _Parted(words, steps=steps, met=met)
+
+    def close(self) -> None:
+        """End what a learner has open. A second call does nothing."""
+        if self._learning is not None:
+            self._learning.close()
 
 
 def _discard(folder: Path) -> None:

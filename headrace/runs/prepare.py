@@ -34,7 +34,7 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     directory.check_new()
     refuse_evaluation_of_nothing(config)
-    refuse_combination(config, at_node=isinstance(config, NodeOptions))
+    refuse_combination(config, at_node=isinstance(config, NodeOptions) and config.local_steps is None)
     config = with_lengths(with_lengths_of_plan(config))
     if ssd := config.budget.ssd:
         # The engine checks again, with the space that it needs; but nobody should tokenise for an hour to hear about a misspelt

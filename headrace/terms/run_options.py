@@ -9,6 +9,7 @@ from headrace.terms.contradictions import refuse_packed_pairs, refuse_two_held_o
 from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, SourceKind, source_of
 from headrace.terms.declared import Group, option
 from headrace.terms.errors import ConfigError
+from headrace.terms.local_options import LocalOptions
 from headrace.terms.muster import Muster
 from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, Span, Text, Whole
 from headrace.terms.options import Options
@@ -254,7 +255,7 @@ class RunOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeOptions(RunOptions):
+class NodeOptions(LocalOptions, RunOptions):
     """What `headrace node` runs with: a run's options, and where workers come to. Budgets and SSDs are the node's own."""
 
     listen: str = option(
@@ -277,8 +278,9 @@ class NodeOptions(RunOptions):
     grace: float = option(
         10.0,
         Number(0, 1e6),
-        "Seconds to wait for a missing worker before the run goes on with fewer.",
-        row="seconds that a run with `workers: MIN:MAX` waits for a lost worker, before it goes on with fewer",
+        "Seconds to wait for who is missing before the run goes on with fewer.",
+        row="seconds that a run with `workers: MIN:MAX` waits for a lost worker, before it goes on with fewer; with "
+        "`local_steps`, that a merge with a quorum waits for the others",
         fixed=False,
         group=Group.CLUSTER,
     )

@@ -1,0 +1,82 @@
+"""A node's talk with one learner: it is told the run, given rows and weights, and what it has learned is taken."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.engine.outer import TRAVELLING
+from headrace.net import Generation
+from headrace.runs.local_steps.broker import Broker, Work
+from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What each learner is told first: the run, its options, and the files of its model."""
+
+    run_id: str
+    options: Mapping[str, Any]
+    files: Mapping[str, Path]
+    counts: tuple[int, ...]
+    digest: str
+
+
+class Session:
+    """The talk over the lanes of `generation`, on behalf of `broker`."""
+
+    def __init__(self, broker: Broker, generation: Generation, told: Told) -> None:
+        self._broker, self._told, self._generation = broker, told, generation
+        self._up, self._down = generation.up, generation.down
+
+    def run(self) -> None:
+        """Serve the learner until the run is over.
+
+        Raises:
+            PeerLost: it is gone.
+        """
+        told = self._told
+        words = {"run_id": told.run_id, "options": dict(told.options), "files": sizes_of(told.files)}
+        self._down.send_message({**words, "total_steps": self._broker.total_steps}, LEARNER)
+        answer = self._up.receive_message(LEARNER)
+        if answer["wants_files"]:
+            send_files(self._down, told.files)
+        with self._broker.learner(str(answer["peer"])) as number:
+            ready = self._up.receive_message(LEARNER)
+            alike = ready["digest"] == told.digest
+            self._down.send_message({"learner": number, "alike": alike}, LEARNER)
+            while alike and self._serve(number):
+                pass
+
+    def _serve(self, number: int) -> bool:
+        """Do what the learner asks for; return whether it may ask again."""
+        words = self._up.receive_message(LEARNER)
+        if words["do"] == "push":
+            self._take(number, words)
+            return True
+        gone = lambda: self._generation.has_ended  # noqa: E731
+        with self._broker.work(number, words["held"], words["lot"], gone) as work:
+            self._down.send_message({"over": work is None}, LEARNER)
+            if work is not None:
+                self._give(work)
+        return work is not None
+
+    def _give(self, work: Work) -> None:
+        lot = work.lot
+        versions = range(lot.base - len(work.files) + 1, lot.base + 1)
+        words = {"lot": lot.number, "base": lot.base, "whole": work.whole, "first_step": work.first_step}
+        self._down.send_message({**words, "versions": list(versions)}, LEARNER)
+        for file in work.files:
+            send_units(self._down, LEARNER, (file.read(unit) for unit in range(len(file.counts))))
+        send_batches(self._down, work.batches)
+
+    def _take(self, learner: int, words: Mapping[str, Any]) -> None:
+        lot = int(words["lot"])
+        reason = self._broker.why_not(learner, lot)
+        self._down.send_message({"refused": reason}, LEARNER)
+        if reason is None:
+            units = receive_units(self._up, LEARNER, self._told.counts, TRAVELLING)
+            reason = self._broker.take(lot, units, {"loss": float(np.float64(words["loss"]))})
+            self._down.send_message({"refused": reason}, LEARNER)
