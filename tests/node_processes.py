@@ -21,12 +21,12 @@ from headrace.terms.run_options import NodeOptions
 STEPS, SILENCE_SECONDS = 10, 3.0
 
 
-def write_model(folder: Path, **more: Any) -> None:
+def write_model(folder: Path, dtype: torch.dtype = torch.bfloat16, **more: Any) -> None:
     """Write a tiny model with a tokenizer, and data; `more` is of the model's configuration."""
     torch.manual_seed(3)
     shape = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     config = LlamaConfig(**shape | more, tie_word_embeddings=False)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / "model")
     write_texts(folder)
 
 
@@ -83,12 +83,14 @@ def worker(
     said: str | None = None,
     host_memory: str = "2GiB",
     scratch: str | None = None,
+    ssd: str | None = None,
 ) -> None:
-    """Be a worker, and print what it has to say, or add it to the file `said`; its files lie in `scratch`."""
+    """Be a worker, and print what it has to say, or add it to the file `said`; its files lie in `scratch`, a
+    learner's in `ssd`."""
     torch.set_num_threads(1)
     tempfile.tempdir = scratch
     word = Path(secret).read_bytes() if secret else None
-    options, display = Options(host_memory=host_memory), Words(said)
+    options, display = Options(host_memory=host_memory, ssd=(ssd,) if ssd else ()), Words(said)
     work(Address(host, port), options, name=name, wait_seconds=60.0, secret=word, display=display)
     display.say(f"peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss} KiB")
 

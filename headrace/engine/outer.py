@@ -62,7 +62,7 @@ class Merge:
 
     def gradient(self, unit: int) -> torch.Tensor:
         """Return the weighted mean of a unit's displacements, float32."""
-        total, found = sum(self.weights), torch.zeros(self.pushes[0].counts[unit])
+        total, found = sum(self.weights), torch.zeros(self.pushes[0].counts[unit], dtype=torch.float32)
         for push, weight in zip(self.pushes, self.weights, strict=True):
             found += numbers_of(push.read(unit)).mul_(weight / total)
         return found
@@ -131,7 +131,7 @@ class OuterState(Closing):
         store, form, subject = self._run.store, self._run.subject.forms[unit], self._run.subject
         assert form.trained is not None, "what is merged is trained"
         updater = self._updaters[form.in_place]
-        flat = torch.zeros(form.trained.num_elements)
+        flat = torch.zeros(form.trained.num_elements, dtype=torch.float32)
         self.masters.scatter(unit, gradient, flat)
         described, name = store.manifest.units[unit], WEIGHTS if form.in_place else TRAINED
         weights, states = described.family(name), described.family(STATES)

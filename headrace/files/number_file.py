@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.files.durable import sync
-from headrace.terms.errors import CorruptData, StorageError
+from headrace.terms.errors import CorruptData, HeadraceError, StorageError
 
 _LENGTH_BYTES = 8
 
@@ -63,7 +63,7 @@ class NumberFile:
             beside.replace(self.path)
             sync(self.path.parent)
         except OSError as error:
-            raise error if isinstance(error, StorageError) else StorageError(f"{self.path}: {error.strerror or error}") from error
+            raise error if isinstance(error, HeadraceError) else StorageError(f"{self.path}: {error.strerror or error}") from error
         finally:
             with contextlib.suppress(OSError):
                 beside.unlink()

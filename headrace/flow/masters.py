@@ -46,7 +46,7 @@ class Masters:
     @torch.no_grad()
     def read(self, unit: int) -> torch.Tensor:
         """Return the vector of a unit, float32."""
-        return self._gathered(unit, self._flat(unit)) if self._specs[unit] else torch.empty(0)
+        return self._gathered(unit, self._flat(unit)) if self._specs[unit] else torch.empty(0, dtype=torch.float32)
 
     @torch.no_grad()
     def write(self, unit: int, values: torch.Tensor) -> None:

@@ -176,7 +176,7 @@ class Listener:
             for generation in ended:
                 self._members.pop(generation, None)
         for generation in ended:
-            with contextlib.suppress(RuntimeError):  # the store is being closed: who asks it is told so
+            with contextlib.suppress(RuntimeError, AttributeError):  # the store is closed: who asks it is told so
                 self._put(f"{ENDED}{generation.number}", reason)
             generation.end(reason)
             generation.close()

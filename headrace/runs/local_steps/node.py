@@ -127,17 +127,19 @@ class _Node:
                         time.sleep(_LOOK_SECONDS)
             if stop.received is not None:
                 raise self._interrupted(stop.received)
+            reporters.close()
+            if reporters.failure is not None:
+                raise directory.unwritable(reporters.failure) from reporters.failure
+            broker.finish()
+            self._listener.tell_over()
+            checkpoints = Checkpoints(self._config, self._evaluations)
+            write_final(self._state, directory, checkpoints, metrics.records, metrics.evaluations)
+            self._listener.dismiss()
         finally:
             reporters.close()
-        if reporters.failure is not None:
-            raise directory.unwritable(reporters.failure) from reporters.failure
-        broker.finish()
-        self._listener.tell_over()
-        write_final(self._state, directory, Checkpoints(self._config, self._evaluations), metrics.records, metrics.evaluations)
-        self._listener.dismiss()
-        self._listener.part("the run is over")
-        for thread in self._threads:
-            thread.join()
+            self._listener.part("the node has ended")
+            for thread in self._threads:
+                thread.join()
         broker.remove_files()
         if not self._config.keep_state:
             self._state.remove_state()

@@ -12,6 +12,8 @@ from headrace.net import Generation
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of
 
+from headrace.terms.errors import PeerLost
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
@@ -56,8 +58,9 @@ class Session:
         if words["do"] == "push":
             self._take(number, words)
             return True
-        gone = lambda: self._generation.has_ended  # noqa: E731
-        with self._broker.work(number, words["held"], words["lot"], gone) as work:
+        with self._broker.work(number, words["held"], words["lot"], lambda: self._generation.has_ended) as work:
+            if self._generation.has_ended:
+                raise PeerLost("its generation has ended")
             self._down.send_message({"over": work is None}, LEARNER)
             if work is not None:
                 self._give(work)

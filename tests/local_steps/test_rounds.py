@@ -1,0 +1,105 @@
+"""When merges are due, and what a journal repeats: by values alone, with a simulated clock."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.runs.local_steps.ledger import Journal, Ledger, Lot, read_journal
+from headrace.runs.local_steps.rounds import ByQuorum, Replayed
+from headrace.terms.errors import ConfigError
+from headrace.terms.run_options import NodeOptions
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lot(number: int, learner: int, base: int = 0) -> Lot:
+    return Lot(number=number, learner=learner, base=base, first=8 * number, stop=8 * number + 8, tokens=100, data={})
+
+
+def test_a_merge_waits_for_the_quorum_and_then_for_the_grace() -> None:
+    clock = Clock()
+    rounds, ledger = ByQuorum(2, 30.0, clock), Ledger()
+    assert rounds.due(ledger, [lot(1, 1)], others=True) == ()
+    clock.now = 100.0
+    two = [lot(1, 1), lot(0, 2)]
+    assert rounds.due(ledger, two, others=True) == ()
+    clock.now = 129.0
+    assert rounds.due(ledger, two, others=True) == ()
+    assert [each.number for each in rounds.due(ledger, two, others=False)] == [0, 1], "nobody else is waited for"
+    clock.now = 140.0
+    assert rounds.due(ledger, two, others=True) == (), "the grace begins anew"
+    clock.now = 170.0
+    assert [each.number for each in rounds.due(ledger, two, others=True)] == [0, 1]
+
+
+def test_older_pushes_weigh_less() -> None:
+    assert [lot(0, 1, base).weight(3) for base in (3, 2, 1)] == [100, 80, 100 / 1.5]
+
+
+def test_a_ledger_survives_json_and_names_what_is_lost() -> None:
+    ledger = Ledger(data={"epoch": 0}).with_learner("a").with_learner("b").with_learner("a")
+    assert ledger.learners == {"a": 1, "b": 2}
+    ledger = ledger.with_lot(lot(0, 1)).with_lot(lot(1, 2)).with_lot(lot(2, 1))
+    ledger = ledger.losing([lot(2, 1)], "stale")
+    plain = json.dumps(ledger.to_json())
+    assert json.dumps(Ledger.from_json(json.loads(plain)).to_json()) == plain
+    merged = ledger.merged([lot(0, 1).named()], norm=1.0)
+    assert merged.version == 1
+    assert set(merged.lots) == {1}
+    assert merged.line is not None
+    assert [each["lot"] for each in merged.line["lost"]] == [2]
+    assert merged.line["lost"][0]["rows"] == [16, 24]
+
+
+def test_the_journal_follows_from_the_ledger_after_any_kill(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"version": number, "lots": [], "lost": []} for number in (1, 2, 3)]
+    journal = Journal(tmp_path / "merges.jsonl", None)
+    journal.append(lines[0])
+    (tmp_path / "merges.jsonl").open("a").write('{"version": 2, "lo')  # killed in a line
+    assert Journal(tmp_path / "merges.jsonl", lines[1]).lines == lines[:2]
+    assert read_journal(tmp_path / "merges.jsonl") == lines[:2]
+    assert Journal(tmp_path / "merges.jsonl", lines[1]).lines == lines[:2], "each merge has one line"
+    (tmp_path / "merges.jsonl").write_text('{"version": 1}\n')
+    with pytest.raises(ConfigError, match="no journal"):
+        read_journal(tmp_path / "merges.jsonl")
+
+
+def test_a_replay_deals_and_merges_as_the_journal_says() -> None:
+    first = Ledger().with_lot(lot(0, 1)).with_lot(lot(1, 2)).with_lot(lot(2, 3))
+    second = first.merged([lot(0, 1).named(), lot(1, 2).named()])
+    third = second.with_lot(lot(3, 1, 1)).losing([lot(2, 3)], "stale").merged([lot(3, 1, 1).named()])
+    rounds = Replayed([dict(each.line or {}) for each in (second, third)])
+    begun = Ledger()
+    assert [rounds.next_rows(learner, begun) for learner in (1, 2, 3, 4)] == [(0, 0), (1, 8), (2, 16), None]
+    begun = begun.with_lot(lot(0, 1)).with_lot(lot(1, 2))
+    assert rounds.due(begun, [lot(0, 1), lot(1, 2)], others=False) == (), "the third lot begins with this version, too"
+    begun = begun.with_lot(lot(2, 3))
+    assert rounds.due(begun, [lot(1, 2)], others=False) == ()
+    assert [each.number for each in rounds.due(begun, [lot(1, 2), lot(0, 1), lot(2, 3)], others=True)] == [0, 1]
+    assert rounds.lost(begun) == {}
+    again = begun.merged([lot(0, 1).named(), lot(1, 2).named()])
+    assert rounds.next_rows(1, again) == (3, 24)
+    assert rounds.next_rows(2, again) is None
+    assert rounds.lost(again) == {2: "stale"}
+    assert rounds.next_rows(3, replace(again, lots={})) is None, "no lot is dealt twice"
+
+
+def test_options_of_local_steps_are_refused_where_they_mean_nothing() -> None:
+    values = {"model": "m", "data": ["d"]}
+    for more, words in (
+        ({"quorum": 2}, "quorum: only a run with local_steps"),
+        ({"local_steps": 5, "workers": 2}, "workers: .* give quorum"),
+        ({"local_steps": 5, "eval_split": 0.1}, "eval_split: .* headrace eval"),
+        ({"local_steps": 5, "loss": "dpo"}, "loss: .* one machine"),
+        ({"local_steps": 0}, "local_steps: expected a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            NodeOptions.of(values | more)
