@@ -18,8 +18,8 @@ from headrace.update.combinations import refuse_combination
 from headrace.update.rules.table import RULES
 from headrace.update.wires import WIRES
 
-# This is where a run runs, and not one of its options.
-AT_NODE = "at a node"
+# These are where a run runs, and not among its options.
+AT_NODE, LOCAL_STEPS = "at a node", "local steps"
 
 
 def choices() -> dict[str, dict[str, dict[str, Any]]]:
@@ -28,7 +28,7 @@ def choices() -> dict[str, dict[str, dict[str, Any]]]:
     return {
         "gradient": {kind.name: {"gradient": kind.name} for kind in WIRES if kind.named_by == "gradient"},
         "adapter": {"none": {}, **{name: {"adapter": name} for name in ADAPTERS}},
-        "place": {"one machine": {}, AT_NODE: {AT_NODE: True}},
+        "place": {"one machine": {}, AT_NODE: {AT_NODE: True}, LOCAL_STEPS: {LOCAL_STEPS: True}},
         "train": {ALL: {}, MATRICES: {"train": MATRICES}},
         "rule": rules,
         "compute": {dtype: {"compute_dtype": dtype} for dtype in COMPUTE_DTYPES},
@@ -42,6 +42,7 @@ def refusal(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return why two choices are refused together, "" if they are not."""
     given = {**one, **other}
     at_node = given.pop(AT_NODE, False)
+    given.pop(LOCAL_STEPS, None)
     try:
         refuse_combination(Options(**given), at_node=at_node)
     except ConfigError as error:

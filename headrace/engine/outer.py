@@ -142,7 +142,7 @@ class OuterState(Closing):
             content = huge_page_buffer(weights.chunk_bytes(chunk))
             store.read(unit, name, content, chunk).wait()
             kept = huge_page_buffer(states.chunk_bytes(chunk) if states else 0)
-            planes = ()
+            planes: tuple[NDArray[Any], ...] = ()
             if states:
                 store.read(unit, STATES, kept, chunk).wait()
                 split = updater.rule.planes.split_states(stop - start)

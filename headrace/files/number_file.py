@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,7 +52,9 @@ class NumberFile:
             with beside.open("wb") as file:
                 for unit in units:
                     if unit.size != self.counts[len(sums)]:
-                        raise StorageError(f"{self.path}: unit {len(sums)} has {unit.size} numbers, not {self.counts[len(sums)]}")
+                        raise StorageError(
+                            f"{self.path}: unit {len(sums)} has {unit.size} numbers, not {self.counts[len(sums)]}"
+                        )
                     content = np.ascontiguousarray(unit, self.dtype).view(np.uint8).data
                     sums.append(zlib.crc32(content))
                     file.write(content)
@@ -63,7 +65,9 @@ class NumberFile:
             beside.replace(self.path)
             sync(self.path.parent)
         except OSError as error:
-            raise error if isinstance(error, HeadraceError) else StorageError(f"{self.path}: {error.strerror or error}") from error
+            raise (
+                error if isinstance(error, HeadraceError) else StorageError(f"{self.path}: {error.strerror or error}")
+            ) from error
         finally:
             with contextlib.suppress(OSError):
                 beside.unlink()
@@ -102,5 +106,3 @@ class NumberFile:
             file.seek(-_LENGTH_BYTES - length, os.SEEK_END)
             found: dict[str, Any] = json.loads(file.read(length))
             return found
-
-

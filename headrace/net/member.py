@@ -24,7 +24,8 @@ _ANSWER_SECONDS = 30.0
 
 class Member:
     """Somebody who has come to the node at `address` and been let in. Use it for one generation only, and close it. Who comes
-    again is the same `peer`. `shape` is what the node wants it for. A member that only `visits` measures the link, and is never invited to work.
+    again is the same `peer`. `shape` is what the node wants it for. A member that only `visits` measures the link, and is never
+    invited to work.
 
     Raises:
         PeerLost: nothing listens there, or the node has ended.

@@ -14,7 +14,7 @@ from headrace.files.hub import hub_name_of
 from headrace.report import CardFacts, model_card
 from headrace.report.metrics import Record, best_of
 from headrace.runs.checkpoints import Checkpoints, link_model, provenance_of, remove_superseded
-from headrace.runs.protocols import RunningEngine
+from headrace.runs.protocols import ExportingEngine, RunningEngine
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.data_source import source_of
 from headrace.terms.errors import ExportFailed
@@ -27,7 +27,7 @@ _NOT_ON_CARD = {"model", "data", "output", "ssd", "cache", "keep_state", "report
 
 
 def write_final(
-    engine: RunningEngine, run: RunDirectory, plan: Checkpoints, records: list[Record], evaluations: list[Record]
+    engine: ExportingEngine, run: RunDirectory, plan: Checkpoints, records: list[Record], evaluations: list[Record]
 ) -> str:
     """Export the model to `final/` with its card; return a note about it, or "". The state may be removed then.
 

@@ -245,9 +245,7 @@ class _Peer(Closing):
         """
         words, reason, again = "", "has left", False
         try:
-            member = Member(
-                self._address, name=self._name, version=headrace.__version__, secret=self._secret, peer=self._peer
-            )
+            member = Member(self._address, name=self._name, version=headrace.__version__, secret=self._secret, peer=self._peer)
         except PeerLost as lost:
             raise _Parted(str(lost), met=False) from None
         try:

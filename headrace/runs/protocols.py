@@ -19,7 +19,22 @@ from headrace.terms.events import Evaluation, StepResult
 from headrace.terms.saving import Saving
 
 
-class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
+class ExportingEngine(Protocol):
+    """What writes a finished model."""
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Which weights the newest ones are, as JSON values: the run, and its number of steps. Exports have it in a file."""
+
+    @property
+    def export_notes(self) -> tuple[str, ...]:
+        """What a reader of the exported files should know."""
+
+    def save_pretrained(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Write an ordinary Hugging Face directory, with `notes` as files; it appears whole or not at all."""
+
+
+class RunningEngine(ExportingEngine, AbstractContextManager["RunningEngine"], Protocol):
     """The part of `headrace.Engine` that the loop drives."""
 
     @property
@@ -34,14 +49,6 @@ class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
     def position(self) -> Any:
         """The JSON value stored with the last committed step; None before the first."""
 
-    @property
-    def provenance(self) -> dict[str, Any]:
-        """Which weights the newest ones are, as JSON values: the run, and its number of steps. Exports have it in a file."""
-
-    @property
-    def export_notes(self) -> tuple[str, ...]:
-        """What a reader of the exported files should know."""
-
     def step(
         self, batch: Mapping[str, torch.Tensor], *, position: Any = None, learning_rate: float | None = None
     ) -> StepResult:
@@ -55,9 +62,6 @@ class RunningEngine(AbstractContextManager["RunningEngine"], Protocol):
 
     def flush(self) -> None:
         """Finish and commit everything under way."""
-
-    def save_pretrained(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Write an ordinary Hugging Face directory, with `notes` as files; it appears whole or not at all."""
 
     def begin_saving(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> Saving:
         """Begin to do as `save_pretrained` does; steps may go on meanwhile."""

@@ -29,7 +29,7 @@ class LocalOptions(Declared):
         None,
         Whole(),
         "Let learners train by themselves, and merge what they learned every so many steps (DiLoCo).",
-        row="let learners train by themselves, and merge what they learned every so many steps ([local steps](local-steps.md))",
+        row="let learners train by themselves, and merge what they learned every so many steps of theirs",
         words="workers compute each step together",
         group=Group.CLUSTER,
     )

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from choices import AT_NODE, choices, combinations_page, refusal, refused
+from choices import AT_NODE, LOCAL_STEPS, choices, combinations_page, refusal, refused
 from cpu_work import loops_in
 from crew import crew, node_run
 from plain import LENGTH, ROWS, SPLIT, batch_of, packed
 from safetensors.torch import load_file
 from short_run import short_run
 
+from headrace.engine.learner import Learner
 from headrace.engine.trainer import Engine
+from headrace.files.number_file import NumberFile
 from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import Options
@@ -87,6 +89,24 @@ def test_rows_of_pairs_have_no_pair_that_is_refused() -> None:
             assert not refusal(axes[one][row[one]], axes[other][row[other]])
 
 
+def learn_and_meet(model: Path, folder: Path, batches: list[dict[str, torch.Tensor]], options: dict[str, Any]) -> None:
+    """Take two steps, go back to where all began, and take the third after a restart."""
+    rows, length = batches[0]["input_ids"].shape
+    given = {"output": folder / "run", "tokens_per_step": rows * length, "sequence_length": length, "host_memory": "4GiB"}
+    with Learner.open(model, Options(**given, learning_rate=1e-3, **options)) as learner:
+        base = NumberFile(folder / "base", learner.masters.counts)
+        base.write(learner.numbers())
+        losses = [learner.step(batch).loss for batch in batches[:2]]
+        assert any(each.any() for each in learner.displacement(base)), options
+        learner.adopt(base, {"version": 1})
+        exact = options["optimizer"] != "lomo:master=none" or options["compute_dtype"] == "float32"
+        assert not exact or not any(each.any() for each in learner.displacement(base)), options
+    with Learner.resume(folder / "run") as learner:
+        assert learner.position == {"version": 1}
+        losses.append(learner.step(batches[2]).loss)
+    assert all(0 < loss < 10 for loss in losses), options
+
+
 def batches_of(row: dict[str, str]) -> list[dict[str, torch.Tensor]]:
     made = [batch_of(ROWS, LENGTH, seed, padded=True) for seed in range(3)]
     if row["rows"] == "one sample":
@@ -114,6 +134,9 @@ def test_what_is_not_refused_runs_and_goes_on_where_it_was_cut_short(model_dir: 
             continue
         if options["gradient"] == "lsp":
             options["gradient"] = "lsp:dimension=32,nonzeros=4,check=2,alpha=0.1"
+        if options.pop(LOCAL_STEPS, False):
+            learn_and_meet(path, folder, batches, options)
+            continue
         adjust = dict(axes["states"][row["states"]])
         if row["micro-batches"] == "several":
             rows = batches[0]["input_ids"].shape[0]

@@ -4,6 +4,7 @@ any two writes. Every lot of rows is merged once, or named as lost once.
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from tiers import sampled
 from headrace.data.open_data import open_stream
 from headrace.engine.outer import OuterState, travelling
 from headrace.files.number_file import NumberFile
+from headrace.runs.engines import state_of
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.ledger import Journal, read_journal
 from headrace.runs.local_steps.rounds import ByQuorum
-from headrace.runs.engines import state_of
 from headrace.runs.protocols import StateKind
 from headrace.terms.run_options import NodeOptions
 
@@ -115,7 +116,7 @@ def assert_each_lot_once(broker: Broker) -> None:
     told = [each["lot"] for line in lines for each in (*line["lots"], *line["lost"])]
     assert sorted(told) == list(range(broker.ledger.next_lot))
     rows = sorted(tuple(each["rows"]) for line in lines for each in (*line["lots"], *line["lost"]))
-    assert all(before[1] == after[0] for before, after in zip(rows, rows[1:], strict=False)), "no row is trained twice"
+    assert all(before[1] == after[0] for before, after in pairwise(rows)), "no row is trained twice"
 
 
 def test_a_learner_that_was_killed_gets_its_rows_again(opened: Callable[..., Any]) -> None:

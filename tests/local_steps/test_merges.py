@@ -48,7 +48,9 @@ def test_merges_are_steps_of_pytorch(
             state.commit({})
             now = numbers(state)
             for unit, parameter in enumerate(expected):
-                parameter.grad = sum(weight / 1000 * numbers_of(push.read(unit)) for weight, push in zip(weights, pushes, strict=True))
+                parameter.grad = sum(
+                    weight / 1000 * numbers_of(push.read(unit)) for weight, push in zip(weights, pushes, strict=True)
+                )
                 assert torch.equal(before[unit] + numbers_of(change.read(unit)), now[unit]), "a learner has the same bits"
             sgd.step()
             for unit, parameter in enumerate(expected):

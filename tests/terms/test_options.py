@@ -18,6 +18,7 @@ from headrace.cli.option_parameters import with_options
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.declared import Declaration, option
 from headrace.terms.errors import ConfigError
+from headrace.terms.local_options import LocalOptions
 from headrace.terms.optimizer import ParameterGroup
 from headrace.terms.option_kinds import Number
 from headrace.terms.options import Options
@@ -65,10 +66,15 @@ def test_the_tables_of_the_options_page_are_the_declarations() -> None:
 
 
 def test_the_table_of_a_node_is_the_declaration() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "node.md").read_text()
-    known = RunOptions.keys()
-    own = [each for each in NodeOptions.declarations() if each.key not in known]
-    assert [line for line in page.splitlines() if line.startswith("| `")] == [each.docs_row for each in own]
+    local = LocalOptions.keys()
+    known = {*RunOptions.keys(), *local}
+    tables = {
+        "node.md": [each for each in NodeOptions.declarations() if each.key not in known],
+        "local-steps.md": [each for each in NodeOptions.declarations() if each.key in local],
+    }
+    for name, own in tables.items():
+        page = (Path(__file__).parents[2] / "docs" / name).read_text()
+        assert [line for line in page.splitlines() if line.startswith("| `")] == [each.docs_row for each in own]
 
 
 def test_the_options_page_names_the_keys_that_are_no_options() -> None:

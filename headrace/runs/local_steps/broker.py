@@ -229,7 +229,9 @@ class Broker:
     def _outliers(self, lots: Sequence[Lot]) -> list[Lot]:
         norms = {lot.number: self._push(lot.number).notes["norms"] for lot in lots}
         medians = [statistics.median_low(each) for each in zip(*norms.values(), strict=True)]
-        return [lot for lot in lots if any(m and n > _MOST_OF_MEDIAN * m for n, m in zip(norms[lot.number], medians, strict=True))]
+        return [
+            lot for lot in lots if any(m and n > _MOST_OF_MEDIAN * m for n, m in zip(norms[lot.number], medians, strict=True))
+        ]
 
     def _merge(self, lots: Sequence[Lot]) -> dict[str, Any]:
         version = self.ledger.version
@@ -302,5 +304,3 @@ class Broker:
         for path in self._folder.iterdir() if self._folder.exists() else ():
             if path not in needed and path.suffix != ".new":
                 path.unlink(missing_ok=True)
-
-

@@ -50,7 +50,7 @@ def serve_learners(
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     if directory.config.exists():
         refuse(directory, config)
-        found, resumed = directory.read_config(), True
+        found = directory.read_config()
         stream = open_stream(found, resumed=True)
     else:
         checked, directory = check(config)
@@ -92,7 +92,8 @@ class _Node:
         listener: Listener,
         display: Display,
     ) -> None:
-        assert config.local_steps is not None and config.max_steps is not None, "both are decided"
+        assert config.local_steps, "learners train by themselves"
+        assert config.max_steps, "it was decided"
         rounds: Rounds = ByQuorum(config.quorum, config.grace)
         if config.replay is not None:
             rounds = Replayed(read_journal(config.replay))
@@ -187,8 +188,8 @@ class _Node:
     def _interrupted(self, number: int) -> Interrupted:
         step, path = self._broker.steps_done, self._directory.path
         return Interrupted(
-            f"{signal.Signals(number).name}: stopped after merge {self._broker.ledger.version}, which is committed; resume with: "
-            f"headrace resume {path}",
+            f"{signal.Signals(number).name}: stopped after merge {self._broker.ledger.version}, which is committed; resume "
+            f"with: headrace resume {path}",
             signal_number=number,
             step=step,
         )

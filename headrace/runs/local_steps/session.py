@@ -11,7 +11,6 @@ from headrace.engine.outer import TRAVELLING
 from headrace.net import Generation
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of
-
 from headrace.terms.errors import PeerLost
 
 

@@ -1,4 +1,7 @@
-"""What a node and a learner send one another: files of a model, rows, and numbers unit by unit. JSON and flat arrays, no pickle."""
+"""What a node and a learner send one another: files of a model, rows, and numbers unit by unit.
+
+Invariant: only JSON and flat arrays; nothing is unpickled.
+"""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
