@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from headrace.engine.outer import travelling
 from headrace.engine.trainer import Engine
 from headrace.files.number_file import NumberFile
 from headrace.flow.masters import Masters
+from headrace.update.travel import Travel
+
+# What travels of a unit, and what its rounding leaves.
+Sent = tuple[NDArray[Any], NDArray[Any]]
 
 
 class Learner(Engine):
@@ -34,10 +37,16 @@ class Learner(Engine):
         self.rest()
         yield from (self.masters.read(unit).numpy() for unit in range(len(self.masters.counts)))
 
-    def displacement(self, base: NumberFile) -> Iterator[NDArray[Any]]:
-        """Yield for each unit how far its numbers are from `base`, as it travels: base minus now."""
+    def displacement(self, base: NumberFile, travel: Travel, error: NumberFile | None = None) -> Iterator[Sent]:
+        """Yield for each unit how far its numbers are from `base` (base minus now) as it travels, with the `error` that earlier
+        rounding left, and what rounding leaves now.
+        """
         for unit, numbers in enumerate(self.numbers()):
-            yield travelling(torch.from_numpy(base.read(unit) - numbers))
+            wanted = torch.from_numpy(base.read(unit) - numbers)
+            if error is not None:
+                wanted += torch.from_numpy(error.read(unit))
+            values = travel.encode(wanted)
+            yield values, wanted.sub_(travel.decode(values, wanted.numel())).numpy()
 
     def adopt(self, numbers: NumberFile, position: Any) -> None:
         """Replace all trained numbers, and commit that together with the `position`."""

@@ -1,10 +1,11 @@
 """What a node keeps of learners that train by themselves: the weights that all share, in fp32, and the outer rule's states.
 
 A merge takes the learners' displacements for a gradient (DiLoCo, Douillard et al., arXiv 2311.08105). The change of the weights
-is rounded to bfloat16 and then applied, here and by every learner: so all hold the same bits.
+is rounded as it travels and then applied, here and by every learner: so all hold the same bits.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,10 +27,7 @@ from headrace.terms.events import Sink
 from headrace.terms.families import STATES, TRAINED, WEIGHTS
 from headrace.terms.options import Options
 from headrace.update import Chunk, StepScalars, Updater
-from headrace.update.tensors import as_tensor
-
-# Numbers that travel are the bits of bfloat16.
-TRAVELLING = "uint16"
+from headrace.update.travel import Travel
 
 
 def outer_options(options: Options, rule: str, learning_rate: float) -> Options:
@@ -59,13 +57,25 @@ class Merge:
 
     pushes: Sequence[NumberFile]
     weights: Sequence[float]
+    travel: Travel
 
-    def gradient(self, unit: int) -> torch.Tensor:
+    def gradient(self, unit: int, count: int) -> torch.Tensor:
         """Return the weighted mean of a unit's displacements, float32."""
-        total, found = sum(self.weights), torch.zeros(self.pushes[0].counts[unit], dtype=torch.float32)
+        total, found = sum(self.weights), torch.zeros(count, dtype=torch.float32)
         for push, weight in zip(self.pushes, self.weights, strict=True):
-            found += numbers_of(push.read(unit)).mul_(weight / total)
+            found += self.travel.decode(push.read(unit), count).mul_(weight / total)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Where the change of a merge is written as it travels. With error feedback, also where the error before it is read (None:
+    there was none), and where the new one is written.
+    """
+
+    travelling: NumberFile
+    error: NumberFile | None = None
+    new_error: NumberFile | None = None
 
 
 class OuterState(Closing):
@@ -106,25 +116,29 @@ class OuterState(Closing):
         store.commit({**kept, "position": dict(record), "num_steps": kept["num_steps"] if steps is None else steps})
 
     @torch.no_grad()
-    def merge(self, merge: Merge, number: int, change: NumberFile) -> float:
+    def merge(self, merge: Merge, number: int, change: Change) -> float:
         """Take merge `number` (from 1), write its change, and return the norm of its gradient; `commit` makes it durable."""
-        squares = [0.0]
-        change.write(self._merged(merge, number, squares))
-        return float(sum(squares) ** 0.5)
-
-    def _merged(self, merge: Merge, number: int, squares: list[float]) -> Iterator[NDArray[Any]]:
-        for unit, count in enumerate(self.masters.counts):
-            if not count:
-                yield np.empty(0, np.uint16)
-                continue
-            before, gradient = self.masters.read(unit), merge.gradient(unit)
-            squares.append(float(gradient.double().square().sum()))
-            self._update(unit, gradient, number)
-            change = self.masters.read(unit).sub_(before)
-            del gradient
-            rounded = travelling(change)
-            self.masters.write(unit, before.add_(numbers_of(rounded)))
-            yield rounded
+        squares = 0.0
+        with ExitStack() as files:
+            add = files.enter_context(change.travelling.writing())
+            keep = files.enter_context(change.new_error.writing()) if change.new_error else lambda error: None
+            for unit, count in enumerate(self.masters.counts):
+                if not count:
+                    add(np.empty(0, merge.travel.dtype))
+                    keep(np.empty(0, np.float32))
+                    continue
+                before, gradient = self.masters.read(unit), merge.gradient(unit, count)
+                squares += float(gradient.double().square().sum())
+                self._update(unit, gradient, number)
+                wanted = self.masters.read(unit).sub_(before)
+                if change.error:
+                    wanted += torch.from_numpy(change.error.read(unit))
+                values = merge.travel.encode(wanted)
+                moved = merge.travel.decode(values, count)
+                self.masters.write(unit, before.add_(moved))
+                add(values)
+                keep(wanted.sub_(moved).numpy())
+        return float(squares**0.5)
 
     def _update(self, unit: int, gradient: torch.Tensor, number: int) -> None:
         """Apply the outer rule to a unit in the store, chunk by chunk."""
@@ -175,14 +189,3 @@ class OuterState(Closing):
             updater.close()
         self._saver.close()
         self._run.closers.close()
-
-
-def numbers_of(bits: NDArray[Any]) -> torch.Tensor:
-    """Return numbers that travelled as float32."""
-    return as_tensor(bits, bfloat16=True).float()
-
-
-def travelling(numbers: torch.Tensor) -> NDArray[Any]:
-    """Return float32 numbers as they travel."""
-    bits: NDArray[Any] = numbers.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    return bits

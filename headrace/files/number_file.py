@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,7 +41,15 @@ class NumberFile:
         return sum(self.counts) * np.dtype(self.dtype).itemsize
 
     def write(self, units: Iterable[NDArray[Any]], notes: Mapping[str, Any] | None = None) -> None:
-        """Write the numbers of each unit in order, and JSON `notes`; the file appears with the last of them.
+        """Write the numbers of each unit in order; see `writing`."""
+        with self.writing(notes) as add:
+            for unit in units:
+                add(unit)
+
+    @contextlib.contextmanager
+    def writing(self, notes: Mapping[str, Any] | None = None) -> Iterator[Callable[[NDArray[Any]], None]]:
+        """Give a function that takes the numbers of one unit after the other. At the end the file appears with JSON `notes`, as
+        they are then; after an error there is none.
 
         Raises:
             StorageError: it cannot be written, or the numbers of a unit are too few or too many.
@@ -50,14 +58,18 @@ class NumberFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with beside.open("wb") as file:
-                for unit in units:
+
+                def add(unit: NDArray[Any]) -> None:
                     if unit.size != self.counts[len(sums)]:
-                        raise StorageError(
-                            f"{self.path}: unit {len(sums)} has {unit.size} numbers, not {self.counts[len(sums)]}"
-                        )
+                        number, expected = len(sums), self.counts[len(sums)]
+                        raise StorageError(f"{self.path}: unit {number} has {unit.size} numbers, not {expected}")
                     content = np.ascontiguousarray(unit, self.dtype).view(np.uint8).data
                     sums.append(zlib.crc32(content))
                     file.write(content)
+
+                yield add
+                if len(sums) != len(self.counts):
+                    raise StorageError(f"{self.path}: {len(sums)} units were written, not {len(self.counts)}")
                 end = json.dumps({"sums": sums, "notes": dict(notes or {})}).encode()
                 file.write(end + len(end).to_bytes(_LENGTH_BYTES, "little"))
                 file.flush()
@@ -65,9 +77,9 @@ class NumberFile:
             beside.replace(self.path)
             sync(self.path.parent)
         except OSError as error:
-            raise (
-                error if isinstance(error, HeadraceError) else StorageError(f"{self.path}: {error.strerror or error}")
-            ) from error
+            if isinstance(error, HeadraceError):
+                raise
+            raise StorageError(f"{self.path}: {error.strerror or error}") from error
         finally:
             with contextlib.suppress(OSError):
                 beside.unlink()

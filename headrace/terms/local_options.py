@@ -7,7 +7,7 @@ from typing import Any
 from headrace.terms.declared import Declared, Group, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.named import named_text, parse_named
-from headrace.terms.option_kinds import Number, Place, Text, Whole
+from headrace.terms.option_kinds import Number, OneOf, Place, Text, Whole
 
 # What a node without a GPU cannot do between merges, and what to do instead.
 _NOT_HERE = {
@@ -18,7 +18,7 @@ _NOT_HERE = {
     "loss": "leave it out, or train on one machine",
     "plan": "leave it out; each learner plans for its own machine",
 }
-_ALONE = ("quorum", "outer", "outer_learning_rate", "replay")
+_ALONE = ("quorum", "outer", "outer_learning_rate", "exchange_dtype", "replay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,14 @@ class LocalOptions(Declared):
         Number(),
         "Learning rate of merges.",
         row="with `local_steps`: learning rate of merges; 1 takes the mean of what was learned",
+        group=Group.CLUSTER,
+    )
+    exchange_dtype: str = option(
+        "bfloat16",
+        OneOf(("bfloat16", "int8")),
+        "Numbers in which changes travel; int8 halves the bytes.",
+        row="with `local_steps`: numbers in which changes travel. `int8` halves the bytes; what rounding leaves is sent with "
+        "the next change",
         group=Group.CLUSTER,
     )
     replay: Path | None = option(

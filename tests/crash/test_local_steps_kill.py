@@ -11,6 +11,7 @@ from typing import Any
 import node_processes
 import pytest
 from node_machines import Machines, kill
+from tiers import sampled
 
 pytestmark = pytest.mark.process
 
@@ -36,8 +37,10 @@ def lines_of(machines: Machines) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (machines.output / "merges.jsonl").read_text().splitlines()]
 
 
-def test_learners_and_the_node_are_killed_and_the_journal_replays_to_the_same_bytes(place: Path) -> None:
-    machines, dice = Machines(place, "killed", 1, "deferred", max_steps=24, **RUN), random.Random(5)
+@pytest.mark.parametrize("travel", sampled(["bfloat16", "int8"], ["bfloat16"]))
+def test_learners_and_the_node_are_killed_and_the_journal_replays_to_the_same_bytes(travel: str, place: Path) -> None:
+    run, dice = {**RUN, "exchange_dtype": travel, "max_steps": 24}, random.Random(5)
+    machines = Machines(place, f"killed-{travel}", 1, "deferred", **run)
     first, _ = hire(machines, "a"), hire(machines, "b")
     for merges, victim in ((1, "learner"), (2, "node"), (3, "both")):
         machines.wait_for_step(merges)
@@ -54,7 +57,7 @@ def test_learners_and_the_node_are_killed_and_the_journal_replays_to_the_same_by
     told = [each["lot"] for line in lines for each in (*line["lots"], *line["lost"])]
     assert sorted(told) == list(range(len(told)))
     assert [line["version"] for line in lines if line["lots"]] == [1, 2, 3, 4, 5, 6]
-    again = Machines(place, "again", 1, "deferred", max_steps=24, replay=str(machines.output / "merges.jsonl"), **RUN)
+    again = Machines(place, f"again-{travel}", 1, "deferred", replay=str(machines.output / "merges.jsonl"), **run)
     learners = {each["learner"] for line in lines for each in line["lots"]}
     for number in sorted(learners):
         hire(again, str(number))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tiers import sampled
 
 from headrace.data.open_data import open_stream
-from headrace.engine.outer import OuterState, travelling
+from headrace.engine.outer import OuterState
 from headrace.files.number_file import NumberFile
 from headrace.runs.engines import state_of
 from headrace.runs.local_steps.broker import Broker, Work
@@ -23,6 +23,7 @@ from headrace.runs.local_steps.ledger import Journal, read_journal
 from headrace.runs.local_steps.rounds import ByQuorum
 from headrace.runs.protocols import StateKind
 from headrace.terms.run_options import NodeOptions
+from headrace.update.travel import TRAVELS
 
 STEPS, MERGES = 3, 3
 
@@ -31,13 +32,15 @@ STEPS, MERGES = 3, 3
 def opened(tmp_path: Path, options: Callable[..., NodeOptions], begun: Callable[..., OuterState]) -> Callable[..., Any]:
     """Return a function that opens the broker of a run, or begins it."""
 
-    def open_broker(name: str = "run", quorum: int = 2, merges: int = MERGES) -> tuple[Broker, OuterState]:
+    def open_broker(
+        name: str = "run", quorum: int = 2, merges: int = MERGES, travel: str = "bfloat16"
+    ) -> tuple[Broker, OuterState]:
         output = tmp_path / name
         config = options(output)
         there = state_of(output) is StateKind.COMMITTED
         state = OuterState.resume(output, lambda event: None) if there else begun(output)
-        total = {"steps": STEPS, "total_steps": STEPS * merges}
-        broker = Broker(state, open_stream(config), ByQuorum(quorum, 0.0), folder=output / "exchange", **total)
+        how: dict[str, Any] = {"steps": STEPS, "total_steps": STEPS * merges, "travel": TRAVELS[travel]}
+        broker = Broker(state, open_stream(config), ByQuorum(quorum, 0.0), folder=output / "exchange", **how)
         return broker, state
 
     return open_broker
@@ -49,8 +52,8 @@ def never() -> bool:
 
 def units(broker: Broker, seed: int, scale: float = 1e-3) -> Iterator[NDArray[Any]]:
     dice = torch.Generator().manual_seed(seed)
-    counts = NumberFile(Path(), broker._state.masters.counts).counts
-    return (travelling(torch.randn(count, generator=dice) * scale) for count in counts)
+    counts = broker._state.masters.counts
+    return (broker._travel.encode(torch.randn(count, generator=dice) * scale) for count in counts)
 
 
 def given(broker: Broker, peer: str, held: int | None, lot: int | None = None) -> Work | None:
@@ -137,9 +140,10 @@ class Killed(BaseException):
     """The node dies here."""
 
 
+@pytest.mark.parametrize("travel", sampled(TRAVELS, ["int8"]))
 @pytest.mark.parametrize("first", sampled(range(1, 18), [9]))
 def test_a_node_that_dies_between_any_two_writes_goes_on(
-    first: int, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    first: int, travel: str, opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     countdown = [1 << 30]
 
@@ -173,7 +177,7 @@ def test_a_node_that_dies_between_any_two_writes_goes_on(
     def final(broker: Broker) -> list[torch.Tensor]:
         return [broker._state.masters.read(unit) for unit in range(len(broker._state.masters.counts))]
 
-    broker, state = opened("whole")
+    broker, state = opened("whole", travel=travel)
     with state:
         countdown[0] = 1 << 30
         walk(broker)
@@ -181,13 +185,13 @@ def test_a_node_that_dies_between_any_two_writes_goes_on(
     assert writes > 40
     for cut_at in range(first, writes, 17):
         countdown[0] = 1 << 30
-        broker, state = opened(f"cut-{cut_at}")
+        broker, state = opened(f"cut-{cut_at}", travel=travel)
         countdown[0] = cut_at
         with suppress(Killed):
             walk(broker)
         countdown[0] = 1 << 30
         state.close()
-        broker, state = opened(f"cut-{cut_at}")
+        broker, state = opened(f"cut-{cut_at}", travel=travel)
         with state:
             walk(broker)
             assert_each_lot_once(broker)

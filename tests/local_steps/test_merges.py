@@ -9,9 +9,12 @@ import pytest
 import torch
 from tiers import sampled
 
-from headrace.engine.outer import TRAVELLING, Merge, OuterState, numbers_of, travelling
+from headrace.engine.outer import Change, Merge, OuterState
 from headrace.files.number_file import NumberFile
 from headrace.terms.errors import CorruptData, PeerLost
+from headrace.update.travel import TRAVELS
+
+TRAVEL = TRAVELS["bfloat16"]
 
 CASES = [
     ("sgd:momentum=0.9,nesterov=true", 0.7, {"momentum": 0.9, "nesterov": True}, {}),
@@ -22,8 +25,8 @@ CASES = [
 
 
 def pushed(folder: Path, name: str, counts: tuple[int, ...], seed: int) -> NumberFile:
-    file, dice = NumberFile(folder / name, counts, TRAVELLING), torch.Generator().manual_seed(seed)
-    file.write(travelling(torch.randn(count, generator=dice) * 0.01) for count in counts)
+    file, dice = NumberFile(folder / name, TRAVEL.sizes(counts), TRAVEL.dtype), torch.Generator().manual_seed(seed)
+    file.write(TRAVEL.encode(torch.randn(count, generator=dice) * 0.01) for count in counts)
     return file
 
 
@@ -42,16 +45,19 @@ def test_merges_are_steps_of_pytorch(
         for number in (1, 2, 3):
             pushes = [pushed(tmp_path, f"{number}-{learner}", counts, 10 * number + learner) for learner in range(3)]
             weights = [500.0, 400.0, 100.0]
-            change = NumberFile(tmp_path / f"change-{number}", counts, TRAVELLING)
+            change = NumberFile(tmp_path / f"change-{number}", counts, TRAVEL.dtype)
             before = numbers(state)
-            state.merge(Merge(pushes, weights), number, change)
+            state.merge(Merge(pushes, weights, TRAVEL), number, Change(change))
             state.commit({})
             now = numbers(state)
             for unit, parameter in enumerate(expected):
                 parameter.grad = sum(
-                    weight / 1000 * numbers_of(push.read(unit)) for weight, push in zip(weights, pushes, strict=True)
+                    weight / 1000 * TRAVEL.decode(push.read(unit), parameter.numel())
+                    for weight, push in zip(weights, pushes, strict=True)
                 )
-                assert torch.equal(before[unit] + numbers_of(change.read(unit)), now[unit]), "a learner has the same bits"
+                assert torch.equal(before[unit] + TRAVEL.decode(change.read(unit), parameter.numel()), now[unit]), (
+                    "a learner has the same bits"
+                )
             sgd.step()
             for unit, parameter in enumerate(expected):
                 moved = (parameter.detach() - before[unit]).abs()

@@ -18,11 +18,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.data import Batch, BatchStream
-from headrace.engine.outer import TRAVELLING, Merge, OuterState, numbers_of
+from headrace.engine.outer import Change, Merge, OuterState
 from headrace.files.number_file import NumberFile
 from headrace.files.scratch import remove_tree
 from headrace.runs.local_steps.ledger import MOST_STALENESS, Journal, Ledger, Lot
 from headrace.runs.local_steps.rounds import Rounds
+from headrace.update.travel import TRAVELS, Travel
 
 # Changes that are kept, each from one version to the next: who is further behind is sent all weights.
 _KEPT_CHANGES = 2
@@ -48,13 +49,21 @@ class Work:
 class Broker:
     """Deals, takes and merges for the run of `state`, `steps` own steps of a learner in each merge and `total_steps` in all.
 
-    `batches` are the rows that each step takes; `rounds` decide when. Files lie in `folder`.
+    `rounds` decide when, `travel` how numbers travel. Files lie in `folder`.
     """
 
     def __init__(
-        self, state: OuterState, stream: BatchStream, rounds: Rounds, *, steps: int, total_steps: int, folder: Path
+        self,
+        state: OuterState,
+        stream: BatchStream,
+        rounds: Rounds,
+        *,
+        steps: int,
+        total_steps: int,
+        folder: Path,
+        travel: Travel = TRAVELS["bfloat16"],
     ) -> None:
-        self._state, self._stream, self._rounds, self._folder = state, stream, rounds, folder
+        self._state, self._stream, self._rounds, self._folder, self._travel = state, stream, rounds, folder, travel
         self._steps, self.total_steps = steps, total_steps
         found = state.record
         self.ledger = Ledger.from_json(found) if found else Ledger(data=stream.state())
@@ -186,8 +195,8 @@ class Broker:
         norms, notes = list[float](), dict(figures)
 
         def checked() -> Iterator[NDArray[Any]]:
-            for unit in units:
-                norms.append(float(numbers_of(unit).double().norm()))
+            for unit, count in zip(units, self._state.masters.counts, strict=True):
+                norms.append(float(self._travel.decode(unit, count).double().norm()))
                 yield unit
             notes["norms"] = norms
 
@@ -237,7 +246,10 @@ class Broker:
         version = self.ledger.version
         pushes = [self._push(lot.number) for lot in lots]
         weights = [lot.weight(version) for lot in lots]
-        norm = self._state.merge(Merge(pushes, weights), version + 1, self._change(version + 1))
+        merge = Merge(pushes, weights, self._travel)
+        errors = [self._file(f"error-{each}", "float32") for each in (version, version + 1)]
+        fed = (errors[0] if errors[0].exists else None, errors[1]) if self._travel.feeds_back else ()
+        norm = self._state.merge(merge, version + 1, Change(self._change(version + 1), *fed))
         entries = [
             lot.named(
                 staleness=lot.staleness(version), tokens=lot.tokens, weight=weight / sum(weights), loss=push.notes.get("loss")
@@ -275,10 +287,10 @@ class Broker:
     # -- files ----------------------------------------------------------------------------------------------------------
 
     def _push(self, number: int) -> NumberFile:
-        return self._file(f"push-{number}", TRAVELLING)
+        return self._file(f"push-{number}")
 
     def _change(self, version: int) -> NumberFile:
-        return self._file(f"change-{version}", TRAVELLING)
+        return self._file(f"change-{version}")
 
     def _whole(self, version: int) -> NumberFile:
         """Return all numbers of the newest version."""
@@ -288,8 +300,12 @@ class Broker:
             file.write(masters.read(unit).numpy() for unit in range(len(masters.counts)))
         return file
 
-    def _file(self, name: str, dtype: str) -> NumberFile:
-        return NumberFile(self._folder / name, self._state.masters.counts, dtype)
+    def _file(self, name: str, dtype: str | None = None) -> NumberFile:
+        """Return a file of numbers of this type, or as they travel."""
+        counts = self._state.masters.counts
+        if dtype is None:
+            return NumberFile(self._folder / name, self._travel.sizes(counts), self._travel.dtype)
+        return NumberFile(self._folder / name, counts, dtype)
 
     def remove_files(self) -> None:
         """Remove all files, once no learner is sent any."""
@@ -299,7 +315,9 @@ class Broker:
         """Remove files that nobody needs: of merges that were broken off, of lots that are closed, of old versions."""
         version = self.ledger.version
         needed = {self._change(each).path for each in range(version - _KEPT_CHANGES + 1, version + 1)}
-        needed |= {self._file(f"whole-{version}", "float32").path, *(self._push(number).path for number in self.ledger.lots)}
+        needed |= {self._folder / f"{name}-{version}" for name in ("whole", "error")} | {
+            *(self._push(number).path for number in self.ledger.lots)
+        }
         needed |= {path for path, count in self._in_use.items() if count > 0}
         for path in self._folder.iterdir() if self._folder.exists() else ():
             if path not in needed and path.suffix != ".new":

@@ -5,17 +5,15 @@ killed itself, it goes on from its last step when it comes again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from headrace.engine.learner import Learner
-from headrace.engine.outer import TRAVELLING, numbers_of
 from headrace.files.durable import write_whole
 from headrace.files.number_file import NumberFile
 from headrace.files.scratch import remove_tree
@@ -30,6 +28,7 @@ from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError
 from headrace.terms.events import Event, Notice
 from headrace.terms.options import Options
+from headrace.update.travel import TRAVELS
 
 _MOST_LEARNERS = 64  # of one run in one directory
 _OWN = ("host_memory", "device_memory", "machine", "ssd")
@@ -50,6 +49,7 @@ class Learning(Closing):
         self._home: _Home | None = None
         self._at: dict[str, Any] = {}
         self._batches: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._travel = TRAVELS["bfloat16"]
         self.steps_done = 0
 
     def attend(self, member: Member, generation: Generation) -> None:
@@ -60,6 +60,7 @@ class Learning(Closing):
             ConfigError: the model cannot be trained here.
         """
         told = generation.down.receive_message(NODE)
+        self._travel = TRAVELS[told["travel"]]
         home = self._home = self._home or _Home.of(self._own.budget.ssd[0], told["run_id"])
         wants = not home.model.exists()
         generation.up.send_message({"peer": home.peer, "wants_files": wants}, NODE)
@@ -132,14 +133,31 @@ class Learning(Closing):
         generation.up.send_message({"do": "push", "lot": at["lot"], "loss": loss}, NODE)
         reason = generation.down.receive_message(NODE)["refused"]
         if reason is None:
-            base = self._home.base(at["version"], engine.masters.counts)
-            send_units(generation.up, NODE, engine.displacement(base))
+            push = self._pushed(engine, self._home, at)
+            send_units(generation.up, NODE, (push.read(unit) for unit in range(len(push.counts))))
             reason = generation.down.receive_message(NODE)["refused"]
         if reason is not None:
             self._display.say(f"what was learned of lot {at['lot']} is not merged: {reason}")
         self._at, self._batches = {"version": at["version"], "lot": None}, ()
         engine.note(self._at)
+        self._home.forget_push(at["lot"])
         return True
+
+    def _pushed(self, engine: Learner, home: "_Home", at: Mapping[str, Any]) -> NumberFile:
+        """Return the file with what was learned of a lot as it travels; it is made once, however often it is sent."""
+        counts, travel = engine.masters.counts, self._travel
+        push = NumberFile(home.push(at["lot"]), travel.sizes(counts), travel.dtype)
+        if push.exists:
+            return push
+        before = [NumberFile(path, counts) for path in home.errors()]
+        with ExitStack() as files:
+            add = files.enter_context(push.writing())
+            error = NumberFile(home.error(at["lot"]), counts)
+            keep = files.enter_context(error.writing()) if travel.feeds_back else lambda numbers: None
+            for values, left in engine.displacement(home.base(at["version"], counts), travel, before[-1] if before else None):
+                add(values)
+                keep(left)
+        return push
 
     def _ask(self, engine: Learner, generation: Generation) -> bool:
         """Wait for rows, and begin with the weights that they come with; return False where the run is over."""
@@ -174,8 +192,13 @@ class Learning(Closing):
             self._home.base(words["base"], counts).write(receive_units(down, NODE, counts, "float32"))
             return
         for version in words["versions"]:
-            before = self._home.base(version - 1, counts)
-            self._home.base(version, counts).write(_changed(before, receive_units(down, NODE, counts, TRAVELLING)))
+            changes = receive_units(down, NODE, self._travel.sizes(counts), self._travel.dtype)
+            self._home.base(version, counts).write(self._changed(self._home.base(version - 1, counts), changes))
+
+    def _changed(self, before: NumberFile, changes: Iterator[NDArray[Any]]) -> Iterator[NDArray[Any]]:
+        for unit, change in enumerate(changes):
+            numbers = torch.from_numpy(before.read(unit))
+            yield numbers.add_(self._travel.decode(change, numbers.numel())).numpy()
 
     def close(self) -> None:
         """Make the newest step durable. A second call does nothing."""
@@ -183,11 +206,6 @@ class Learning(Closing):
             self._engine.close()
         if self._home is not None:
             self._home.close()
-
-
-def _changed(before: NumberFile, changes: Iterator[NDArray[Any]]) -> Iterator[NDArray[Any]]:
-    for unit, change in enumerate(changes):
-        yield (torch.from_numpy(before.read(unit)) + numbers_of(change)).numpy() if change.size else np.empty(0, np.float32)
 
 
 class _Home(Closing):
@@ -220,6 +238,24 @@ class _Home(Closing):
     def base(self, version: int, counts: tuple[int, ...]) -> NumberFile:
         """Return the file with the numbers of a version."""
         return NumberFile(self._folder / f"base-{version}", counts)
+
+    def push(self, lot: int) -> Path:
+        """What was learned of a lot, as it travels."""
+        return self._folder / f"push-{lot}"
+
+    def error(self, lot: int) -> Path:
+        """What rounding of that push leaves for the next."""
+        return self._folder / f"error-{lot}"
+
+    def errors(self) -> list[Path]:
+        """Return the errors that are kept, the newest last."""
+        return sorted(self._folder.glob("error-*[0-9]"), key=lambda path: int(path.name.partition("-")[2]))
+
+    def forget_push(self, lot: int) -> None:
+        """Remove a push that was sent, and what older ones left."""
+        self.push(lot).unlink(missing_ok=True)
+        for path in self.errors()[:-1]:
+            path.unlink()
 
     def keep_base(self, version: int) -> None:
         """Remove the numbers of all other versions."""

@@ -34,6 +34,7 @@ from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import HeadraceError, PeerLost, RunDirectoryError
 from headrace.terms.events import Event, Notice, StepResult
 from headrace.terms.run_options import NodeOptions
+from headrace.update.travel import TRAVELS
 
 _LOOK_SECONDS = 0.05
 # In the run directory: what learners pushed, and what they are sent.
@@ -98,8 +99,15 @@ class _Node:
         if config.replay is not None:
             rounds = Replayed(read_journal(config.replay))
         folder = directory.path / EXCHANGE_NAME
-        how = {"steps": config.local_steps, "total_steps": config.max_steps}
-        self._broker = Broker(state, stream, rounds, folder=folder, **how)
+        self._broker = Broker(
+            state,
+            stream,
+            rounds,
+            steps=config.local_steps,
+            total_steps=config.max_steps,
+            folder=folder,
+            travel=TRAVELS[config.exchange_dtype],
+        )
         self._config, self._directory, self._state, self._display = config, directory, state, display
         self._listener, self._threads, self._merged_seconds = listener, list[threading.Thread](), time.monotonic()
         self._evaluations = Evaluations(config, stream, config.max_steps)
@@ -109,6 +117,7 @@ class _Node:
             files=_files_of(config.model),
             counts=state.masters.counts,
             digest=state.masters.digest,
+            travel=TRAVELS[config.exchange_dtype],
         )
 
     def run(self) -> Finished:

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.engine.outer import TRAVELLING
 from headrace.net import Generation
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of
 from headrace.terms.errors import PeerLost
+from headrace.update.travel import Travel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,7 @@ class Told:
     files: Mapping[str, Path]
     counts: tuple[int, ...]
     digest: str
+    travel: Travel
 
 
 class Session:
@@ -39,8 +40,9 @@ class Session:
             PeerLost: it is gone.
         """
         told = self._told
-        words = {"run_id": told.run_id, "options": dict(told.options), "files": sizes_of(told.files)}
-        self._down.send_message({**words, "total_steps": self._broker.total_steps}, LEARNER)
+        words: dict[str, Any] = {"run_id": told.run_id, "options": dict(told.options), "files": sizes_of(told.files)}
+        words |= {"total_steps": self._broker.total_steps, "travel": told.travel.name}
+        self._down.send_message(words, LEARNER)
         answer = self._up.receive_message(LEARNER)
         if answer["wants_files"]:
             send_files(self._down, told.files)
@@ -79,6 +81,7 @@ class Session:
         reason = self._broker.why_not(learner, lot)
         self._down.send_message({"refused": reason}, LEARNER)
         if reason is None:
-            units = receive_units(self._up, LEARNER, self._told.counts, TRAVELLING)
+            travel = self._told.travel
+            units = receive_units(self._up, LEARNER, travel.sizes(self._told.counts), travel.dtype)
             reason = self._broker.take(lot, units, {"loss": float(np.float64(words["loss"]))})
             self._down.send_message({"refused": reason}, LEARNER)
