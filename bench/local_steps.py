@@ -76,7 +76,7 @@ def run(name: str, case: Case, folder: Path, model: Path, merges: int) -> dict[s
         options |= {"local_steps": case.local_steps, "quorum": case.learners, "grace": 3600, "listen": f"127.0.0.1:{PORT}"}
     words = [f"{key}={value}" for key, value in options.items()]
     begun = time.monotonic()
-    with (folder / "log.txt").open("a") as log:
+    with (folder / "log.txt").open("a", encoding="utf-8") as log:
         verb = "node" if case.learners else "train"
         node = headrace(verb, str(model), str(folder / "train.jsonl"), *words, stdout=log, stderr=log)
         learners = []
@@ -128,14 +128,14 @@ def main() -> None:
     if not (folder / "train.jsonl").exists():
         write_data(folder)
     path = folder / "local_steps.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     if not any(row["case"] == "before" for row in rows):
         rows.append({"case": "before", "steps": 0, "loss": loss_of(given.model, given.model, folder), "seconds": 0.0})
-        path.write_text(json.dumps(rows[-1]) + "\n")
+        path.write_text(json.dumps(rows[-1]) + "\n", encoding="utf-8")
     for name in given.only:
         if not any(row["case"] == name for row in rows):
             rows.append(run(name, CASES[name], folder, given.model, given.merges))
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     print(table(rows))
 
