@@ -15,6 +15,7 @@ from headrace.ask.between_steps import BesideSteps
 from headrace.ask.cluster import plan_cluster
 from headrace.ask.cluster_report import ClusterReport, explain_cluster
 from headrace.ask.explain import explain
+from headrace.ask.local_rounds import LocalReport
 from headrace.ask.plan_report import PlanReport
 from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.measure.kept import Wanted, alone, find_kept
@@ -83,7 +84,7 @@ def answer(
     return "\n".join((_text(report), *lines))
 
 
-def make_report(options: PlanOptions) -> PlanReport | ClusterReport:
+def make_report(options: PlanOptions) -> PlanReport | ClusterReport | LocalReport:
     """Return the plan of a training. With data, and no number of steps, the run is as long as its passes over the data.
 
     Raises:
@@ -102,11 +103,10 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport:
         from headrace.runs.checkpoints import keeping_of  # late: it brings the data libraries
 
         between.append(keeping_of(options))
-    return (
-        plan_model(model, options, here=here, packed=packed, between=between)
-        if options.workers is None
-        else plan_cluster(model, options, here=here)
-    )
+    if options.workers is not None:
+        return plan_cluster(model, options, here=here)
+    report = plan_model(model, options, here=here, packed=packed, between=between)
+    return report if options.local_steps is None else LocalReport.of(report, options)
 
 
 def _generation(options: PlanOptions, given: Collection[str], asked: Asked, compress: str | None) -> _Report:

@@ -7,6 +7,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.data_source import DataSource, SourceKind
 from headrace.terms.declared import Group, option, option_as
 from headrace.terms.errors import ConfigError
+from headrace.terms.local_options import LocalOptions
 from headrace.terms.option_kinds import Either, Listed, PlaceOrName, Rate, Whole
 from headrace.terms.run_options import RunOptions
 
@@ -34,7 +35,7 @@ class PlanOptions(RunOptions):
         Rate(),
         "Speed of each worker's and node's link, each way, such as 100Gbit.",
         row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
-        words="10Gbit",
+        words="10Gbit, 100Mbit with local_steps",
         plan=True,
         group=Group.CLUSTER,
     )
@@ -51,11 +52,24 @@ class PlanOptions(RunOptions):
         group=Group.CLUSTER,
     )
 
+    local_steps: int | None = option_as(
+        LocalOptions,
+        "local_steps",
+        help="Plan a learner that trains by itself and meets others every so many steps.",
+        plan=True,
+    )
+    exchange_dtype: str = option_as(LocalOptions, "exchange_dtype", plan=True)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for each in self.declarations():
-            if each.key in _OF_NODES and getattr(self, each.key) != each.default and self.workers is None:
-                raise ConfigError(f"{each.key}: given without workers; say how many workers share a node, or leave it out")
+        given = {each.key for each in self.declarations() if getattr(self, each.key) != each.default}
+        if {"workers", "local_steps"} <= given:
+            raise ConfigError("workers and local_steps: workers compute each step together; give one of them")
+        for key in (each for each in _OF_NODES if each in given and self.workers is None):
+            if key != "link" or self.local_steps is None:
+                raise ConfigError(f"{key}: given without workers; say how many workers share a node, or leave it out")
+        if "exchange_dtype" in given and self.local_steps is None:
+            raise ConfigError("exchange_dtype: given without local_steps; say how many steps learners take alone")
 
 
 _OF_NODES = ("link", "node_ssds", "nodes", "node_machine")
