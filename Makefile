@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: test-trl architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
+.PHONY: test-trl test-tasks architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -91,6 +91,11 @@ test-trl: $(STAMP)  ## renew the numbers of TRL that losses are compared with; T
 	PYTHONPATH=.:$(TRL) $(BIN)/python tests/losses/trl_numbers.py
 	$(TEST_ENV) $(BIN)/python -m pytest tests/losses
 
+test-tasks:  ## `headrace eval --tasks` beside lm-eval's own model, in .venv-eval (lm-eval brings 400 MB)
+	test -d .venv-eval || $(PYTHON) -m venv .venv-eval
+	.venv-eval/bin/python -m pip install -q -e '.[eval,trainer]' pytest pytest-timeout pytest-xdist hypothesis torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(TEST_ENV) .venv-eval/bin/python -m pytest tests/integrations/test_lm_eval.py
+
 golden: $(STAMP)  ## renew the golden plans, and say which field of which changed (minutes); NAMES=train-S
 	$(TEST_ENV) $(BIN)/python tests/plan/golden_plans.py $(NAMES)
 
@@ -123,4 +128,4 @@ house: $(STAMP)  ## the package in figures; RANGE=A..B: what these commits added
 	@$(BIN)/python bench/house.py $(if $(RANGE),--range $(RANGE))
 
 clean:  ## remove the environment and what runs left in this tree
-	rm -rf $(VENV) .venv-oldest demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-eval demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis

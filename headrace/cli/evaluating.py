@@ -10,6 +10,7 @@ from headrace.cli.environment import cache_directory
 from headrace.cli.generating import ceilings_of, say
 from headrace.cli.plain_errors import INTERRUPTED, leave
 from headrace.cli.screen import show
+from headrace.terms.errors import ConfigError
 from headrace.terms.eval_options import EvalOptions
 
 
@@ -20,6 +21,9 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
         InputError, PlanInfeasible, StorageError: see the functions that it calls.
     """
     options = EvalOptions.of({"cache": cache_directory(), **given})
+    if options.tasks is not None:
+        _run_tasks(Path(model), options, as_json=as_json)
+        return
     from headrace.generate.evaluating import Scoring, evaluate  # late: it brings torch
 
     shown = 0
@@ -35,6 +39,20 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
     except KeyboardInterrupt:
         leave("interrupted; nothing was changed", INTERRUPTED)
     show(json.dumps(scored.to_json(), indent=2) if as_json else scored.explain())
+
+
+def _run_tasks(model: Path, options: EvalOptions, *, as_json: bool) -> None:
+    try:
+        from headrace.integrations.lm_eval.tasks import run_tasks  # late: it brings torch
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0].startswith("headrace"):
+            raise
+        raise ConfigError(f"tasks: needs {error.name}, which is not installed; pip install 'headrace[eval]'") from error
+    try:
+        found = run_tasks(model, options, ceilings_of(options.machine), say)
+    except KeyboardInterrupt:
+        leave("interrupted; nothing was changed", INTERRUPTED)
+    show(json.dumps(found.to_json(), indent=2) if as_json else found.explain())
 
 
 def _tell(text: str) -> None:

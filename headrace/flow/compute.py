@@ -95,7 +95,7 @@ def score(state: StepState, op: Op) -> None:
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
     with torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
         if not state.batch.trained_tokens:
-            state.scored[op.micro] = chain.last_logits(batch.input_ids[:, -1:], hidden[:, -1:])
+            state.scored[op.micro] = chain.logits(batch.input_ids[:, -1:], hidden[:, -1:])[:, -1]
         elif state.batch.whole:
             state.scored[op.micro] = read_log_probs(state, op.micro, hidden)
         else:

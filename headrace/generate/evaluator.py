@@ -15,7 +15,7 @@ from headrace.generate.opened import GenerationModel
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.planner import GenerationPlanner, GenerationUnits, Passes
 from headrace.model import IGNORED, MicroBatch, shift_labels
-from headrace.model.scoring import ScoringSeat, scoring_costs
+from headrace.model.scoring import ContinuationSeat, ScoringSeat, scoring_costs
 from headrace.terms.closing import Closing
 from headrace.terms.events import Sink
 from headrace.terms.generate_options import GenerateOptions
@@ -39,6 +39,14 @@ class LabelledRows:
     def scored_tokens(self) -> int:
         """Tokens that have a label and at least one token before them."""
         return int((shift_labels(self.batch["labels"]) != IGNORED).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Continuations:
+    """Rows of token ids (b, C), and the `targets` (b, C) that follow their positions, IGNORED where nothing is scored."""
+
+    rows: torch.Tensor
+    targets: torch.Tensor
 
 
 class Evaluator(Closing):
@@ -91,6 +99,18 @@ class Evaluator(Closing):
 
         for rows, seat in self._generator.through(map(checked, batches), sit):
             yield rows, seat.loss_sum
+
+    def continuations(self, batches: Iterable[Continuations]) -> Iterator[tuple[Continuations, ContinuationSeat]]:
+        """Yield each of `batches` with its seat, which has the scores of its rows; at most as many rows as planned.
+
+        Raises:
+            StepFailed: a lane failed.
+        """
+
+        def sit(item: Continuations) -> ContinuationSeat:
+            return ContinuationSeat(self.model.chain, MicroBatch(item.rows, item.targets), item.targets)
+
+        yield from self._generator.through(batches, sit)
 
     @property
     def bytes_read(self) -> int:

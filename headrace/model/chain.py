@@ -317,13 +317,13 @@ class Chain:
         self._binding.require(*self._resident)
         return self.runner.loss_sum(input_ids, hidden, targets)
 
-    def last_logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits (b, vocabulary) of the last position of a chunk (b, C), float32. Needs prologue and epilogue units.
+    def logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits (b, C, vocabulary) of a chunk of positions, float32. Needs prologue and epilogue units.
 
         `hidden` (b, C, hidden) are the final hidden states; ids only feed code whose result is dropped.
         """
         self._binding.require(*self._resident)
-        return self.runner.logits(input_ids, hidden)[:, -1]
+        return self.runner.logits(input_ids, hidden)
 
     def label_log_probs(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the log-probability (b, C) of each target, float32. See `Runner.label_log_probs`, and `loss_sum`."""

@@ -52,11 +52,41 @@ class ScoringSeat:
             start = self._chain.prologue(self._batch)
             self.hidden, self.calls = start.hidden, start.calls
             return
-        self.loss_sum = loss_sum(self._chain, self._batch, self.hidden)
+        self._score(self.hidden)
         self.done, self.hidden, self.calls = True, None, ()
+
+    def _score(self, hidden: torch.Tensor) -> None:
+        self.loss_sum = loss_sum(self._chain, self._batch, hidden)
 
     def close(self) -> None:
         """End it where it is: nothing is under way between turns."""
+
+
+class ContinuationSeat(ScoringSeat):
+    """Scores given tokens: `targets` (b, C) follow the positions of `batch`, IGNORED where nothing is scored.
+
+    Attributes:
+        scores: once it is done, of each row the sum of its targets' log-probabilities, and whether each is the likeliest.
+    """
+
+    def __init__(self, chain: Chain, batch: MicroBatch, targets: torch.Tensor) -> None:
+        super().__init__(chain, batch)
+        self.scores: tuple[tuple[float, bool], ...] = ()
+        self._targets = targets.to(chain.device)
+
+    def _score(self, hidden: torch.Tensor) -> None:
+        ids, scored = self._batch.input_ids, self._targets != IGNORED
+        found, likeliest = torch.zeros(ids.shape), torch.ones(ids.shape, dtype=torch.bool)
+        step, wanted = chunk_positions(self._chain, ids.shape[0]), scored.any(dim=0).tolist()
+        for start in range(0, ids.shape[1], step):
+            span = slice(start, start + step)
+            if any(wanted[span]):
+                logits, targets = self._chain.logits(ids[:, span], hidden[:, span]), self._targets[:, span]
+                likeliest[:, span] = (logits.argmax(dim=-1) == targets).cpu()
+                places = targets.clamp(min=0).unsqueeze(-1)
+                found[:, span] = logits.log_softmax(dim=-1).gather(-1, places).squeeze(-1).cpu()
+        rows = zip(found, likeliest, scored.cpu(), strict=True)
+        self.scores = tuple((float(each[where].sum()), bool(first[where].all())) for each, first, where in rows)
 
 
 def loss_sum(chain: Chain, batch: MicroBatch, hidden: torch.Tensor) -> float:

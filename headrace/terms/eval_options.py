@@ -8,7 +8,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.declared import Declared, Group, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.generate_options import NO_PLACE, GenerateOptions
-from headrace.terms.option_kinds import Listed, PlaceOrName
+from headrace.terms.option_kinds import Flag, Listed, Place, PlaceOrName, Text, Whole
 from headrace.terms.run_options import RunOptions
 
 
@@ -17,11 +17,30 @@ class EvalOptions(Declared):
     """What `headrace eval` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
 
     data: tuple[str, ...] = option(
-        kind=Listed(PlaceOrName(), 1),
+        (),
+        kind=Listed(PlaceOrName()),
         help="Held-out data; may be given twice.",
         row="one or more files, as for training: samples are marked, cut and packed as there",
+        words="-",
         group=Group.DATA,
         often=True,
+    )
+    tasks: str | None = option(
+        None,
+        Text(),
+        "Tasks of lm-eval instead of data, such as arc_easy,hellaswag.",
+        row="tasks of lm-eval instead of data, such as `arc_easy,hellaswag`; names may have `*`",
+        words="-",
+        group=Group.DATA,
+        often=True,
+    )
+    num_fewshot: int | None = option(
+        None, Whole(0), "Examples before each question of a task.", words="the task's", group=Group.DATA
+    )
+    limit: int | None = option(None, Whole(), "Questions of each task: the first ones.", words="all", group=Group.DATA)
+    apply_chat_template: bool = option(False, Flag(), "Ask tasks as a conversation, by the chat template.", group=Group.DATA)
+    include_path: Path | None = option(
+        None, Place(), "Directory with tasks of your own, as lm-eval has them.", words="-", group=Group.DATA
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
     template_date: str | None = option_as(
@@ -53,6 +72,17 @@ class EvalOptions(Declared):
         super().__post_init__()
         if self.copy_weights and not self.ssd:
             raise ConfigError(NO_PLACE)
+        if bool(self.data) == bool(self.tasks):
+            raise ConfigError("data: give --data FILE or --tasks NAMES, and not both")
+        if self.tasks is None:
+            for key in ("num_fewshot", "limit", "apply_chat_template", "include_path"):
+                if getattr(self, key):
+                    raise ConfigError(f"{key}: is for tasks; give --tasks NAMES as well")
+
+    @property
+    def task_names(self) -> list[str]:
+        """The names of tasks."""
+        return [name for each in (self.tasks or "").split(",") if (name := each.strip())]
 
     @property
     def budget(self) -> Budget:

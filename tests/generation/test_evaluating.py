@@ -15,8 +15,13 @@ import headrace
 from headrace.cli import main
 from headrace.engine.merging import merge_adapters
 from headrace.generate.evaluating import evaluate
+from headrace.generate.evaluator import Continuations, Evaluator
+from headrace.generate.opened import GenerationModel
+from headrace.model import scoring
+from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.eval_options import EvalOptions
+from headrace.terms.generate_options import GenerateOptions
 
 CHATS = [[("user", "w" * (1 + each)), ("assistant", "water" * (1 + each % 3))] for each in range(7)]
 
@@ -132,6 +137,33 @@ def test_what_cannot_be_measured_is_said(model: Path, tmp_path: Path) -> None:
         evaluate(model, options(str(tmp_path / "empty.jsonl"), tmp_path))
     with pytest.raises(ConfigError, match="64 positions"):
         evaluate(model, options(texts(tmp_path / "a.jsonl"), tmp_path, sequence_length=65))
+
+
+@pytest.mark.parametrize("positions", [None, 5])
+def test_continuations_have_the_scores_of_transformers(
+    positions: int | None, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several lengths together, with logits of all positions at once and of some: lm-eval's tasks are scored so."""
+    if positions is not None:
+        monkeypatch.setattr(scoring, "chunk_positions", lambda chain, rows: positions)
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, whole.config.vocab_size, (3, 17), generator=generator)
+    targets = torch.full_like(rows, -100)
+    for row, count in enumerate((4, 1, 9)):
+        targets[row, 8 : 8 + count] = rows[row, 9 : 9 + count] if 8 + count < 17 else 0
+    with torch.no_grad():
+        found = whole(rows).logits.log_softmax(dim=-1)
+    targets[1, 8] = found[1, 8].argmax()  # what greedy decoding would give
+    opened = GenerationModel.of_directory(model, Budget(host="4GiB"), "float32", None)
+    with Evaluator(opened, GenerateOptions(host_memory="4GiB"), 17) as evaluator:
+        evaluator.prepare(3)
+        ((_, seat),) = evaluator.continuations([Continuations(rows, targets)])
+    for (score, likeliest), own, wanted in zip(seat.scores, found, targets, strict=True):
+        at = (wanted != -100).nonzero().flatten()
+        assert score == pytest.approx(float(own[at, wanted[at]].double().sum()), rel=1e-6)
+        assert likeliest is bool((own[at].argmax(dim=-1) == wanted[at]).all())
+    assert seat.scores[1][1]
 
 
 def test_the_page_has_every_option_once() -> None:
