@@ -5,8 +5,8 @@ the number of its last update. Before it is read, the updates that it missed are
 zero, in order. A row that is never read again costs nothing.
 
 Invariant: rows caught up to update n have the bits of a dense update of the whole table, n times. So the rule must update each
-element alone, and without random rounding, which depends on an element's place (`refuse_other_rules`). Where states,
-gradient and decay are zero, it must leave an element as it is.
+element alone, and without random rounding, which depends on an element's place (`refuse_other_rules`). Where states and
+gradient are zero, it must leave an element as it is if that or its decay is zero.
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.layout import PlaneSet
 from headrace.update.rule import Chunk, ElementRule, StepScalars, UpdateRule
 
 _PIECE_BYTES = 1 << 18  # rows replayed together: with all planes they stay in a core's cache
@@ -94,6 +95,11 @@ class LazyRows:
         self._rule = refuse_other_rules(rule)
         self._group = weight_decay, learning_rate_scale
 
+    @property
+    def planes(self) -> PlaneSet:
+        """The planes that the rule reads and writes."""
+        return self._rule.planes
+
     def catch_up(self, rows: Rows, applied: AppliedUpdates) -> None:
         """Replay the updates that `rows` missed.
 
@@ -139,11 +145,14 @@ class LazyRows:
             state[late] = new
 
     def _still(self, rows: Rows) -> NDArray[np.bool_]:
-        """Return which rows a gradient of zero leaves as they are: no decay, and all bits of the rule's own states are zero."""
-        moves = np.full(rows.seen.size, self._group[0] != 0.0)
-        for state in rows.states[int(self._rule.planes.compute_dtype != "float32") :]:  # the rest of the master is no state
+        """Return which rows a gradient of zero leaves as they are: all bits of the rule's own states are zero, and there is no
+        decay, or nothing to decay.
+        """
+        master = int(self._rule.planes.compute_dtype != "float32")  # the rest of it is no state
+        moves = np.zeros(rows.seen.size, bool)
+        for state in rows.states if self._group[0] else rows.states[master:]:
             moves |= state.view(np.uint8).any(axis=1)
-        return ~moves
+        return ~(moves | rows.weight.view(np.uint8).any(axis=1)) if self._group[0] else ~moves
 
 
 def _chunk(weight: NDArray[Any], states: tuple[NDArray[Any], ...], gradient: NDArray[Any]) -> Chunk[NDArray[Any]]:

@@ -1,0 +1,143 @@
+"""Rows of tables on a drive, through whole steps: the bits of dense updates, and after a kill those of the last commit."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from update_planes import adamw
+
+from headrace.terms.errors import StorageError
+from headrace.testing.memory_file import MemoryFile
+from headrace.testing.power_supply import PowerSupply
+from headrace.update import StepScalars
+from headrace.update.lazy_rows import AppliedUpdates, LazyRows
+from headrace.update.rule import Chunk
+from headrace.update.table_rows import Table, TableRows, row_layout
+
+ROWS, WIDTH, DECAY, SCALE = 60, 16, 0.1, 0.5
+
+
+class Dense:
+    """The same table, updated whole by the rule."""
+
+    def __init__(self, rule):
+        self.rule = rule
+        self.planes = [np.zeros(ROWS * WIDTH, plane.dtype) for plane in (rule.planes.weight, *rule.planes.states)]
+
+    def step(self, ids, gradient, step):
+        whole = np.zeros((ROWS, WIDTH), np.float32)
+        whole[ids] = gradient
+        self.rule.apply(Chunk(self.planes[0], tuple(self.planes[1:]), whole.reshape(-1)), step, DECAY, SCALE)
+
+    @property
+    def weight(self):
+        return self.planes[0].reshape(ROWS, WIDTH)
+
+
+def opened(file, rule, record=None, **more):
+    """Rows as they are after what a record says."""
+    record = json.loads(json.dumps(record)) if record else {"learning_rates": (), "histories": {"3": ()}}
+    history = tuple((session, update) for session, update in record["histories"]["3"])
+    table = Table.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, history)
+    return TableRows({3: table}, AppliedUpdates(record["learning_rates"]), **more)
+
+
+def new_file(rule):
+    return MemoryFile(row_layout(ROWS, WIDTH, rule.planes).file_bytes)
+
+
+def zipf_step(dice, update):
+    """The rows that a step's micro-batches touch, their gradients, and its scalars."""
+    odds = 1 / np.arange(1, ROWS + 1)
+    ids = [np.unique(dice.choice(ROWS, 6, p=odds / odds.sum())) for _ in range(2)]
+    gradients = [dice.standard_normal((each.size, WIDTH)).astype(np.float32) for each in ids]
+    return ids, gradients, StepScalars(learning_rate=1e-2 / update, update=update, gradient_scale=dice.choice([1.0, 0.37]))
+
+
+def take(rows, dense, ids, gradients, step):
+    """Take a step in both; what is gathered has the bits of the dense table."""
+    for each in ids:
+        assert np.array_equal(rows.gather(3, each), dense.weight[each])
+    for each, gradient in zip(ids, gradients, strict=True):
+        rows.add(3, each, gradient)
+    whole = np.zeros((ROWS, WIDTH), np.float32)
+    for each, gradient in zip(ids, gradients, strict=True):
+        whole[each] += gradient
+    rows.conclude({3: step})
+    dense.step(np.arange(ROWS), whole, step)
+
+
+def same(rows, dense):
+    return np.array_equal(np.concatenate(list(rows.weights(3))), dense.weight)
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_fifty_steps_of_a_zipf_stream_have_the_bits_of_dense_adamw(every):
+    """With decay, a schedule, clip factors, skipped steps, commits each step or seldom; opened again on the way."""
+    rule, dice = adamw("float32"), np.random.default_rng(3)
+    file, dense, record = new_file(rule), Dense(rule), None
+    rows = opened(file, rule)
+    for update in range(1, 51):
+        step = zipf_step(dice, update)
+        if update % 7 == 0:  # one that is skipped changes nothing
+            rows.gather(3, step[0][0])
+            rows.add(3, step[0][0], step[1][0] * np.float32("inf"))
+            assert not np.isfinite(rows.square_sums()[0])
+            rows.conclude(None)
+        take(rows, dense, *step)
+        if update % every == 0:
+            record = rows.seal(update)
+            rows.committed()
+        if update == 24:
+            rows = opened(file, rule, record)
+        if update % 10 == 0:
+            assert same(rows, dense)
+
+
+def test_rows_that_are_updated_again_before_they_are_committed_are_committed_as_they_were():
+    """The next step may be concluded while a commit is still to come."""
+    rule, dice = adamw("float32"), np.random.default_rng(5)
+    file, dense = new_file(rule), Dense(rule)
+    rows = opened(file, rule)
+    take(rows, dense, *zipf_step(dice, 1))
+    first = dense.weight.copy()
+    take(rows, dense, *zipf_step(dice, 2))
+    record = rows.seal(1)
+    rows.committed()
+    assert same(rows, dense)
+    assert np.array_equal(np.concatenate(list(opened(file, rule, record).weights(3))), first)
+
+
+@settings(max_examples=15, deadline=None)
+@given(cut_at=st.integers(0, 40), seed=st.integers(0, 1 << 30))
+def test_a_power_cut_between_gather_and_write_leaves_the_last_commit(tmp_path_factory, cut_at, seed):
+    """At any write, torn or whole: what is opened again goes on with the bits of an unbroken run."""
+    rule, path = adamw("float32"), tmp_path_factory.mktemp("rows") / "rows"
+    supply = PowerSupply(cut_at, seed)
+    file, dense, record, update = supply.open_file(path, row_layout(ROWS, WIDTH, rule.planes).file_bytes), Dense(rule), None, 1
+    rows = opened(file, rule)
+    while update < 12:
+        before = [plane.copy() for plane in dense.planes]
+        try:
+            take(rows, dense, *zipf_step(np.random.default_rng([seed, update]), update))
+            sealed = rows.seal(update)
+        except StorageError:
+            supply.cut()
+            dense.planes, supply = before, PowerSupply(10**9, seed)
+            rows = opened(supply.open_file(path, None), rule, record)
+            continue
+        record, update = sealed, update + 1
+        rows.committed()
+    assert same(opened(supply.open_file(path, None), rule, record), dense)
+
+
+def test_rows_read_for_an_evaluation_are_not_kept_beyond_what_a_step_takes():
+    rule, dice = adamw("float32"), np.random.default_rng(7)
+    rows, dense = opened(new_file(rule), rule, most_held=20), Dense(rule)
+    take(rows, dense, *zipf_step(dice, 1))
+    for start in range(0, ROWS, 10):
+        assert np.array_equal(rows.gather(3, np.arange(start, start + 10)), dense.weight[start : start + 10])
+    take(rows, dense, *zipf_step(dice, 2))
+    assert same(rows, dense)
