@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headrace.ask.tables import with_tables
 from headrace.plan.allowance import Allowance
 from headrace.plan.space import Problem, Workload
 from headrace.terms.costs import ModelCosts
@@ -84,7 +85,7 @@ class Question:
             own_rule=own_rule,
             costs_of=costs_of,
             workload=self.workload,
-            allowance=self.allowance,
+            allowance=with_tables(self.allowance, forms, own_rule, self.workload),
             compute_dtype=self.compute_dtype,
             gradient_dtype=self.gradient_dtype,
             rule=rule,

@@ -33,6 +33,7 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
 from headrace.terms.options import Options
 from headrace.terms.packed_rows import PackedRows
+from headrace.update.table_rows import TableRows
 
 Measure = Callable[[Plan, Machine], Ceilings | None]
 
@@ -60,6 +61,7 @@ class Run:
     plan: Plan | None
     sink: Sink
     closers: contextlib.ExitStack
+    rows: TableRows | None = None
 
     def settle(self) -> None:
         """Compare the model with the state, and put into use what the newest commit leaves to be merged.
@@ -76,6 +78,8 @@ class Run:
         self.store.grow_scratch(scratch_bytes(plan))
         subject.use_threads(plan)
         subject.chain.take_head_by(plan.batch.head_rows)
+        if self.rows is not None:
+            self.rows.most_held = max(form.table.touched(plan.batch.tokens_per_step) for form in subject.forms if form.table)
         return Parts(
             plan=plan,
             chain=subject.chain,
@@ -95,6 +99,7 @@ class Run:
             workers=subject.seams.workers,
             peers=subject.seams.fleet,
             token_loss=subject.seams.token_loss,
+            rows=self.rows,
         )
 
 
@@ -150,6 +155,7 @@ def begin(
             make_run_directory(directory, undo)
             store = subject.create_store(directory, directories, beside, plan, sink)
             undo.callback(store.remove)
+            rows = subject.open_rows(store, undo)
             tune(store, options)
             if fleet:
                 introduce(fleet, subject, store, options, plan)
@@ -164,7 +170,9 @@ def begin(
         closers.callback(store.close)
         if options.output is None:
             closers.callback(store.remove)
-        run = Run(options, subject, planner, store, plan, sink, closers)
+        if rows is not None:
+            closers.callback(rows.close)
+        run = Run(options, subject, planner, store, plan, sink, closers, rows)
         run.settle()
         run.closers = closers.pop_all()
         return run
@@ -210,7 +218,7 @@ def resume(
             plan = planner.plan_here(Plan.from_json(found), lambda text: sink(Notice(text=text)))
         if fleet:
             introduce(fleet, subject, store, options, plan)
-        run = Run(options, subject, planner, store, plan, sink, closers)
+        run = Run(options, subject, planner, store, plan, sink, closers, subject.open_rows(store, closers))
         run.settle()
         run.closers = closers.pop_all()
         return run

@@ -5,6 +5,7 @@ Invariant: whatever for, its architecture is tried, its parts and its files are 
 Nothing of training is imported before a run directory is opened.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,7 +146,9 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         RunDirectoryError: the run is in progress, has no commit, or was begun with seams that no option names.
         ConfigError: the run computes in another dtype than is asked for.
     """
+    from headrace.engine.row_files import open_rows
     from headrace.engine.seams import seams_of
+    from headrace.update import optimizer_of, rule_of
 
     store = StateStore.open(run_directory, sink=sink)
     try:
@@ -167,7 +170,12 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         wire = seams.wire
 
         def newest(chain: Chain, weights: WeightMap) -> StoredBeside:
-            return wire.of(chain).stored(partial(read_trained, store))
+            known = wire.of(chain)
+            rule = rule_of(optimizer_of(options), "float32") if known.is_beside else None
+            with contextlib.ExitStack() as closers:
+                if (rows := open_rows(known, store, rule)) is not None:
+                    closers.callback(rows.close)
+                return known.stored(partial(read_trained, store))
 
         return OpenRun(store, Path(str(identity["model"])), options, seams, newest if wire.is_beside else None)
     except BaseException:

@@ -27,9 +27,11 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail
 from headrace.store import ShardStore
+from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.events import Evaluation, Sink, StepResult
 from headrace.terms.options import Options
+from headrace.terms.row_table import DENSE, Table
 from headrace.terms.saving import Saved, Saving
 
 
@@ -54,6 +56,8 @@ class ShardedEngine(Engine):
         """
         if options.gradient.partition(":")[0] == "lsp":
             raise ConfigError("gradient: lsp changes its subspaces by whole matrices, which ranks do not have; leave it out")
+        if options.adapter and isinstance(table := adapter_of(options.adapter), Table) and table.policy != DENSE:
+            raise ConfigError("adapter: table: ranks do not share out rows; give policy=dense, or train on one machine")
         if options.loss:
             raise ConfigError(
                 f"loss: {options.loss} needs all rows in one place, and ranks share them out; train on one machine"

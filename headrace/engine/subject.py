@@ -15,6 +15,7 @@ import torch
 from headrace.ask.planner import PlannedModel
 from headrace.engine.lent_base import LentBase, check_lent
 from headrace.engine.open_model import Purpose, open_model
+from headrace.engine.row_files import open_rows
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
@@ -42,6 +43,7 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 from headrace.update import Updater, optimizer_of, rule_of
 from headrace.update.stored_codes import stored_codes
+from headrace.update.table_rows import TableRows
 from headrace.update.wire import Content, Wire
 
 # Kinds of parameters, in words.
@@ -196,6 +198,13 @@ class Subject:
         )
         kind = ShardStore if self.seams.fleet else StateStore
         return self.use_lent(kind.create(directory, request, sink=sink), sink)
+
+    def open_rows(self, store: StateStore, closers: ExitStack) -> TableRows | None:
+        """Return the rows of the run's tables, whose files `closers` close; None if it has none. See `open_rows`."""
+        rows = open_rows(self.seams.wire, store, self.own_updater.rule if self.own_updater else None)
+        if rows is not None:
+            closers.callback(rows.close)
+        return rows
 
     @property
     def importing(self) -> str:

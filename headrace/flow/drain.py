@@ -62,6 +62,10 @@ def decide(state: StepState, op: Op) -> None:
     if state.parts.peers is not None:
         add_norms(state)
     _decide(state)
+    if (rows := state.parts.rows) is not None:
+        again = state.verdict.missed and state.plan.updates.policy == "rerun"
+        void = again or state.verdict.skipped is not None
+        rows.conclude(None if void else state.verdict.scalars_of)
     if state.plan.far_units:
         verdict, far = state.verdict, state.plan.far_units
         skipped = verdict.skipped is not None
@@ -70,7 +74,8 @@ def decide(state: StepState, op: Op) -> None:
 
 def _decide(state: StepState) -> None:
     verdict = state.verdict
-    total = math.sqrt(math.fsum(state.square_sums[unit] for unit in sorted(state.square_sums)))
+    of_rows = state.parts.rows.square_sums() if state.parts.rows is not None else []
+    total = math.sqrt(math.fsum([*(state.square_sums[unit] for unit in sorted(state.square_sums)), *of_rows]))
     scale = verdict.loss_scale.scale if verdict.loss_scale else 1.0
     verdict.grad_norm = total / scale
     if verdict.redone:

@@ -22,6 +22,7 @@ from headrace.terms.layout import GroupRange, UnitLayout
 from headrace.terms.program import Op
 from headrace.update import Checksums, DeviceUpdater, LossScale, StepScalars, Updater
 from headrace.update.site import Site
+from headrace.update.table_rows import ROWS, TableRows
 from headrace.update.wire import Proposal, Wire
 
 
@@ -47,6 +48,7 @@ class Parts:
     workers: Any = None  # at a node (`flow.serve.Workers`)
     peers: Any = None  # where ranks share out every unit (`flow.shards.Peers`)
     token_loss: TokenLoss | None = None  # a loss of the whole step
+    rows: TableRows | None = None  # of tables that are updated row by row
 
     @property
     def far_site(self) -> Site:
@@ -58,7 +60,12 @@ class Parts:
         """Make the step of `verdict` durable: first at the site, which can go back by one step."""
         if self.site is not None:
             self.site.commit(verdict.step + 1)
-        self.store.commit(verdict.record(verdict))
+        if self.rows is None:
+            self.store.commit(verdict.record(verdict))
+            return
+        sealed = self.rows.seal(max(verdict.updates_after))
+        self.store.commit({**verdict.record(verdict), ROWS: sealed})
+        self.rows.committed()
 
 
 @dataclass

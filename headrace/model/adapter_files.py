@@ -44,7 +44,7 @@ def write_adapters(
     stacks = [each.name for found in adapters.products.values() for each in found if isinstance(each, Stack)]
     keys = _keys(chain, names, stacks, weights.stored_model)
     config = {CONFIG_NAME: json.dumps(_config(adapters, weights, names), indent=2) + "\n"}
-    write_beside(out, adapters, keys, weights, read, config | dict(notes))
+    write_beside(out, adapters, keys, weights, lambda unit: adapters.tensors(unit, read(unit)), config | dict(notes))
 
 
 def _config(adapters: Adapters, weights: WeightMap, names: Mapping[str, str]) -> dict[str, Any]:

@@ -5,9 +5,10 @@ weights are (`binding`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,15 @@ class Beside(ABC):
     layouts: Mapping[int, UnitLayout]
     notes: tuple[str, ...] = ()
     _bound: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors, by name, in the order of a file."""
+        return {spec.name: spec.shape for layout in self.layouts.values() for spec in layout.parameters}
+
+    def tensors(self, unit: int, flat: Tensor) -> dict[str, Iterable[np.ndarray]]:
+        """Return a unit's tensors by name, as arrays that follow one another; `flat` is laid out by `layouts`."""
+        return {spec.name: [part(flat, spec).numpy()] for spec in self.layouts[unit].parameters}
 
     @property
     def dropout(self) -> float:

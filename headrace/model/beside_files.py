@@ -3,11 +3,10 @@
 Invariant: such a directory appears whole or not at all, and its configuration says which kind it is (`peft_type`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
 from headrace.model.adapter_config import CONFIG_NAME, read_adapter_json
 from headrace.model.beside import Beside
@@ -16,7 +15,6 @@ from headrace.model.matching import WeightMap
 from headrace.model.safetensors_file import StoredTensor
 from headrace.model.shard_writer import ShardWriter, shard_file_bytes
 from headrace.terms.errors import ModelError
-from headrace.terms.layout import part
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 PREFIX, WEIGHTS_NAME = "base_model.model.", "adapter_model"
@@ -26,7 +24,7 @@ _NOT_COPIED = ("config.json", "generation_config.json", COMPRESSION_NOTE_NAME, C
 
 def beside_file_bytes(adapters: Beside) -> int:
     """Return the bytes of the file that `write_beside` makes, which is larger by longer names in a larger model."""
-    return shard_file_bytes([_stored(name, shape) for name, shape in _shapes(adapters).items()])
+    return shard_file_bytes([_stored(name, shape) for name, shape in adapters.shapes.items()])
 
 
 def write_beside(
@@ -34,24 +32,23 @@ def write_beside(
     adapters: Beside,
     keys: Mapping[str, str],
     weights: WeightMap,
-    read: Callable[[int], Tensor],
+    read: Callable[[int], Mapping[str, Iterable[np.ndarray]]],
     texts: Mapping[str, str],
 ) -> None:
-    """Write the tensors of `adapters` under their `keys`; `read` gives a unit's, flat, in the layout that `adapters` has.
+    """Write the tensors of `adapters` under their `keys`; `read` gives a unit's by name, as arrays that follow one another.
 
     `texts` are further files by name, the configuration among them. A README has the adapters' own notes.
 
     Raises:
         RunDirectoryError, ExportFailed: as `appearing_model`.
     """
-    shapes = {keys[name]: shape for name, shape in _shapes(adapters).items()}
+    shapes = {keys[name]: shape for name, shape in adapters.shapes.items()}
     with appearing_model(out, beside_file_bytes(adapters)) as partial:
         writer = ShardWriter(partial, [[_stored(key, shape) for key, shape in shapes.items()]], WEIGHTS_NAME)
         try:
-            for unit, layout in adapters.layouts.items():
-                flat = read(unit)
-                for spec in layout.parameters:
-                    writer.write(keys[spec.name], [part(flat, spec).numpy()])
+            for unit in adapters.layouts:
+                for name, pieces in read(unit).items():
+                    writer.write(keys[name], pieces)
             writer.finish()
         finally:
             writer.close()
@@ -78,10 +75,6 @@ def named_base(directory: Path) -> Path:
     raise ModelError(
         f"{directory}: an adapter of {name!r}, which is no model directory here; give the model, and --adapter {directory}"
     )
-
-
-def _shapes(adapters: Beside) -> dict[str, tuple[int, ...]]:
-    return {spec.name: spec.shape for layout in adapters.layouts.values() for spec in layout.parameters}
 
 
 def _stored(key: str, shape: tuple[int, ...]) -> StoredTensor:

@@ -60,6 +60,23 @@ class WeightedRows(torch.autograd.Function):
         return of_values, None, of_weights
 
 
+def different_rows(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return which of so many `rows` are among `ids`, ascending, and where each of `ids` is in that list.
+
+    What it allocates follows from the shapes alone, and so does the most that there may be.
+    """
+    flat = ids.flatten()
+    if rows <= flat.numel():
+        among = torch.zeros(rows, dtype=torch.bool, device=ids.device)
+        among[flat] = True
+        return among.nonzero()[:, 0], (among.cumsum(0) - 1)[flat].view_as(ids)
+    ordered, order = flat.sort()
+    first = torch.cat([ordered.new_ones(1, dtype=torch.bool), ordered[1:] != ordered[:-1]])
+    places = torch.empty_like(order)
+    places[order] = first.cumsum(0) - 1
+    return ordered[first.nonzero()[:, 0]], places.view_as(ids)
+
+
 def table_output(inputs: Tensor, keys: Tensor, values: Tensor, top: int) -> Tensor:
     """Return what a table adds to the output of a feed-forward part, for its inputs (..., d)."""
     flat = inputs.reshape(-1, inputs.shape[-1]).to(keys.dtype)

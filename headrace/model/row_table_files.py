@@ -37,7 +37,7 @@ def write_tables(
     config = {"peft_type": PEFT_TYPE, "top": tables.settings.top, "base_model_name_or_path": str(weights.checkpoint.directory)}
     loader = Path(row_table.__file__)
     texts = {CONFIG_NAME: json.dumps(config, indent=2) + "\n", loader.name: loader.read_text(encoding="utf-8")}
-    write_beside(out, tables, keys, weights, read, texts | dict(notes))
+    write_beside(out, tables, keys, weights, lambda unit: tables.tensors(unit, read(unit)), texts | dict(notes))
 
 
 def read_tables(directory: Path, chain: Chain, weights: WeightMap) -> StoredBeside:

@@ -51,6 +51,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan) + making
     if temporary_bytes := host_update_temporary_bytes(plan):
         rows["host"]["updates"] = temporary_bytes
+    if allowance.table_bytes:
+        rows["host"]["rows of tables"] = allowance.table_bytes
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
@@ -71,6 +73,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows["host"][SAVING_ROW] = saving
     durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
     rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
+    if allowance.table_drive_bytes:
+        rows["ssd"]["tables, two places"] = allowance.table_drive_bytes
     return plan.with_results(peak_bytes=rows, allowed_bytes=allowance.of(rows))
 
 
@@ -118,8 +122,10 @@ def import_bytes(plan: Plan) -> int:
 
 def saving_bytes(plan: Plan, allowance: Allowance) -> int:
     """Return the bytes of writing a checkpoint while steps go on: those of the export, or of adapters' files. It is 0 where
-    that would have to make weights, as compute does: then steps wait.
+    that would have to make weights, as compute does, or read rows of tables: then steps wait.
     """
+    if allowance.table_bytes:
+        return 0
     if beside := [plan.completing_bytes(unit) for unit, figures in enumerate(plan.units) if figures.is_beside]:
         return _TENSORS_OF_ADAPTERS * max(beside) + _SMALL_BYTES
     if any(unit.is_made or unit.is_far for unit in plan.units):

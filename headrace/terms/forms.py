@@ -31,6 +31,7 @@ from headrace.terms.families import (
     trained_unit,
 )
 from headrace.terms.layout import Plane, PlaneSet, UnitLayout, rest_of_master
+from headrace.terms.row_table import TableFigures
 from headrace.terms.rule_figures import RuleFigures
 
 # Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them.
@@ -156,6 +157,7 @@ class Form:
         left: names of parameters that stay as they are beside those that are trained; no gradient of them is taken.
         is_beside: as in `UnitFigures`.
         is_lent: its frozen weights are read in the model's own files, in which `layout` says where they lie.
+        table: the table beside it whose rows are read and updated one by one; None where there is none.
 
     Raises:
         ConfigError: a slot would have to be made that lives on the device, is trained in place, or is far. None is
@@ -173,6 +175,7 @@ class Form:
     left: frozenset[str] = frozenset()
     is_beside: bool = False
     is_lent: bool = False
+    table: TableFigures | None = None
 
     def __post_init__(self) -> None:
         if self.is_far and (self.code or not self.in_place):

@@ -7,7 +7,30 @@ from typing import ClassVar
 from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
-from headrace.terms.option_kinds import Text, Whole
+from headrace.terms.option_kinds import OneOf, Text, Whole
+
+EXACT, DENSE = "exact", "dense"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFigures:
+    """A table whose rows are read and updated one by one, as a plan sees it: `rows` of `width` numbers, `top` for a token."""
+
+    rows: int
+    width: int
+    top: int
+
+    def touched(self, tokens: int) -> int:
+        """Return the most rows that a step of so many tokens touches."""
+        return min(self.rows, self.top * tokens)
+
+    def held_bytes(self, tokens: int, state_bytes: int, waiting: int) -> int:
+        """Return the most host memory that a step takes for its rows. A number has `state_bytes` of states beside its weight.
+
+        Rows that are held have a sum of gradients, too. Updated ones are copied, and wait for up to `waiting` commits.
+        """
+        number = 4 + state_bytes
+        return self.touched(tokens) * self.width * (2 * (number + 4) + waiting * number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +50,12 @@ class Table(GradientWay):
         words="those at a third and at two thirds",
     )
     top: int = option(32, Whole(1, 1 << 16), row="rows that a token reads")
+    policy: str = option(
+        EXACT,
+        OneOf((EXACT, DENSE)),
+        row="`exact`: a step reads and writes the rows that it touches, and others catch up when they are read: the bits of "
+        "`dense`, which updates all rows in each step",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

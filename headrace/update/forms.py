@@ -74,6 +74,7 @@ def forms_under(
                 basis=basis,
                 left=left,
                 is_beside=own and wire.is_beside,
+                table=wire.table(unit),
             )
         )
     wire.refuse_forms(forms, optimizer.train if optimizer else ALL)

@@ -34,7 +34,7 @@ def refuse_other_rules(rule: UpdateRule) -> ElementRule:
         return rule
     raise ConfigError(
         f"rows of a table: updates of {rule.figures.name} cannot be replayed row by row: an element's update depends on more "
-        "than the element. Update the table whole, or take a rule such as AdamW with float32 moments."
+        "than the element; use adamw with float32 moments, sgd or lion, or a table with policy=dense"
     )
 
 

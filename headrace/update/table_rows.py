@@ -9,7 +9,7 @@ record; what no record names does not count (`store.row_store`).
 """
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,9 @@ from headrace.terms.layout import PlaneSet
 from headrace.update.lazy_rows import AppliedUpdates, LazyRows, Rows
 from headrace.update.norm import square_sum
 from headrace.update.rule import StepScalars
+
+ROWS = "rows"
+"""The key of a commit record under which it holds what `TableRows.seal` returned."""
 
 Ids = NDArray[np.int64]
 
@@ -65,6 +68,7 @@ class Table:
     of their update.
     """
 
+    file: BlockFile
     store: RowStore
     lazy: LazyRows
     width: int
@@ -79,7 +83,7 @@ class Table:
     def on(cls, file: BlockFile, lazy: LazyRows, num_rows: int, width: int, history: History = ()) -> "Table":
         """Return the table in `file`; a new file holds rows of zeros."""
         planes = lazy.planes
-        return cls(RowStore(file, row_layout(num_rows, width, planes), history), lazy, width, planes)
+        return cls(file, RowStore(file, row_layout(num_rows, width, planes), history), lazy, width, planes)
 
     def forget(self) -> None:
         """Hold no rows."""
@@ -118,13 +122,13 @@ class Table:
 
 
 class TableRows:
-    """The rows of `tables`, by unit, after the updates `applied`. At most so many rows of a table are `held` between steps.
+    """The rows of `tables`, by unit, after the updates `applied`. Of a table `most_held` rows are held, if no step needs more.
 
     Steps call it from the thread that computes and the one that decides; commits may come from another.
     """
 
     def __init__(self, tables: Mapping[int, Table], applied: AppliedUpdates, most_held: int = 1 << 62) -> None:
-        self._tables, self.applied, self._most_held = dict(tables), applied, most_held
+        self._tables, self.applied, self.most_held = dict(tables), applied, most_held
         self._lock = threading.Lock()
 
     def gather(self, unit: int, ids: Ids) -> NDArray[np.float32]:
@@ -137,7 +141,7 @@ class TableRows:
             table = self._tables[unit]
             missing = np.setdiff1d(ids, table.held.ids, assume_unique=True)
             if missing.size:
-                if table.held.ids.size + missing.size > self._most_held and not table.held.summed.any():
+                if table.held.ids.size + missing.size > self.most_held and not table.held.summed.any():
                     table.forget()  # what was read for an evaluation
                     missing = ids
                 table.held = table.held.joined(_Held.of(missing, table.read(missing, self.applied)))
@@ -157,23 +161,25 @@ class TableRows:
         with self._lock:
             return [square_sum(table.held.sums[table.held.summed].reshape(-1)) for table in self._tables.values()]
 
-    def conclude(self, steps: Mapping[int, StepScalars] | None) -> None:
-        """Update the rows that have gradients; None for a step that is skipped. Afterwards no gradient is left.
+    def conclude(self, scalars_of: Callable[[int], StepScalars] | None) -> None:
+        """Update the rows that have gradients by what their unit's update is given; None for a step that is skipped.
 
-        `steps` are what the units' updates are given; they differ in nothing.
+        Afterwards no gradient is left.
         """
         with self._lock:
+            step = None
             for unit, table in self._tables.items():
                 held = table.held
-                if steps is not None:
+                if scalars_of is not None:
+                    step = scalars_of(unit)
                     touched = np.flatnonzero(held.summed)
                     states = tuple(state[touched] for state in held.rows.states)
                     rows = Rows(held.rows.weight[touched], states, held.rows.seen[touched])
-                    table.lazy.update(rows, held.sums[touched], steps[unit])
-                    table.updated[steps[unit].update] = (held.ids[touched], rows)
+                    table.lazy.update(rows, held.sums[touched], step)
+                    table.updated[step.update] = (held.ids[touched], rows)
                 table.forget()
-            if steps is not None:
-                self.applied.note(next(iter(steps.values())))
+            if step is not None:
+                self.applied.note(step)
 
     def seal(self, count: int) -> dict[str, Any]:
         """Make the rows durable as they are after update number `count`; return what the commit record must hold.
@@ -193,6 +199,11 @@ class TableRows:
         with self._lock:
             for table in self._tables.values():
                 table.store.committed()
+
+    def close(self) -> None:
+        """Close the files."""
+        for table in self._tables.values():
+            table.file.close()
 
     def weights(self, unit: int) -> Iterator[NDArray[np.float32]]:
         """Yield the newest weights of a whole table, some rows at a time."""

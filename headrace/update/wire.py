@@ -25,6 +25,7 @@ from headrace.terms.forms import Form
 from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import ParameterSpec, UnitLayout, part
 from headrace.terms.optimizer import ALL, Optimizer
+from headrace.terms.row_table import TableFigures
 
 if TYPE_CHECKING:  # choices that exclude one another are refused before transformers is loaded
     from headrace.model import Chain, Checkpoint, WeightMap
@@ -176,6 +177,10 @@ class Wire:
         and another layout for a trained family, which blocks may have.
         """
         return layout
+
+    def table(self, unit: int) -> TableFigures | None:
+        """Return the table beside a unit whose rows are read and updated one by one; None if there is none."""
+        return None
 
     @contextmanager
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:

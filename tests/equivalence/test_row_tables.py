@@ -100,6 +100,31 @@ def test_tables_are_what_a_dense_module_in_plain_pytorch_trains(
         assert (found[key] - want).norm() < 1e-3 * moved, f"{key} differs"
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"checkpoint_every": 2, "optimizer": "sgd:momentum=0.9"}, marks=pytest.mark.deep),
+        pytest.param({"compute_dtype": "float16", "lr_schedule": "cosine", "max_steps": 9}, marks=pytest.mark.deep),
+    ],
+)
+def test_rows_that_are_updated_when_they_are_read_have_the_bits_of_dense_updates(
+    more: dict[str, Any], model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Unclipped: squares of a norm are summed in another order. A large table, of which a step touches some rows."""
+    path, adapter = model_dir("llama", "bfloat16"), "table:rows=1024,layers=1+3,top=2"
+    found = {}
+    for policy in ("exact", "dense"):
+        options: dict[str, Any] = {"compute_dtype": "bfloat16", "max_grad_norm": None, "adjust": SPLIT, **more}
+        found[policy] = trained(path, tmp_path / policy, f"{adapter},policy={policy}", **options)
+    (losses, tensors), (expected, wanted) = found["exact"], found["dense"]
+    assert losses == expected
+    assert tensors.keys() == wanted.keys()
+    for key, want in wanted.items():
+        assert torch.equal(tensors[key], want), f"{key} differs"
+        assert "keys" in key or 0 < (want != 0).any(dim=1).sum() < len(want), "some rows were read, and others never"
+
+
 @pytest.mark.parametrize("placement", FAR_PLACEMENTS)
 def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, options = model_dir("llama", "bfloat16"), dict(FAR_PLACEMENTS[placement])

@@ -20,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = (
         "tied, immediate": {"model": "llama-tied"},
         "lora": {"model": "llama", "adapter": "lora:rank=4", "max_grad_norm": 0.5},
         "dora": {"model": "llama", "adapter": "dora:rank=4"},
-        "table": {"model": "llama", "adapter": "table:rows=36,layers=1+3,top=5", "max_grad_norm": 0.5},
+        "table": {"model": "llama", "adapter": "table:rows=36,layers=1+3,top=5,policy=dense", "max_grad_norm": 0.5},
         "a device of its own": {"model": "llama-tied", "max_grad_norm": 0.5, "device_memory": "1GiB"},
         "float16": {"model": "llama", "compute_dtype": "float16"},
         "float32": {"model": "llama", "compute_dtype": "float32", "max_grad_norm": 0.5},

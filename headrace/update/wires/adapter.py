@@ -17,12 +17,15 @@ from headrace.terms.adapter import Dora, Lora
 from headrace.terms.contradictions import refuse_adapters_and_parts
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.optimizer import Optimizer
-from headrace.terms.row_table import Table
+from headrace.terms.row_table import DENSE, Table, TableFigures
+from headrace.update.lazy_rows import refuse_other_rules
+from headrace.update.rules.table import rule_of
 from headrace.update.wire import Content, ReadTrained, Sink, Wire
 
 if TYPE_CHECKING:
     from headrace.model import Chain, Checkpoint
     from headrace.model.beside import Beside, StoredBeside
+    from headrace.model.row_tables import RowTables
 
 
 @dataclass(frozen=True)
@@ -133,21 +136,50 @@ class RowTableWire(BesideWire):
     """Trains tables of rows beside feed-forward parts, and exports them with a module that loads them."""
 
     ways = (Table,)
+    settings: Table
 
     def _of(self, chain: "Chain") -> "Beside":
         from headrace.model.row_tables import RowTables
 
-        assert isinstance(self.settings, Table), "its way is the table's"
         return RowTables.of(chain.model, chain.layouts, self.settings, self.seed)
+
+    def refuse(self, optimizer: Optimizer) -> None:
+        """Refuse, too, to update rows by a rule that cannot catch up."""
+        super().refuse(optimizer)
+        if self.settings.policy != DENSE:
+            refuse_other_rules(rule_of(optimizer, "float32"))
+
+    def table(self, unit: int) -> TableFigures | None:
+        """Return what a plan knows of a unit's table."""
+        return self._tables.table(unit)
+
+    def stored(self, read_trained: ReadTrained) -> "StoredBeside":
+        """Return the tables and their newest values, all of them."""
+        from headrace.model.beside import StoredBeside
+
+        whole, flats = self._tables.whole(), dict[int, Tensor]()
+        for unit, layout in whole.layouts.items():
+            flats[unit] = torch.zeros(layout.num_elements)
+            tensors = self._tables.tensors(unit, self._flat(read_trained, unit))
+            for spec in layout.parameters:
+                pieces = [torch.from_numpy(piece).flatten() for piece in tensors[spec.name]]
+                torch.cat(pieces, out=part(flats[unit], spec))
+        return StoredBeside(whole, flats)
+
+    @property
+    def _tables(self) -> "RowTables":
+        from headrace.model.row_tables import RowTables
+
+        tables = self.known
+        assert isinstance(tables, RowTables), "it made them"
+        return tables
 
     def export(self, content: Content, directory: Path) -> None:
         """Write the tables alone."""
         from headrace.model.row_table_files import write_tables
-        from headrace.model.row_tables import RowTables
 
-        read, tables = partial(self._flat, content.read_trained), self.known
-        assert isinstance(tables, RowTables), "it made them"
-        write_tables(directory, tables, content.chain, content.weights, read, content.notes)
+        read = partial(self._flat, content.read_trained)
+        write_tables(directory, self._tables, content.chain, content.weights, read, content.notes)
 
 
 def _views(layout: UnitLayout, flat: Tensor) -> Mapping[str, Tensor]:

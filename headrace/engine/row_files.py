@@ -1,0 +1,58 @@
+"""The files of tables whose rows are read and updated one by one: one for each table, in the folders of a run's state.
+
+Invariant: a file holds rows of zeros until a commit record names what was written to it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from headrace.files import BlockFile, DirectFile
+from headrace.model.row_tables import RowTables
+from headrace.store import StateStore
+from headrace.terms.errors import RunDirectoryError
+from headrace.update.lazy_rows import AppliedUpdates, LazyRows
+from headrace.update.rule import UpdateRule
+from headrace.update.table_rows import ROWS, Table, TableRows, row_layout
+from headrace.update.wire import Wire
+
+
+def open_rows(wire: Wire, store: StateStore, rule: UpdateRule | None) -> TableRows | None:
+    """Return the rows of a run's tables as its last commit left them, and let its blocks take them; None if it has none.
+
+    A new run's files are made. `rule` updates what lies beside frozen weights.
+
+    Raises:
+        DiskFull: there is no space for a table.
+        RunDirectoryError: a file with rows that were committed is missing.
+    """
+    tables = wire.adapters
+    if not isinstance(tables, RowTables) or not tables.by_rows:
+        return None
+    assert rule is not None, "tables are trained families"
+    record: Mapping[str, Any] = store.record.get(ROWS) or {"learning_rates": (), "histories": {}}
+    found: dict[int, Table] = {}
+    try:
+        for number, unit in enumerate(tables.places):
+            lazy = LazyRows(rule, tables.groups[unit][1], tables.groups[unit][0])
+            history = tuple((session, update) for session, update in record["histories"].get(str(unit), ()))
+            file = _file(store, number, unit, row_layout(tables.settings.rows, tables.width, rule.planes).file_bytes, history)
+            found[unit] = Table.on(file, lazy, tables.settings.rows, tables.width, history)
+    except BaseException:
+        TableRows(found, AppliedUpdates()).close()
+        raise
+    rows = TableRows(found, AppliedUpdates(record["learning_rates"]))
+    tables.serve(rows)
+    return rows
+
+
+def _file(store: StateStore, number: int, unit: int, num_bytes: int, history: object) -> BlockFile:
+    """Return the file of a unit's rows; tables take turns on the drives."""
+    paths = store.manifest.data_paths()
+    path = paths[number % len(paths)].with_name(f"rows.{unit}")
+    if path.exists():
+        file = DirectFile.open(path)
+        file.extend(num_bytes)  # a creation may have been cut short
+        return file
+    if history:
+        raise RunDirectoryError(f"{path}: the rows of a table are missing; mount that drive or restore the file")
+    return DirectFile.create(path, num_bytes)
