@@ -9,6 +9,7 @@ from typing import Any
 from headrace.files import BlockFile, DirectFile
 from headrace.model.row_tables import RowTables
 from headrace.store import StateStore
+from headrace.store.run_folders import ROWS_NAME
 from headrace.terms.errors import RunDirectoryError
 from headrace.update.lazy_rows import AppliedUpdates, LazyRows
 from headrace.update.rule import UpdateRule
@@ -48,7 +49,7 @@ def open_rows(wire: Wire, store: StateStore, rule: UpdateRule | None) -> TableRo
 def _file(store: StateStore, number: int, unit: int, num_bytes: int, history: object) -> BlockFile:
     """Return the file of a unit's rows; tables take turns on the drives."""
     paths = store.manifest.data_paths()
-    path = paths[number % len(paths)].with_name(f"rows.{unit}")
+    path = paths[number % len(paths)].with_name(f"{ROWS_NAME}{unit}")
     if path.exists():
         file = DirectFile.open(path)
         file.extend(num_bytes)  # a creation may have been cut short

@@ -55,7 +55,7 @@ class Engine(Scoring, Closing):
         self._closers.callback(self._meter.close)
         self._steps: Steps | None = None
         self._hits, self.export_notes = HitRate(), run.subject.export_notes
-        self._traffic = Traffic(self.store)  # what an import or a verification moved before this belongs to no step
+        self._traffic = Traffic(self.store, run.rows)  # what an import or a verification moved before this belongs to no step
         self._closed = False
 
     @classmethod

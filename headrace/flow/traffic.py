@@ -2,13 +2,17 @@
 
 from headrace.store import StateStore
 from headrace.terms.events import Flushed
+from headrace.update.table_rows import TableRows
 
 
 class Traffic:
-    """Bytes and CPU seconds of `store` since the last question, or, before the first one, since this object was made."""
+    """Bytes and CPU seconds of `store`, and bytes of `rows` of tables, since the last question.
 
-    def __init__(self, store: StateStore) -> None:
-        self._store = store
+    Before the first one it is since this object was made.
+    """
+
+    def __init__(self, store: StateStore, rows: TableRows | None = None) -> None:
+        self._store, self._rows = store, rows
         self._before = self._now()
 
     def moved(self) -> Flushed:
@@ -18,4 +22,6 @@ class Traffic:
         return Flushed(bytes_read={"ssd": int(read)}, bytes_written={"ssd": int(written)}, io_cpu_seconds=seconds)
 
     def _now(self) -> tuple[int, int, float]:
-        return self._store.bytes_read, self._store.bytes_written, self._store.io_cpu_seconds
+        store, rows = self._store, self._rows
+        read, written = (rows.bytes_read, rows.bytes_written) if rows is not None else (0, 0)
+        return store.bytes_read + read, store.bytes_written + written, store.io_cpu_seconds

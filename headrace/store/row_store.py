@@ -28,6 +28,7 @@ from headrace.terms.sizes import round_up
 
 History = tuple[tuple[int, int], ...]  # session and its last committed update, oldest first
 
+_RUN_BYTES = 4 << 20  # adjacent pages that are read together
 _WORD_BYTES = 8
 _HEADER_WORDS = 5
 _VIRGIN = (-1, 0)  # the rank of a page that was never written
@@ -91,6 +92,7 @@ class RowStore:
             raise StorageError(f"{file.path}: {layout.file_bytes} bytes expected, found {file.size_bytes}")
         self._file, self.layout, self._history = file, layout, history
         self._sealed: History | None = None
+        self.bytes_read = self.bytes_written = 0
         self._update = -1  # the last one written in this session
         self._begin()
 
@@ -107,9 +109,10 @@ class RowStore:
         count = numbers.size * layout.rows_per_page
         free, seen = np.empty(numbers.size, np.int64), np.empty(count, np.int64)
         rows = np.empty((count, layout.row_bytes), np.uint8)
-        for start, run in _runs(numbers):
+        for start, run in _runs(numbers, max(1, _RUN_BYTES // (2 * layout.page_bytes))):
             buffer = huge_page_buffer(run.size * 2 * layout.page_bytes)
             self._file.read_into(int(run[0]) * 2 * layout.page_bytes, buffer)
+            self.bytes_read += buffer.size
             for index, both in enumerate(buffer.reshape(run.size, 2, layout.page_bytes)):
                 at = slice((start + index) * layout.rows_per_page, (start + index + 1) * layout.rows_per_page)
                 place, free[start + index] = self._choose(int(run[index]), both)
@@ -133,6 +136,7 @@ class RowStore:
             words[1:_HEADER_WORDS] = checksum(words[_HEADER_WORDS:]), self._session, update, number
             words[0] = checksum(words[1:_HEADER_WORDS])
             self._file.write_from((2 * number + int(pages.free_places[index])) * self.layout.page_bytes, page)
+            self.bytes_written += page.size
         self._update = max(self._update, update)
 
     def seal(self) -> History:
@@ -206,10 +210,10 @@ def _is_whole(page: Bytes) -> bool:
     return checksum(words[_HEADER_WORDS:]) == int(words[1])
 
 
-def _runs(numbers: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Yield where each run of adjacent numbers begins, and the run."""
+def _runs(numbers: NDArray[np.int64], most: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield where each run of adjacent numbers begins, and the run, of which `most` are taken at a time."""
     start = 0
     for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
-        if run.size:
-            yield start, run
+        for first in range(0, run.size, most):
+            yield start + first, run[first : first + most]
         start += run.size

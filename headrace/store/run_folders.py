@@ -24,6 +24,8 @@ from headrace.terms.sizes import format_bytes
 OpenFile = Callable[[Path, int | None], BlockFile]
 
 OWNER_NAME = "owner.json"
+# How the names of files with rows of tables begin; what follows is the number of a unit.
+ROWS_NAME = "rows."
 _OWNER_NEW = OWNER_NAME + ".new"
 
 
@@ -198,7 +200,8 @@ def remove_folder(folder: Path) -> None:
         StorageError: something in it, or the folder itself, cannot be removed.
     """
     try:
-        for name in ("data", _OWNER_NEW, OWNER_NAME, LOCK_NAME):
+        rows = sorted(path.name for path in folder.glob(f"{ROWS_NAME}*"))
+        for name in ("data", *rows, _OWNER_NEW, OWNER_NAME, LOCK_NAME):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
     except FileNotFoundError:

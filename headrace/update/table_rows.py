@@ -131,6 +131,16 @@ class TableRows:
         self._tables, self.applied, self.most_held = dict(tables), applied, most_held
         self._lock = threading.Lock()
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of all pages that were read."""
+        return sum(table.store.bytes_read for table in self._tables.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all pages that were written."""
+        return sum(table.store.bytes_written for table in self._tables.values())
+
     def gather(self, unit: int, ids: Ids) -> NDArray[np.float32]:
         """Return the newest weights (n, width) of rows `ids`, which ascend.
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine.merging import merge_adapters
+from headrace.engine.sharded import ShardedEngine
 from headrace.engine.trainer import Engine
 from headrace.generate.generator import Generator
 from headrace.generate.opened import GenerationModel
@@ -125,9 +126,16 @@ def test_rows_that_are_updated_when_they_are_read_have_the_bits_of_dense_updates
         assert "keys" in key or 0 < (want != 0).any(dim=1).sum() < len(want), "some rows were read, and others never"
 
 
-@pytest.mark.parametrize("placement", FAR_PLACEMENTS)
+PLACEMENTS: dict[str, dict[str, Any]] = FAR_PLACEMENTS | {
+    "guessing that nothing is clipped": {
+        "adjust": {"update_policy": "speculative", "late_units": (2,), "resident_states": (), "speculation": None}
+    },
+}
+
+
+@pytest.mark.parametrize("placement", sampled(PLACEMENTS, list(PLACEMENTS)[1:]))
 def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    path, options = model_dir("llama", "bfloat16"), dict(FAR_PLACEMENTS[placement])
+    path, options = model_dir("llama", "bfloat16"), dict(PLACEMENTS[placement])
     losses, tensors = trained(path, tmp_path / "base", compute_dtype="bfloat16", adjust=SPLIT)
     more = options | {"adjust": SPLIT | options["adjust"]}
     again, others = trained(path, tmp_path / "other", compute_dtype="bfloat16", **more)
@@ -166,19 +174,35 @@ def test_what_is_saved_loads_with_its_own_module_and_answers(model_dir: Callable
     assert not (tmp_path / "merged").exists()
 
 
+def test_a_rule_that_runs_clipped_steps_again_updates_rows_once(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path, more = model_dir("llama"), {"optimizer": "lomo", "learning_rate": 1.0, "max_grad_norm": 1e-3}
+    losses, tensors = trained(path, tmp_path / "exact", f"{TABLE},policy=exact", **more)
+    expected, wanted = trained(path, tmp_path / "dense", f"{TABLE},policy=dense", **more)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for key, want in wanted.items():
+        torch.testing.assert_close(tensors[key], want, rtol=1e-4, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
+    with pytest.raises(ConfigError, match="table: updates of Adafactor cannot be replayed row by row"):
+        trained(path, tmp_path / "refused", optimizer="adafactor")
+
+
 def test_a_run_goes_on_with_its_tables(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
     more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
     options = headrace.Options(output=tmp_path / "run", adapter=TABLE, learning_rate=LR, **more)
     with Engine.open(path, options) as engine:
         engine.step(batch_of(ROWS, LENGTH, 0))
+    files = sorted(path.name for path in (tmp_path / "run").glob("headrace-*/rows.*"))
+    assert files == ["rows.2", "rows.4"]
     with Engine.resume(tmp_path / "run") as engine:
         engine.step(batch_of(ROWS, LENGTH, 1))
         engine.save_pretrained(tmp_path / "resumed")
     with Engine.open(path, replace(options, output=tmp_path / "unbroken")) as engine:
         for seed in range(2):
-            engine.step(batch_of(ROWS, LENGTH, seed))
+            moved = engine.step(batch_of(ROWS, LENGTH, seed)).bytes_read
+        assert moved["ssd"] >= 2 * 2 * 4096, "pages of both tables, in both places"
         engine.save_pretrained(tmp_path / "out")
+        engine.remove_state()
+    assert not list((tmp_path / "unbroken").glob("headrace-*"))
     assert (tmp_path / "resumed" / WEIGHTS).read_bytes() == (tmp_path / "out" / WEIGHTS).read_bytes()
 
 
@@ -199,6 +223,11 @@ def test_what_has_no_place_is_said_before_anything_is_written(
     with pytest.raises(ConfigError, match=re.escape(said)):
         Engine.open(model, headrace.Options(output=tmp_path / "run", adapter=adapter))
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_do_not_share_out_rows() -> None:
+    with pytest.raises(ConfigError, match="ranks do not share out rows; give policy=dense, or train on one machine"):
+        ShardedEngine.open("nothing is read", headrace.Options(adapter=TABLE))
 
 
 def test_tables_of_another_model_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
