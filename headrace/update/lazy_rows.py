@@ -33,7 +33,7 @@ def refuse_other_rules(rule: UpdateRule) -> ElementRule:
     if isinstance(rule, ElementRule) and rule.sums:
         return rule
     raise ConfigError(
-        f"rows of a table: updates of {rule.figures.name} cannot be replayed row by row: an element's update depends on more "
+        f"rows of a table: updates of {rule.figures.name} cannot be replayed row by row. An element's update depends on more "
         "than the element; use adamw with float32 moments, sgd or lion, or a table with policy=dense"
     )
 
