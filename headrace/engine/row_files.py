@@ -11,6 +11,7 @@ from headrace.model.row_tables import RowTables
 from headrace.store import StateStore
 from headrace.store.run_folders import ROWS_NAME
 from headrace.terms.errors import RunDirectoryError
+from headrace.terms.row_table import EXACT
 from headrace.update.lazy_rows import AppliedUpdates, LazyRows
 from headrace.update.rule import UpdateRule
 from headrace.update.table_rows import ROWS, Table, TableRows, row_layout
@@ -34,7 +35,8 @@ def open_rows(wire: Wire, store: StateStore, rule: UpdateRule | None) -> TableRo
     found: dict[int, Table] = {}
     try:
         for number, unit in enumerate(tables.places):
-            lazy = LazyRows(rule, tables.groups[unit][1], tables.groups[unit][0])
+            scale, decay = tables.groups[unit]
+            lazy = LazyRows(rule, decay, scale, replay=tables.settings.policy == EXACT)
             history = tuple((session, update) for session, update in record["histories"].get(str(unit), ()))
             file = _file(store, number, unit, row_layout(tables.settings.rows, tables.width, rule.planes).file_bytes, history)
             found[unit] = Table.on(file, lazy, tables.settings.rows, tables.width, history)

@@ -9,7 +9,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
 from headrace.terms.option_kinds import OneOf, Text, Whole
 
-EXACT, DENSE = "exact", "dense"
+EXACT, LAZY, DENSE = "exact", "lazy", "dense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +52,9 @@ class Table(GradientWay):
     top: int = option(32, Whole(1, 1 << 16), row="rows that a token reads")
     policy: str = option(
         EXACT,
-        OneOf((EXACT, DENSE)),
+        OneOf((EXACT, LAZY, DENSE)),
         row="`exact`: a step reads and writes the rows that it touches, and others catch up when they are read: the bits of "
-        "`dense`, which updates all rows in each step",
+        "`dense`, which updates all rows in each step. `lazy`: rows that no token reads stay as they are (SparseAdam)",
     )
 
     def __post_init__(self) -> None:

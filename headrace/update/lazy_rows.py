@@ -87,12 +87,17 @@ class Rows:
 class LazyRows:
     """The updates of a table's rows under one rule, one weight decay and one factor of the learning rate.
 
+    If it does not `replay`, rows miss the updates of steps that do not touch them: neither weight nor states change there, as
+    in torch's SparseAdam. That is another rule, and cheaper.
+
     Raises:
         ConfigError: the rule cannot be replayed by rows.
     """
 
-    def __init__(self, rule: UpdateRule, weight_decay: float = 0.0, learning_rate_scale: float = 1.0) -> None:
-        self._rule = refuse_other_rules(rule)
+    def __init__(
+        self, rule: UpdateRule, weight_decay: float = 0.0, learning_rate_scale: float = 1.0, *, replay: bool = True
+    ) -> None:
+        self._rule, self._replays = refuse_other_rules(rule), replay
         self._group = weight_decay, learning_rate_scale
 
     @property
@@ -101,7 +106,7 @@ class LazyRows:
         return self._rule.planes
 
     def catch_up(self, rows: Rows, applied: AppliedUpdates) -> None:
-        """Replay the updates that `rows` missed.
+        """Replay the updates that `rows` missed, if it does so at all.
 
         Raises:
             ConfigError: a row has seen more updates than were applied.
@@ -111,7 +116,7 @@ class LazyRows:
                 f"rows of a table: a row has seen update {rows.seen.max()}, but {applied.count} were applied; "
                 "read the rows as they were when that update was committed"
             )
-        late = np.flatnonzero((rows.seen < applied.count) & ~self._still(rows))
+        late = np.flatnonzero((rows.seen < applied.count) & ~self._still(rows) & self._replays)
         late = late[np.argsort(rows.seen[late], kind="stable")]
         at_once = max(1, _PIECE_BYTES // max(1, _ELEMENT_BYTES * rows.weight.shape[1]))
         for start in range(0, late.size, at_once):

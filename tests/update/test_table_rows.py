@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from update_planes import adamw
@@ -131,6 +132,25 @@ def test_a_power_cut_between_gather_and_write_leaves_the_last_commit(tmp_path_fa
         record, update = sealed, update + 1
         rows.committed()
     assert same(opened(supply.open_file(path, None), rule, record), dense)
+
+
+def test_without_replay_rows_are_those_of_torchs_sparse_adam():
+    rule, dice = adamw("float32"), np.random.default_rng(9)
+    table = Table.on(new_file(rule), LazyRows(rule, replay=False), ROWS, WIDTH)
+    rows, whole = TableRows({3: table}, AppliedUpdates()), torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
+    plain = torch.optim.SparseAdam([whole], lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    for update in range(1, 31):
+        ids = np.unique(dice.choice(ROWS, 6))
+        gradient = dice.standard_normal((ids.size, WIDTH)).astype(np.float32)
+        rows.gather(3, ids)
+        rows.add(3, ids, gradient)
+        rows.conclude(lambda unit, update=update: StepScalars(learning_rate=1e-2, update=update))
+        whole.grad = torch.sparse_coo_tensor(
+            torch.from_numpy(ids)[None], torch.from_numpy(gradient), whole.shape, check_invariants=False
+        )
+        plain.step()
+    found = torch.from_numpy(np.concatenate(list(rows.weights(3))))
+    torch.testing.assert_close(found, whole.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_rows_read_for_an_evaluation_are_not_kept_beyond_what_a_step_takes():
