@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     given = parser.parse_args()
     file = given.scratch / "row_tables.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
     for adapter, rate in WAYS:
         if not any((each["adapter"], each["rate"], each["steps"]) == (adapter, rate, given.steps) for each in found):
             found.append(run(given.model, adapter, rate, given.steps))
