@@ -96,6 +96,7 @@ def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wai
         display=Terminal(),
         secret=read_secret(secret),
         wait_seconds=wait_seconds,
+        model=Path(asked["model"]) if "model" in asked else None,
     )
 
 

@@ -170,11 +170,12 @@ def work(
     secret: bytes | None = None,
     wait_seconds: float = WAIT_SECONDS,
     asked: Mapping[str, Any] | None = None,
+    model: Path | None = None,
 ) -> int:
     """Compute for the node at `address` until its run is done, and return the number of steps computed here.
 
     `own` has this process's budgets. If the node is not there, it is waited for, up to `wait_seconds`. `asked` are options that
-    must be the node's (`asked_of`).
+    must be the node's (`asked_of`). A learner takes its `model`, if it is the node's.
 
     Raises:
         PeerLost: there has been no node for that long.
@@ -182,7 +183,7 @@ def work(
     """
     display = display or NoDisplay()
     seen, told = time.monotonic(), ""
-    with MemoryMeter() as meter, _Peer(address, own, name, display, secret, asked or {}) as me:
+    with MemoryMeter() as meter, _Peer(address, own, name, display, secret, asked or {}, model) as me:
         while True:
             try:
                 me.meet()
@@ -225,10 +226,17 @@ class _Peer(Closing):
     """
 
     def __init__(
-        self, address: Address, own: Options, name: str, display: Display, secret: bytes | None, asked: Mapping[str, Any]
+        self,
+        address: Address,
+        own: Options,
+        name: str,
+        display: Display,
+        secret: bytes | None,
+        asked: Mapping[str, Any],
+        model: Path | None,
     ) -> None:
         self._address, self._own, self._name, self._display = address, own, name, display
-        self._secret, self._asked, self._peer = secret, asked, nonce()
+        self._secret, self._asked, self._model, self._peer = secret, asked, model, nonce()
         self._learning: Learning | None = None
         self._steps = 0
 
@@ -268,7 +276,7 @@ class _Peer(Closing):
     def _learn(self, member: Member, generation: Generation) -> None:
         from headrace.runs.local_steps.learner import Learning  # late, because it imports the model library
 
-        self._learning = self._learning or Learning(self._own, self._display)
+        self._learning = self._learning or Learning(self._own, self._display, self._asked, self._model)
         self._learning.attend(member, generation)
 
     def _compute(self, generation: Generation) -> None:

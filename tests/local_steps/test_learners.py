@@ -22,8 +22,8 @@ from headrace.terms.run_options import NodeOptions, RunOptions
 class Learners:
     """Learners in threads of this process, each with a directory of its own; what one raises is raised by `join`."""
 
-    def __init__(self, folder: Path, number: int) -> None:
-        self._folder, self._number = folder, number
+    def __init__(self, folder: Path, number: int, model: Path | None = None) -> None:
+        self._folder, self._number, self._model = folder, number, model
         self._threads, self.errors = list[threading.Thread](), list[BaseException]()
 
     def hire(self, address: Address) -> None:
@@ -35,7 +35,7 @@ class Learners:
 
     def _work(self, address: Address, ssd: Path) -> None:
         try:
-            work(address, Options(host_memory="2GiB", ssd=(ssd,)), name=ssd.name, wait_seconds=5.0)
+            work(address, Options(host_memory="2GiB", ssd=(ssd,)), name=ssd.name, wait_seconds=5.0, model=self._model)
         except BaseException as error:
             self.errors.append(error)
 
@@ -45,11 +45,11 @@ class Learners:
         assert self.errors == []
 
 
-def run(config: NodeOptions, learners: int = 1) -> dict[str, torch.Tensor]:
+def run(config: NodeOptions, learners: int = 1, model: Path | None = None) -> dict[str, torch.Tensor]:
     """Run a node with learners to the end, and return the final weights."""
     folder = Path(str(config.output)).with_name(f"{Path(str(config.output)).name}-learners")
     folder.mkdir()
-    made = Learners(folder, learners)
+    made = Learners(folder, learners, model)
     finished = serve(config, silence_seconds=20.0, listening=made.hire)
     made.join()
     assert [list(each.iterdir()) for each in folder.iterdir()] == [[]] * learners, "learners leave nothing"
@@ -113,7 +113,12 @@ def test_every_method_learns_alone_and_meets(name: str, tmp_path: Path, options:
 @pytest.mark.deep
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 4), ("int8", 2)])
 def test_a_learner_moves_few_bytes_for_each_number_in_each_round(
-    dtype: str, width: int, tmp_path: Path, options: Callable[..., NodeOptions], monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    width: int,
+    tmp_path: Path,
+    place: Path,
+    options: Callable[..., NodeOptions],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moved, real = [0], Lane.send
 
@@ -127,6 +132,10 @@ def test_a_learner_moves_few_bytes_for_each_number_in_each_round(
         moved[0] = 0
         final = run(options(tmp_path / f"run-{merges}", max_steps=merges, local_steps=1, exchange_dtype=dtype))
         taken[merges] = moved[0]
+    moved[0] = 0
+    has_model = run(options(tmp_path / "run", max_steps=2, local_steps=1, exchange_dtype=dtype), model=place / "model")
+    assert moved[0] < taken[2] - (place / "model" / "model.safetensors").stat().st_size, "its own files are taken"
+    assert has_model.keys() == final.keys()
     numbers = sum(each.numel() for each in final.values())
     assert (taken[6] - taken[2]) / 4 <= 1.02 * width * numbers
 

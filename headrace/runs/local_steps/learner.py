@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.engine.learner import Learner
+from headrace.engine.worker import refuse_other_options
 from headrace.files.durable import write_whole
 from headrace.files.number_file import NumberFile
 from headrace.files.scratch import remove_tree
@@ -21,7 +22,7 @@ from headrace.net import Generation, Member
 from headrace.net.proof import nonce
 from headrace.report import Reporter
 from headrace.runs.engines import discard, state_of
-from headrace.runs.local_steps.talk import NODE, receive_batches, receive_files, receive_units, send_units
+from headrace.runs.local_steps.talk import NODE, receive_batches, receive_files, receive_units, send_units, sums_of
 from headrace.runs.protocols import Display, StateKind
 from headrace.store import RunLock
 from headrace.terms.closing import Closing
@@ -35,16 +36,19 @@ _OWN = ("host_memory", "device_memory", "machine", "ssd")
 
 
 class Learning(Closing):
-    """A learner's part of a run, over all its meetings with the node. `own` has this process's budgets.
+    """A learner's part of a run, over all its meetings with the node. `own` has this process's budgets. Options in `asked` must
+    be the node's. Its `model` is taken if it is the node's, which sends its own otherwise.
 
     Raises:
         ConfigError: no SSD is named.
     """
 
-    def __init__(self, own: Options, display: Display) -> None:
+    def __init__(
+        self, own: Options, display: Display, asked: Mapping[str, Any] | None = None, model: Path | None = None
+    ) -> None:
         if not own.budget.ssd:
             raise ConfigError("ssd: a learner keeps a run of its own; give --ssd DIRECTORY")
-        self._own, self._display = own, display
+        self._own, self._display, self._asked, self._model = own, display, asked or {}, model
         self._engine: Learner | None = None
         self._home: _Home | None = None
         self._at: dict[str, Any] = {}
@@ -62,10 +66,8 @@ class Learning(Closing):
         told = generation.down.receive_message(NODE)
         self._travel = TRAVELS[told["travel"]]
         home = self._home = self._home or _Home.of(self._own.budget.ssd[0], told["run_id"])
-        wants = not home.model.exists()
-        generation.up.send_message({"peer": home.peer, "wants_files": wants}, NODE)
-        if wants:
-            receive_files(generation.down, told["files"], home.model)
+        refuse_other_options(self._asked, told["options"])
+        self._get_model(home, generation, told["files"])
         engine = self._engine = self._engine or self._open(home, told["options"])
         generation.up.send_message({"digest": engine.masters.digest}, NODE)
         answer = generation.down.receive_message(NODE)
@@ -81,6 +83,25 @@ class Learning(Closing):
             reporter.close()
         engine.remove_state()
         home.remove()
+
+    def _get_model(self, home: "_Home", generation: Generation, files: Mapping[str, int]) -> None:
+        """Say who this is, and have the node's model in the learner's folder: its files, or a link to those that are here."""
+        words = {"peer": home.peer, "wants_files": not home.model.exists()}
+        words["wants_sums"] = words["wants_files"] and self._model is not None
+        generation.up.send_message(words, NODE)
+        if words["wants_sums"]:
+            assert self._model is not None, "there is one"
+            sums = generation.down.receive_message(NODE)
+            here = {name: self._model / name for name in sums if (self._model / name).is_file()}
+            words["wants_files"] = sums_of(here) != sums
+            if words["wants_files"]:
+                self._display.say(f"{self._model}: is another model than the node's, which is fetched")
+            else:
+                home.model.unlink(missing_ok=True)  # a link to what is gone
+                home.model.symlink_to(self._model.resolve())
+            generation.up.send_message(words, NODE)
+        if words["wants_files"]:
+            receive_files(generation.down, files, home.model)
 
     def _open(self, home: "_Home", options: Mapping[str, Any]) -> Learner:
         """Open the learner's run, or begin it with the model as the node began."""

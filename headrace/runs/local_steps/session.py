@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import numpy as np
 
 from headrace.net import Generation
 from headrace.runs.local_steps.broker import Broker, Work
-from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of
+from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of, sums_of
 from headrace.terms.errors import PeerLost
 from headrace.update.travel import Travel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Told:
     """What each learner is told first: the run, its options, and the files of its model."""
 
@@ -24,6 +25,11 @@ class Told:
     counts: tuple[int, ...]
     digest: str
     travel: Travel
+
+    @cached_property
+    def sums(self) -> dict[str, str]:
+        """Digests of the model's files, for learners that have the model already."""
+        return sums_of(self.files)
 
 
 class Session:
@@ -44,6 +50,9 @@ class Session:
         words |= {"total_steps": self._broker.total_steps, "travel": told.travel.name}
         self._down.send_message(words, LEARNER)
         answer = self._up.receive_message(LEARNER)
+        if answer["wants_sums"]:
+            self._down.send_message(told.sums, LEARNER)
+            answer = self._up.receive_message(LEARNER)
         if answer["wants_files"]:
             send_files(self._down, told.files)
         with self._broker.learner(str(answer["peer"])) as number:

@@ -3,6 +3,7 @@
 Invariant: only JSON and flat arrays; nothing is unpickled.
 """
 
+import hashlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,16 @@ def receive_batches(lane: Lane) -> list[dict[str, torch.Tensor]]:
 def sizes_of(files: Mapping[str, Path]) -> dict[str, int]:
     """Return the bytes of files by name."""
     return {name: path.stat().st_size for name, path in files.items()}
+
+
+def sums_of(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return digests of the files that say what a model is: its configuration and its weights."""
+    found = {}
+    for name, path in files.items():
+        if name == "config.json" or path.suffix == ".safetensors":
+            with path.open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def send_files(lane: Lane, files: Mapping[str, Path]) -> None:
