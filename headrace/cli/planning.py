@@ -32,6 +32,7 @@ from headrace.terms.packed_rows import PackedRows
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.update.going_on import going_on
 
 # The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
@@ -92,7 +93,7 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | LocalRepor
         StorageError: an SSD directory cannot be used.
     """
     here, model = options.machine is None, str(options.model)
-    options = with_lengths_of_plan(options)
+    options = going_on(with_lengths_of_plan(options))
     if here:
         options = replace(options, ssd=options.ssd or (Path.cwd(),))
         options = replace(options, machine=_measured_machine(options))

@@ -33,6 +33,7 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
 from headrace.terms.options import Options
 from headrace.terms.packed_rows import PackedRows
+from headrace.update.going_on import going_on
 from headrace.update.table_rows import TableRows
 
 Measure = Callable[[Plan, Machine], Ceilings | None]
@@ -122,6 +123,7 @@ def begin(
     """
     whole = whole or Whole()
     ssd = options.budget.ssd
+    options = going_on(options)
     machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
     if machine is not None:
         options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))
@@ -136,6 +138,7 @@ def begin(
         seams = replace(seams_of(options), fleet=fleet) if fleet else seams
         planned = planned_options(options) if fleet else options
         subject = _subject(closers, model, planned, seams, lambda files: not fleet and lie_together(files, directories))
+        subject.use_wire(subject.seams.wire.begun(subject.chain, subject.weights))
         ways = replace(ways, packed=whole.packed, groups_only=fleet is not None, head_passes=subject.head_passes)
         planner = RunPlanner(planned, subject.planned, ways)
         beside = Beside.models(options.models_at_once, whole.final, subject.finished_bytes) if whole.final else None

@@ -14,6 +14,7 @@ from typing import Any
 from headrace.model.adapter_targets import is_target
 from headrace.terms.adapter import ALL_LINEAR, Dora, Lora
 from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.named import plain_number
 
 CONFIG_NAME = "adapter_config.json"
 # Keys whose values decide what is computed.
@@ -112,6 +113,29 @@ class AdapterConfig:
             layer_lists=_one_or_more(_names(found, "layers_pattern", regex=True)),
             starts_at_random=found.get("init_lora_weights", True) in _RANDOM,
         )
+
+    def words(self) -> dict[str, str]:
+        """Return the settings with which Headrace trains on, by their names in the option `adapter`.
+
+        Raises:
+            ConfigError: there are no such settings; the message names the key.
+        """
+        lists = {"target_modules": self.modules, "exclude_modules": self.excluded}
+        by_pattern = next((key for key, value in lists.items() if isinstance(value, str) and value.lower() != ALL_LINEAR), None)
+        many = {"rank_pattern": self.ranks, "alpha_pattern": self.alphas, "layers_to_transform": self.layers}
+        if wrong := by_pattern or next((key for key, value in many.items() if value), None):
+            raise ConfigError(
+                f"{wrong} of {CONFIG_NAME} has no counterpart in training; merge the adapter, and train the result"
+            )
+        if self.modules is None and not self.parameters:
+            raise ConfigError(f"{CONFIG_NAME} names no target_modules; add them there")
+        rank = self.settings.rank
+        parameters = [name.removesuffix(".weight") for name in self.parameters]
+        targets = [ALL_LINEAR, *parameters] if isinstance(self.modules, str) else [*(self.modules or ()), *parameters]
+        found = {"rank": rank, "alpha": self.scale("", rank) * rank, "target_modules": "+".join(targets)}
+        if self.excluded:
+            found["exclude_modules"] = "+".join(self.excluded)
+        return {key: plain_number(str(value)) for key, value in found.items()}
 
     def rank(self, name: str) -> int:
         """Return the rank of the adapter of what is called `name` in the stored model."""

@@ -89,6 +89,12 @@ class Adapters(Beside):
         return cls(settings=settings, seed=seed, products=every, layouts=placed, notes=notes)
 
     @property
+    def ranks_and_scales(self) -> dict[str, str]:
+        """What each module is adapted by, in words."""
+        every = (each for found in self.products.values() for each in found)
+        return {each.name: f"of rank {each.rank}, times {each.scale:g}" for each in every}
+
+    @property
     def dropout(self) -> float:
         """The share of a matrix's inputs that its adapter does not see in a step."""
         return self.settings.dropout
@@ -239,9 +245,11 @@ def _as_product(product: Product, weight: Tensor) -> Tensor:
 
 
 def _lay_out(layout: UnitLayout, products: Sequence[Product], settings: Lora) -> UnitLayout:
-    """Place a unit's adapters; each is decayed and learns as the matrix beside it would."""
-    groups = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
-    of_matrix = {spec.name: groups[spec.group] for spec in layout.parameters}
+    """Place a unit's adapters; each is decayed and learns as the matrix beside it would. In the model's own files matrices have
+    no groups, and adapters are only read.
+    """
+    groups = dict(enumerate((group.learning_rate_scale, group.weight_decay) for group in layout.groups))
+    of_matrix = {spec.name: groups.get(spec.group, (1.0, 0.0)) for spec in layout.parameters}
     parameters = [
         (f"{each.name}.{end}", shape, (of_matrix[each.parameter][0], 0.0) if end == MAGNITUDE else of_matrix[each.parameter])
         for each in products

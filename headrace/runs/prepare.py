@@ -20,6 +20,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
 from headrace.terms.run_options import NodeOptions, RunOptions
 from headrace.update.combinations import refuse_combination
+from headrace.update.going_on import going_on
 
 _NAME_BYTES = 143  # the longest name in an encrypted home directory; elsewhere 255 bytes are allowed
 
@@ -35,7 +36,7 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     directory.check_new()
     refuse_evaluation_of_nothing(config)
     refuse_combination(config, at_node=isinstance(config, NodeOptions) and config.local_steps is None)
-    config = with_lengths(with_lengths_of_plan(config))
+    config = going_on(with_lengths(with_lengths_of_plan(config)))
     if ssd := config.budget.ssd:
         # The engine checks again, with the space that it needs; but nobody should tokenise for an hour to hear about a misspelt
         # path.

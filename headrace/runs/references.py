@@ -22,6 +22,7 @@ from headrace.data.open_data import tensors_of
 from headrace.losses import loss_of
 from headrace.runs.evaluating import Evaluations
 from headrace.runs.protocols import RunningEngine
+from headrace.terms.adapter import Lora, adapter_of
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.run_options import RunOptions
 
@@ -130,7 +131,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _digest(config: RunOptions, data: str) -> str:
     """Return a digest of what decides the numbers: model, samples, their order in batches, length, dtype, adapter."""
-    files = sorted(path for path in config.model.glob("*") if path.suffix in (".json", ".safetensors", ".bin"))
+    adapter = adapter_of(config.adapter) if config.adapter else None
+    begun = [Path(adapter.from_)] if isinstance(adapter, Lora) and adapter.from_ else []  # the reference has it, too
+    found = (path for folder in (config.model, *begun) for path in folder.glob("*"))
+    files = sorted(path for path in found if path.suffix in (".json", ".safetensors", ".bin"))
     stamps = [(path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
     parts: list[Any] = [config.model, stamps, data, config.compute_dtype, config.sequence_length, config.adapter]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]

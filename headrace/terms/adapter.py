@@ -45,6 +45,13 @@ class Lora(GradientWay):
         words="none",
     )
 
+    from_: str | None = option(
+        None,
+        Text(),
+        row="directory of an adapter in PEFT's files with which training begins; it decides the settings that are not given",
+        words="none",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("target_modules", "exclude_modules"):

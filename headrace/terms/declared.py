@@ -83,6 +83,11 @@ class Declaration:
     setting: Setting | None
 
     @property
+    def word(self) -> str:
+        """What the user calls it as a setting of something with a name; `from_` is `from`, which Python keeps for itself."""
+        return self.key.rstrip("_")
+
+    @property
     def flag(self) -> str | None:
         """The option on the command line."""
         return f"--{self.key.replace('_', '-')}" if self.on_command_line and self.kind.cli is not None else None
@@ -97,7 +102,7 @@ class Declaration:
         """The line of the table in the docs."""
         begins = self.help[:1] if self.help[1:2].isupper() else self.help[:1].lower()  # "GPU memory" keeps its capitals
         meaning = self.row or begins + self.help[1:].rstrip(".")
-        return f"| `{self.key}` | {self.default_words} | {meaning} |"
+        return f"| `{self.word}` | {self.default_words} | {meaning} |"
 
     @property
     def command_help(self) -> str:

@@ -26,8 +26,8 @@ class Named(Declared):
     @property
     def text(self) -> str:
         """The name and those settings that have another value than their default, as the user gives them."""
-        found = {each.key: getattr(self, each.key) for each in self.settings() if getattr(self, each.key) != each.default}
-        return named_text(self.name, {key: _plain_number(str(value)) for key, value in found.items()})
+        found = {each.word: getattr(self, each.key) for each in self.settings() if getattr(self, each.key) != each.default}
+        return named_text(self.name, {key: plain_number(str(value)) for key, value in found.items()})
 
 
 def read_named(option: str, text: str, kinds: Iterable[type[_Kind]], **given: Any) -> _Kind:
@@ -40,13 +40,13 @@ def read_named(option: str, text: str, kinds: Iterable[type[_Kind]], **given: An
     by_name = {kind.name: kind for kind in kinds}
     if name not in by_name:
         raise ConfigError(f"{option}: {name!r} is not one of {', '.join(by_name)}")
-    known = [each.key for each in by_name[name].settings()]
+    known = {each.word: each.key for each in by_name[name].settings()}
     for key in settings:
         if key not in known:
             has = f"has the settings {', '.join(known)}" if known else "has none"
             raise ConfigError(f"{option}: {key!r} is no setting of {name}, which {has}")
     try:
-        return by_name[name](**given | settings)
+        return by_name[name](**given | {known[word]: value for word, value in settings.items()})
     except ConfigError as error:
         raise ConfigError(f"{option}: {name}: {error}") from error
 
@@ -67,7 +67,7 @@ def parse_named(option: str, text: str) -> tuple[str, dict[str, str]]:
         if not (key and equals and value) or key in settings:
             wrong = "stands twice" if key in settings else "has no value"
             raise ConfigError(f"{option}: in {text!r} the setting {key!r} {wrong}; expected NAME or NAME:KEY=VALUE,KEY=VALUE")
-        settings[key] = _plain_number(value)
+        settings[key] = plain_number(value)
     return name, settings
 
 
@@ -77,7 +77,7 @@ def named_text(name: str, settings: Mapping[str, str]) -> str:
     return f"{name}:{words}" if words else name
 
 
-def _plain_number(text: str) -> str:
+def plain_number(text: str) -> str:
     """Return a number as Python writes it, so that equal settings are equal words; other text stays as it is."""
     try:
         number = float(text)

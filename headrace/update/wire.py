@@ -160,6 +160,14 @@ class Wire:
         """
         return self
 
+    def begun(self, chain: "Chain", weights: "WeightMap") -> "Wire":
+        """Return the wire of a run that begins, with the first numbers that it has from elsewhere.
+
+        Raises:
+            InputError: these cannot be read, or are not for this model.
+        """
+        return self
+
     @property
     def name(self) -> str:
         """The wire's name in a run's record. A run keeps the wire that it began with."""

@@ -5,7 +5,7 @@ The model's code is imported once a chain is there: choices that exclude one ano
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headrace.terms.adapter import Dora, Lora
 from headrace.terms.contradictions import refuse_adapters_and_parts
+from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.optimizer import Optimizer
 from headrace.terms.row_table import DENSE, Table, TableFigures
@@ -23,7 +24,7 @@ from headrace.update.rules.table import rule_of
 from headrace.update.wire import Content, ReadTrained, Sink, Wire
 
 if TYPE_CHECKING:
-    from headrace.model import Chain, Checkpoint
+    from headrace.model import Chain, Checkpoint, WeightMap
     from headrace.model.beside import Beside, StoredBeside
     from headrace.model.row_tables import RowTables
 
@@ -37,6 +38,8 @@ class BesideWire(Wire):
     settings: Lora | Table
     seed: int = 0
     adapters: "Beside | None" = None
+    # First numbers from elsewhere, by unit and name, until they are taken.
+    first: dict[int, Mapping[str, Tensor]] = field(default_factory=dict, compare=False)
 
     def of(self, chain: "Chain") -> Self:
         """Return the wire of what is beside a chain's blocks; itself, if it knows that.
@@ -74,9 +77,11 @@ class BesideWire(Wire):
             self.known.release(unit)
 
     def first_weights(self, unit: int, layout: UnitLayout, trained: UnitLayout, weights: Tensor) -> Tensor:
-        """Return adapters that change nothing yet."""
+        """Return adapters that change nothing yet, or that are gone on from."""
         first = weights.new_empty(trained.num_elements)
         self.known.first(unit, trained, _views(layout, weights), first)
+        for name, values in self.first.pop(unit, {}).items():
+            _views(trained, first)[name].copy_(values)
         return first
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
@@ -120,6 +125,30 @@ class AdapterWire(BesideWire):
 
         assert isinstance(self.settings, Lora), "its ways are LoRA's"
         return Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed, chain.stored_type)
+
+    def begun(self, chain: "Chain", weights: "WeightMap") -> Self:
+        """Return the wire with the numbers of the adapter that it goes on from.
+
+        Raises:
+            ModelError: this has no files that can be read, or is of another model.
+            ConfigError: it has other matrices than are to be trained.
+        """
+        from headrace.model.adapter_reading import read_adapters
+        from headrace.model.adapters import Adapters
+
+        assert isinstance(self.settings, Lora), "its ways are LoRA's"
+        if self.settings.from_ is None:
+            return self
+        directory = Path(self.settings.from_)
+        stored = read_adapters(directory, chain, weights)
+        assert isinstance(stored.adapters, Adapters), "it reads them"
+        assert isinstance(self.known, Adapters), "it made them"
+        theirs, ours = stored.adapters.ranks_and_scales, self.known.ranks_and_scales
+        if theirs != ours:
+            name = min(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+            found, asked = theirs.get(name, "not there"), ours.get(name, "not trained")
+            raise ConfigError(f"adapter: from: {name} is {asked}, and in {directory} it is {found}; leave the settings out")
+        return replace(self, first={unit: _views(stored.adapters.layouts[unit], flat) for unit, flat in stored.flats.items()})
 
     def export(self, content: Content, directory: Path) -> None:
         """Write the adapters alone, as PEFT's files."""
