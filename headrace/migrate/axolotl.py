@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from headrace.migrate import preferences
 from headrace.migrate.source import Source, refuse
 from headrace.migrate.training_arguments import (
     LOGGED,
@@ -113,18 +114,22 @@ def translate(source: Source) -> None:
     Raises:
         ConfigError: it asks for a loss, a method or data that this version does not train.
     """
-    refuse_other_tasks(source, "rl", ())
+    rl = source.values.get("rl")
+    refuse_other_tasks(source, "rl", ("dpo", "ipo", "orpo", "kto"))
     refuse_methods(source, _REFUSED)
     source.rename("base_model", "model")
     _take_data(source)
     length = int(source.take("sequence_len", 512))
     source.set("sequence_length", length, "sequence_len")
     source.set("packing", bool(source.take("sample_packing", False)), "sample_packing")
+    if rl:
+        _take_loss(source, rl)
+    row = 2 * length if rl else length
     if source.has("batch_size") and not source.has("gradient_accumulation_steps"):
-        take_rows(source, "batch_size", 1, length)
+        take_rows(source, "batch_size", 1, row)
         source.take("micro_batch_size")
     else:
-        take_rows(source, "micro_batch_size", 1, length)
+        take_rows(source, "micro_batch_size", 1, row)
     source.rename("learning_rate", "learning_rate", float)
     source.set("epochs", float(source.take("num_epochs", 1)), "num_epochs")
     source.rename("max_steps", "max_steps", int)
@@ -139,7 +144,17 @@ def translate(source: Source) -> None:
         source.set("eval_split", held_out, "val_set_size")
     source.rename("output_dir", "output")
     _take_adapter(source)
-    source.finish(_REASONS)
+    source.finish(_REASONS | preferences.REASONS)
+
+
+def _take_loss(source: Source, rl: str) -> None:
+    """Take the loss of preferences that `rl` names."""
+    if rl == "kto":
+        weights = {"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"}
+        preferences.take_labels(source, "rl", "rl_beta", weights)
+        return
+    beta = "orpo_alpha" if rl == "orpo" else "dpo_beta" if source.has("dpo_beta") else "rl_beta"
+    preferences.take_preferences(source, "rl", beta, {"label_smoothing": "dpo_label_smoothing"})
 
 
 def _take_adapter(source: Source) -> None:

@@ -1,4 +1,4 @@
-"""Losses over pairs as other trainers name them: DPO with its kinds, ORPO, SimPO. A step counts both completions of a pair."""
+"""Losses of preferences as other trainers name them: DPO with its kinds, ORPO, SimPO, KTO. A pair counts as two rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +9,8 @@ _OF_DPO = ("sigmoid", "ipo", "hinge")
 # What adds to the loss, or computes it otherwise.
 _OTHERS = (
     "discopop_tau",
+    "dpo_norm_loss",
+    "dpo_use_weighting",
     "f_alpha_divergence_coef",
     "f_divergence_type",
     "ld_alpha",
@@ -33,6 +35,23 @@ REASONS = {
 }
 
 
+WEIGHTS = {"desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight"}
+
+
+def take_labels(source: Source, kind_key: str, beta_key: str, weights: Mapping[str, str]) -> None:
+    """Take KTO. `weights` are the file's keys by ours.
+
+    Raises:
+        ConfigError: it is another loss of labelled completions.
+    """
+    if (kind := source.take(kind_key, "kto")) != "kto":
+        raise refuse(kind_key, kind, "is not trained by this version; kto is")
+    words = {"beta": float(source.take(beta_key, 0.1))}
+    words |= {ours: float(source.take(theirs, 1.0)) for ours, theirs in weights.items()}
+    source.set("loss", f"kto:{','.join(f'{key}={_plain(value)}' for key, value in words.items())}", beta_key)
+    source.notes.append("tokens_per_step: each completion counts twice, once with another prompt; data have a label")
+
+
 def take_preferences(source: Source, kind_key: str, beta_key: str, settings: Mapping[str, str]) -> None:
     """Take the loss of pairs that `kind_key` names: `sigmoid`, `ipo`, `hinge`, `orpo` or `simpo`.
 
@@ -47,6 +66,7 @@ def take_preferences(source: Source, kind_key: str, beta_key: str, settings: Map
             raise refuse(key, value, "changes the loss in a way that this version does not have")
     named = source.take(kind_key, "sigmoid")
     kind = str(named[0] if isinstance(named, list) and len(named) == 1 else named)
+    kind = {"dpo": "sigmoid"}.get(kind, kind)
     if kind not in (*_OF_DPO, "orpo", "simpo"):
         raise refuse(kind_key, kind, "is not trained by this version; sigmoid, ipo, hinge, orpo and simpo are")
     words: dict[str, Any] = {"beta": float(source.take(beta_key, 0.1))}

@@ -1,5 +1,5 @@
-"""TRL's YAML for `trl sft` and `trl dpo` (and the recipes of the alignment handbook): script, model and training arguments in
-one file.
+"""TRL's YAML for `trl sft`, `trl dpo` and `trl kto` (and the recipes of the alignment handbook): script, model and training
+arguments in one file.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from headrace.migrate.training_arguments import (
 
 NAME = "trl"
 
-_OF_OTHER_TRAINERS = ("reward_funcs", "num_generations", "desirable_weight", "undesirable_weight", "cpo_alpha", "simpo_gamma")
+_OF_OTHER_TRAINERS = ("reward_funcs", "num_generations", "cpo_alpha", "simpo_gamma")
 _REASONS = (
     REASONS
     | preferences.REASONS
@@ -50,7 +50,7 @@ def recognises(values: Mapping[str, Any]) -> bool:
 
 
 def translate(source: Source) -> None:
-    """Translate a file of `trl sft` or `trl dpo`.
+    """Translate a file of `trl sft`, `trl dpo` or `trl kto`.
 
     Raises:
         ConfigError: it is one of another trainer of TRL's.
@@ -81,7 +81,10 @@ def translate(source: Source) -> None:
 
 
 def _take_loss(source: Source) -> bool:
-    """Take the loss of `trl dpo`, which a file shows by its keys; return whether it is one."""
+    """Take the loss of `trl dpo` or `trl kto`, which a file shows by its keys; return whether it is one."""
+    if source.values.get("loss_type") == "kto" or any(source.has(key) for key in preferences.WEIGHTS.values()):
+        preferences.take_labels(source, "loss_type", "beta", preferences.WEIGHTS)
+        return True
     if source.values.get("loss_type") in ("nll", "dft"):
         return False
     if not any(source.has(key) for key in ("beta", "loss_type", "max_prompt_length")):

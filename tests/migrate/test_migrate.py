@@ -177,6 +177,32 @@ def test_trl_dpo(file: Callable[..., Path]) -> None:
 @pytest.mark.parametrize(
     ("words", "loss"),
     [
+        ("rl: dpo\n", "dpo:beta=0.1,loss_type=sigmoid"),
+        ("rl: ipo\nrl_beta: 0.2\n", "dpo:beta=0.2,loss_type=ipo"),
+        ("rl: orpo\norpo_alpha: 0.3\n", "orpo:beta=0.3"),
+        ("rl: kto\nkto_undesirable_weight: 0.2\n", "kto:beta=0.1,desirable_weight=1,undesirable_weight=0.2"),
+    ],
+)
+def test_axolotl_preferences(words: str, loss: str, file: Callable[..., Path]) -> None:
+    text = f"base_model: m\nsequence_len: 256\nmicro_batch_size: 4\ndatasets: [{{path: d}}]\n{words}"
+    found = migrate(file(text))
+    assert found.options["loss"] == loss
+    assert found.options["tokens_per_step"] == 4 * 2 * 256
+    assert "rl" not in found.left_out
+
+
+def test_trl_kto(file: Callable[..., Path]) -> None:
+    text = "model_name_or_path: m\ndataset_name: d\nbeta: 0.2\ndesirable_weight: 1.5\nper_device_train_batch_size: 4\n"
+    found = migrate(file(text))
+    assert found.options["loss"] == "kto:beta=0.2,desirable_weight=1.5,undesirable_weight=1"
+    assert found.options["tokens_per_step"] == 4 * 2 * 1024
+    with pytest.raises(ConfigError, match="apo_zero_unpaired' is not trained"):
+        migrate(file(text + "loss_type: apo_zero_unpaired\n"))
+
+
+@pytest.mark.parametrize(
+    ("words", "loss"),
+    [
         ("", "dpo:beta=0.1,loss_type=sigmoid"),
         ("pref_loss: hinge\npref_beta: 0.3\n", "dpo:beta=0.3,loss_type=hinge"),
         ("dpo_label_smoothing: 0.1\n", "dpo:beta=0.1,loss_type=sigmoid,label_smoothing=0.1"),
@@ -224,7 +250,7 @@ def test_what_is_written_is_read_as_the_same_options(text: str, file: Callable[.
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base_model: m\nrl: dpo", "rl: 'dpo' is not trained by this version"),
+        ("base_model: m\nrl: simpo", "rl: 'simpo' is not trained by this version"),
         ("base_model: m\nadapter: ia3", "adapter: 'ia3' is not an adapter that this version trains"),
         ("base_model: m\nqat: {weight_dtype: int8}", "qat: .* is not trained by this version"),
         ("model_name_or_path: m\nstage: ppo\ncutoff_len: 3", "stage: 'ppo' is not trained"),
