@@ -21,9 +21,9 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerF
 
 import headrace
 from headrace.compress.run import compress
-from headrace.generate.expert_plan import ExpertPlan
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import MicroBatch
+from headrace.plan.expert_plan import ExpertPlan
 from headrace.terms.budget import Budget
 from headrace.terms.compress_options import CompressOptions
 

@@ -29,7 +29,8 @@ class WeightBuffers:
     """The buffers of a plan, taken from one arena per tier; those of weights. Index them by an operation's slots.
 
     `host_weights[slot]` and `trained[unit]` (followed by its basis) are uint8 arrays; `sources[slot]`, from which weights are
-    made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them.
+    made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them. Buffers for single
+    experts hold one each, `in_round` of them for a slot (`flow/expert_loads.py`).
     """
 
     def __init__(self, plan: Placement, groups: Mapping[str, BufferGroup], machine: Machine) -> None:
@@ -44,6 +45,9 @@ class WeightBuffers:
         self._staging = self.take_host("staging")
         self._device_weights = [tensor.view(self.dtype) for tensor in self.take_compute("device_weights")]
         self.sources = self.take_compute("sources")
+        self.experts, self.cached_experts = self.take_host("experts"), self.take_host("cached_experts")
+        self.device_experts = [tensor.view(self.dtype) for tensor in self.take_compute("device_experts")]
+        self.expert_sources = self.take_compute("expert_sources")
         self.residents: dict[int, torch.Tensor] = {}
         resident, start = self.take_compute("resident_weights"), 0
         for unit in plan.resident_units:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from headrace.ask.model_config import refuse_other_dtypes
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
-from headrace.generate.expert_plan import ExpertFigures
 from headrace.generate.sources import ShardSource
 from headrace.model import Chain, Checkpoint
+from headrace.plan.expert_plan import ExpertFigures
 from headrace.terms.coding import as_matrix
 from headrace.terms.events import Event
 from headrace.terms.forms import UnitFigures

@@ -7,22 +7,20 @@ Invariant: an expert is read once for all seats of a pass, and only if some seat
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
+from headrace.flow.expert_cache import ExpertCache
+from headrace.flow.expert_loads import ExpertLoads
+from headrace.flow.expert_source import ExpertSource
 from headrace.generate.buffers import GenerationBuffers
-from headrace.generate.expert_cache import ExpertCache
-from headrace.generate.expert_plan import ExpertPlan
-from headrace.generate.expert_source import ExpertSource
-from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.banks import Banks
 from headrace.model.seats import Seat
+from headrace.plan.expert_plan import ExpertPlan
 from headrace.terms.errors import StepFailed
-from headrace.terms.program import Op, Pool
+from headrace.terms.program import Op
 
 
 @dataclass(slots=True)
@@ -64,17 +62,19 @@ class ExpertFlow:
     def __init__(
         self, plan: ExpertPlan, chain: Chain, source: ExpertSource, buffers: GenerationBuffers, machine: Machine
     ) -> None:
-        self.plan, self._chain, self._source, self._buffers, self._machine = plan, chain, source, buffers, machine
-        self.cache = ExpertCache(buffers.cached_experts)
+        self.plan, self._chain = plan, chain
+        self.loads = ExpertLoads(plan, source, buffers, machine)
         self._banks = Banks(source.blocks, chain.dtype, chain.device)
         self.counts = ExpertCounts()
         self._ahead, self._routed_at = False, 0.0
         self._waiting: list[_Visit] = []
         self._routed: dict[int, tuple[int, ...]] = {}
-        self._read: dict[int, list[tuple[int, Bytes]]] = {}  # by slot of a round: experts, and where each was read
-        self._sent: dict[int, list[tuple[int, torch.Tensor]]] = {}
-        self._ready: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._banks.install()
+
+    @property
+    def cache(self) -> ExpertCache:
+        """The experts that stay in host memory."""
+        return self.loads.cache
 
     def close(self) -> None:
         """Put the model's experts back."""
@@ -122,75 +122,24 @@ class ExpertFlow:
 
     def fetch(self, op: Op) -> None:
         """Read those experts of a round that are not in host memory."""
-        slot, first = op.slot(Pool.EXPERTS), op.part * self.plan.in_round
         wanted = range(self.plan.figures.num_experts[op.unit]) if self._ahead else self._routed[op.unit]
-        found, tickets = [], []
-        for place, expert in enumerate(wanted[first : first + self.plan.in_round]):
-            there = self.cache.find((op.unit, expert))
-            if there is None:
-                there = self.cache.admit((op.unit, expert))
-                if there is None:
-                    there = self._buffers.experts[slot * self.plan.in_round + place]
-                tickets.append(self._source.read_expert(op.unit, expert, there))
-            else:
-                self.counts.found += 1
-            self.counts.wanted += 1
-            found.append((expert, there[: self._source.expert(op.unit, expert).num_bytes]))
-        for ticket in tickets:
-            ticket.wait()
-        self._read[slot] = found
+        self.counts.found += self.loads.fetch(op, wanted)
+        self.counts.wanted += len(wanted[op.part * self.plan.in_round :][: self.plan.in_round])
 
     def upload(self, op: Op) -> None:
-        """Copy the experts of a round to the device; for experts that are made, copy their sources."""
-        slot, sent = op.slot(Pool.EXPERTS), op.slot(Pool.EXPERT_SOURCES)
-        computed, found = op.slot(Pool.DEVICE_EXPERTS), []
-        for place, (expert, read) in enumerate(self._read[slot]):
-            if sent >= 0:
-                into = self._buffers.expert_sources[sent * self.plan.in_round + place][: read.size]
-            else:
-                into = self._buffers.device_experts[computed * self.plan.in_round + place].view(torch.uint8)[: read.size]
-            self._machine.copy(into, torch.from_numpy(read))
-            found.append((expert, into))
-        if sent >= 0:
-            self._sent[sent] = found
-        else:
-            self._ready[computed] = [(expert, there.view(self._buffers.dtype)) for expert, there in found]
+        """See `ExpertLoads.upload`."""
+        self.loads.upload(op)
 
     def make(self, op: Op) -> None:
-        """Make the slots of a round's experts from what was read."""
-        sent, computed = op.slot(Pool.EXPERT_SOURCES), op.slot(Pool.DEVICE_EXPERTS)
-        read = (
-            self._sent[sent]
-            if sent >= 0
-            else [(expert, torch.from_numpy(there)) for expert, there in self._read[op.slot(Pool.EXPERTS)]]
-        )
-        found = []
-        for place, (expert, stored) in enumerate(read):
-            size = self._source.expert(op.unit, expert).layout.num_elements
-            into = self._buffers.device_experts[computed * self.plan.in_round + place][:size]
-            self._source.make_expert(op.unit, expert, stored, into)
-            found.append((expert, into))
-        self._ready[computed] = found
+        """See `ExpertLoads.make`."""
+        self.loads.make(op)
 
     def go_on(self, op: Op) -> None:
         """Let seats continue with the experts of a round."""
         if op.part == 0 and not self._ahead:
             self.counts.router_seconds += time.perf_counter() - self._routed_at
-        computed, host = op.slot(Pool.DEVICE_EXPERTS), op.slot(Pool.EXPERTS)
-        ready: Sequence[tuple[int, torch.Tensor]]
-        if computed >= 0:
-            ready = self._ready[computed]
-        else:
-            ready = [(expert, torch.from_numpy(there).view(self._buffers.dtype)) for expert, there in self._read[host]]
         present = self._banks.present
-        block = self._source.blocks[op.unit - 1]
-        assert block is not None, "it has experts"
-        for expert, flat in ready:
-            specs = {spec.name: spec for spec in self._source.expert(op.unit, expert).layout.parameters}
-            present[expert] = {
-                attribute: flat[specs[name].offset : specs[name].offset + specs[name].num_elements].view(specs[name].shape)
-                for attribute, name in block.names.items()
-            }
+        present.update(self.loads.weights(op))
         try:
             self._waiting = [visit for visit in self._waiting if not self._served(visit)]
         finally:

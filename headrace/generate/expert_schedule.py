@@ -8,10 +8,10 @@ for memory; reading continues into the next block.
 from collections.abc import Sequence
 
 from headrace.generate.cache_schedule import Caches
-from headrace.generate.expert_plan import ROUNDS_IN_MEMORY, ExpertPlan
 from headrace.generate.page_schedule import PagedWeights
+from headrace.plan.expert_plan import ROUNDS_IN_MEMORY, ExpertPlan
 from headrace.plan.ledger import Ledger
-from headrace.plan.slots import SOURCE_SLOTS
+from headrace.plan.schedules.experts import ROUTED, BringExperts
 from headrace.terms.costs import CALLS_OF_EXPERT
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import Plane
@@ -20,8 +20,7 @@ from headrace.terms.program import Pool, Verb, buffer
 # The most rounds of a block in a forecast: as many bytes, in larger pieces.
 _FORECAST_ROUNDS = 6
 
-CHOICES, ROUTED = buffer(Pool.CHOICES), buffer(Pool.ROUTED)
-EXPERTS, COMPUTED, SOURCES = buffer(Pool.EXPERTS), buffer(Pool.DEVICE_EXPERTS), buffer(Pool.EXPERT_SOURCES)
+CHOICES = buffer(Pool.CHOICES)
 
 
 class ExpertRounds:
@@ -31,11 +30,11 @@ class ExpertRounds:
     """
 
     def __init__(self, plan: ExpertPlan, ledger: Ledger, weight: Plane, *, separate: bool, tokens: int, expected: bool) -> None:
-        self._plan, self._ledger, self._separate = plan, ledger, separate
+        self._plan, self._ledger = plan, ledger
         self._tokens, self._expected = tokens, expected
         self._ahead = plan.is_ahead(tokens)
         self._expert_bytes = weight.num_bytes(plan.figures.elements)
-        self._turn = 0
+        self._bringing = BringExperts(plan, ledger, weight, separate=separate)
 
     def has(self, unit: int) -> bool:
         """Return whether a unit has experts."""
@@ -105,20 +104,4 @@ class ExpertRounds:
 
     def _bring(self, unit: int, number: int, experts: float, rounds: int) -> int:
         """Bring the experts of a round to where compute reads them; return the buffer."""
-        plan, op, made = self._plan, self._ledger.op, self._plan.figures.is_made
-        slot = self._turn % ROUNDS_IN_MEMORY
-        host = EXPERTS + slot
-        stored = int(experts / rounds * plan.figures.stored_bytes)
-        missing = int(stored * (1 - plan.cached_share))
-        reads = () if self._ahead else (ROUTED,)
-        op(Verb.FETCH, Lane.SSD_READ, reads, (host,), unit=unit, part=number, num_bytes=missing)
-        source = host
-        if self._separate:
-            source = SOURCES + self._turn % SOURCE_SLOTS if made else COMPUTED + slot
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), unit=unit, part=number, num_bytes=stored)
-        if made:
-            num_bytes = int(experts / rounds * plan.figures.moved_bytes(self._expert_bytes))
-            op(Verb.MAKE, Lane.MAKE, (source,), (COMPUTED + slot,), unit=unit, part=number, num_bytes=num_bytes)
-            source = COMPUTED + slot
-        self._turn += 1
-        return source
+        return self._bringing.bring(unit, number, experts / rounds, () if self._ahead else (ROUTED,))

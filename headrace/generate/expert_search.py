@@ -9,8 +9,8 @@ So reading ahead pays from s = 1 - c / (E t) on, and always where computing limi
 from collections.abc import Iterator
 from dataclasses import replace
 
-from headrace.generate.expert_plan import ExpertFigures, ExpertPlan, experts_in_round
 from headrace.generate.plan import GenerationPlan
+from headrace.plan.expert_plan import ExpertFigures, ExpertPlan, experts_in_round
 from headrace.plan.rates import Rates
 from headrace.terms.lanes import Lane
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.codec.table import code_of_kind
 from headrace.generate.cache_plan import HOST, SSD, CachePlan, cache_buffers
-from headrace.generate.expert_plan import ExpertPlan, expert_buffers
+from headrace.plan.expert_plan import ExpertPlan, expert_buffers
 from headrace.plan.placement import Placement
 from headrace.plan.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.costs import FEW_ROWS, GenerationCosts

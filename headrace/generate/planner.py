@@ -17,7 +17,6 @@ from headrace.ask.place import Place, multiplies, runtime_bytes
 from headrace.codec.table import CODES
 from headrace.files import default_ssd_bytes, on_drives_of
 from headrace.generate.coded import units_if_compressed, units_of_files
-from headrace.generate.expert_plan import ExpertFigures
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.search import GenerationQuestion, make_generation_plan
 from headrace.machine.host_memory import anonymous_bytes
@@ -37,6 +36,7 @@ from headrace.model.generation_costs import generation_costs
 from headrace.model.stored_experts import expert_layout, without
 from headrace.plan.allowance import Allowance
 from headrace.plan.decoding import why_no_gain
+from headrace.plan.expert_plan import ExpertFigures
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts

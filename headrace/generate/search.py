@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.generate.cache_plan import cache_choices, with_inputs
-from headrace.generate.expert_plan import ExpertFigures
 from headrace.generate.expert_search import ways_of_experts, with_cached_experts
 from headrace.generate.peaks import ATTENDING_OPERATIONS, with_peaks
 from headrace.generate.plan import LEAST_PACKED_PASSES, GenerationPlan
 from headrace.generate.seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
 from headrace.plan.allowance import Allowance
 from headrace.plan.decoding import making_like
+from headrace.plan.expert_plan import ExpertFigures
 from headrace.plan.nominal import nominal_machine
 from headrace.plan.rates import Rates
 from headrace.plan.refusal import refusal

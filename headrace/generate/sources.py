@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from headrace.files import ExtentReader, Reader
+from headrace.flow.expert_source import ExpertSource, FileSource, expert_figures
 from headrace.flow.weights import StoreSource, WeightSource
-from headrace.generate.expert_source import ExpertSource, FileSource, expert_figures
 from headrace.model import Chain, WeightMap
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts

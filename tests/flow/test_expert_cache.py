@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.generate.expert_cache import ExpertCache
+from headrace.flow.expert_cache import ExpertCache
 
 PASSES = st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), max_size=8), min_size=1, max_size=17)
 

@@ -12,7 +12,6 @@ from transformers import Qwen3MoeConfig
 
 from headrace.cli import main
 from headrace.generate.cache_plan import CachePlan
-from headrace.generate.expert_plan import ExpertFigures
 from headrace.generate.peaks import with_peaks
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.planner import plan_generation
@@ -20,6 +19,7 @@ from headrace.generate.schedule import build_pass
 from headrace.generate.search import GenerationQuestion, make_generation_plan
 from headrace.generate.seconds import seconds_of_all_tokens
 from headrace.plan.allowance import Allowance
+from headrace.plan.expert_plan import ExpertFigures
 from headrace.plan.ledger import Snapshot
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.nominal import nominal_machine

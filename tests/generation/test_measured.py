@@ -9,7 +9,7 @@ import pytest
 from banked_plans import with_banks
 from some_prompts import prompts
 
-from headrace.generate.expert_source import ExpertSource
+from headrace.flow.expert_source import ExpertSource
 from headrace.generate.generator import Generator
 from headrace.generate.measured import Measured
 from headrace.generate.micro_batches import MicroBatch

@@ -18,10 +18,10 @@ from test_banks import with_banks
 from test_caches import COMMON, NEW, WAYS, micro_batches
 
 from headrace.generate.cache_plan import HOST, CachePlan
-from headrace.generate.expert_plan import ExpertFigures, ExpertPlan
 from headrace.generate.generator import Generator
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.schedule import build_pass
+from headrace.plan.expert_plan import ExpertFigures, ExpertPlan
 from headrace.plan.ledger import Snapshot
 from headrace.plan.nominal import nominal_machine
 from headrace.plan.simulate import Timed, Timeline, simulate

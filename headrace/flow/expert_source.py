@@ -6,13 +6,13 @@ import torch
 
 from headrace.files import Reader
 from headrace.files.block_file import Ticket
-from headrace.generate.expert_plan import ExpertFigures
 from headrace.machine.host_memory import Bytes
 from headrace.model import WeightMap, import_unit
 from headrace.model.banks import BlockExperts
 from headrace.model.in_place import StoredUnit
 from headrace.model.packed import PackedBlocks
 from headrace.model.stored_experts import StoredExperts
+from headrace.plan.expert_plan import ExpertFigures
 from headrace.terms.forms import UnitFigures
 from headrace.terms.layout import Plane
 

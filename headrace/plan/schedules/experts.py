@@ -1,0 +1,41 @@
+"""How a round of experts reaches compute, in any schedule: read, sent to the device, made there from what is coded."""
+
+from collections.abc import Sequence
+
+from headrace.plan.expert_plan import ROUNDS_IN_MEMORY, ExpertPlan
+from headrace.plan.ledger import Ledger
+from headrace.plan.slots import SOURCE_SLOTS
+from headrace.terms.lanes import Lane
+from headrace.terms.layout import Plane
+from headrace.terms.program import Pool, Verb, buffer
+
+ROUTED = buffer(Pool.ROUTED)
+_EXPERTS, _COMPUTED, _SOURCES = buffer(Pool.EXPERTS), buffer(Pool.DEVICE_EXPERTS), buffer(Pool.EXPERT_SOURCES)
+
+
+class BringExperts:
+    """Emits the operations that bring rounds into `ledger`, each into the next slot."""
+
+    def __init__(self, plan: ExpertPlan, ledger: Ledger, weight: Plane, *, separate: bool) -> None:
+        self._plan, self._ledger, self._separate = plan, ledger, separate
+        self._expert_bytes = weight.num_bytes(plan.figures.elements)
+        self._turn = 0
+
+    def bring(self, unit: int, number: int, experts: float, reads: Sequence[int]) -> int:
+        """Bring round `number` of a unit, of so many experts, to where compute reads them, after `reads`; return the buffer."""
+        plan, op, made = self._plan, self._ledger.op, self._plan.figures.is_made
+        slot = self._turn % ROUNDS_IN_MEMORY
+        host = _EXPERTS + slot
+        stored = int(experts * plan.figures.stored_bytes)
+        missing = int(stored * (1 - plan.cached_share))
+        op(Verb.FETCH, Lane.SSD_READ, reads, (host,), unit=unit, part=number, num_bytes=missing)
+        source = host
+        if self._separate:
+            source = _SOURCES + self._turn % SOURCE_SLOTS if made else _COMPUTED + slot
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), unit=unit, part=number, num_bytes=stored)
+        if made:
+            num_bytes = int(experts * plan.figures.moved_bytes(self._expert_bytes))
+            op(Verb.MAKE, Lane.MAKE, (source,), (_COMPUTED + slot,), unit=unit, part=number, num_bytes=num_bytes)
+            source = _COMPUTED + slot
+        self._turn += 1
+        return source
