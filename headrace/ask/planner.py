@@ -6,7 +6,7 @@ Invariant: neither states nor a step's buffers are made or touched: a plan that 
 import contextlib
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from headrace.machine.host_memory import anonymous_bytes, return_pieces
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.plan.allowance import Allowance
+from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.footprint import with_runtime
 from headrace.plan.given import adopted
 from headrace.plan.plan import Plan
@@ -40,7 +41,8 @@ class PlannedModel:
     """A model that is planned for, on the machine that computes it.
 
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
-    `warm_up` loads and compiles what a run will have loaded, so that this process can be measured.
+    `experts` are those that are parts. `warm_up` loads and compiles what a run will have loaded, so that this process can be
+    measured.
     """
 
     chain: Chain
@@ -51,6 +53,7 @@ class PlannedModel:
     own_rule: RuleFigures | None
     cores: int
     warm_up: Callable[[], None]
+    experts: ExpertParts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +150,8 @@ class RunPlanner:
             packed=self._ways.packed,
             head_passes=self._ways.head_passes,
         )
-        return question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
+        problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
+        return replace(problem, experts=self._model.experts)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

@@ -12,27 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ask.planner import RunPlanner, WaysToPlan
-from headrace.engine.lent_base import as_begun, lie_together
+from headrace.engine.lent_base import PARTED, as_begun, lie_together
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.sharing import introduce, planned_options, share_of_step, shared_plan
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
+from headrace.flow.expert_loads import ExpertLoads
 from headrace.flow.step_state import Parts
 from headrace.flow.update import device_updater
 from headrace.flow.weights import StoreSource
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.protocol import Machine
+from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import RunDirectoryError
+from headrace.terms.errors import PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
 from headrace.terms.options import Options
 from headrace.terms.packed_rows import PackedRows
+from headrace.terms.sizes import format_bytes
 from headrace.update.going_on import going_on
 from headrace.update.table_rows import TableRows
 
@@ -81,11 +84,12 @@ class Run:
         subject.chain.take_head_by(plan.batch.head_rows)
         if self.rows is not None:
             self.rows.most_held = max(form.table.touched(plan.batch.tokens_per_step) for form in subject.forms if form.table)
+        buffers = Buffers(plan, subject.machine)
         return Parts(
             plan=plan,
             chain=subject.chain,
             machine=subject.machine,
-            buffers=Buffers(plan, subject.machine),
+            buffers=buffers,
             store=self.store,
             source=StoreSource(self.store, subject.maker, subject.seams.site),
             updater=subject.updater,
@@ -101,6 +105,9 @@ class Run:
             peers=subject.seams.fleet,
             token_loss=subject.seams.token_loss,
             rows=self.rows,
+            experts=ExpertLoads(plan.experts, subject.experts, buffers, subject.machine)
+            if plan.experts and subject.experts
+            else None,
         )
 
 
@@ -148,7 +155,9 @@ def begin(
             if fleet:
                 step = share_of_step(planner, fleet, step, options.gradient_sum, state=directories, beside=beside)
             subject.choose_wire(lambda forms: planner.suits(forms, *step, state=directories, beside=beside))
-            plan = planner.plan(*step, state=directories, beside=beside)
+            planner, plan = _planned(
+                subject, planner, planned, ways, lambda by: by.plan(*step, state=directories, beside=beside)
+            )
             if measure is not None and machine is None and (found := measure(plan, subject.machine)) is not None:
                 planner.use(found := found.of_directories(file_systems(directories)))
                 plan = planner.plan(*step, state=directories, beside=beside)
@@ -213,7 +222,8 @@ def resume(
             store.verify()
         model = Path(str(store.manifest.identity["model"]))
         planned = planned_options(options) if fleet else options
-        subject = _subject(closers, model, planned, seams, partial(as_begun, store.manifest.identity))
+        identity = store.manifest.identity
+        subject = _subject(closers, model, planned, seams, partial(as_begun, identity), parted=PARTED in identity)
         planner = RunPlanner(planned, subject.planned, replace(ways, head_passes=subject.head_passes))
         subject.use_lent(store, sink)
         plan = None
@@ -239,10 +249,39 @@ def first_record(options: Options, plan: Plan | None, subject: Subject) -> dict[
     }
 
 
+def _planned(
+    subject: Subject, planner: RunPlanner, options: Options, ways: WaysToPlan, plan_by: Callable[[RunPlanner], Plan]
+) -> tuple[RunPlanner, Plan]:
+    """Return a plan, and the planner that made it. Where nothing fits, experts become parts, if they can be."""
+    if subject.seams.parted or (ways.given is not None and ways.given.experts is not None):
+        subject.part_experts()
+        planner = RunPlanner(options, subject.planned, ways)
+    try:
+        return planner, plan_by(planner)
+    except PlanInfeasible as refusal:
+        if subject.parted is not None:
+            raise
+        try:
+            subject.part_experts()
+        except NotStoredSingly:
+            raise refusal from None
+        subject.chain.notes += (
+            f"experts are parts: whole blocks need {format_bytes(refusal.needed_bytes)} of {refusal.tier} memory",
+        )
+        planner = RunPlanner(options, subject.planned, ways)
+        return planner, plan_by(planner)
+
+
 def _subject(
-    closers: contextlib.ExitStack, model: Path, options: Options, seams: Seams | None, lends: Callable[[Sequence[Path]], bool]
+    closers: contextlib.ExitStack,
+    model: Path,
+    options: Options,
+    seams: Seams | None,
+    lends: Callable[[Sequence[Path]], bool],
+    *,
+    parted: bool = False,
 ) -> Subject:
     keep_freed_memory(False)
-    subject = Subject(model, options, seams or seams_of(options), lends)
+    subject = Subject(model, options, seams or seams_of(options), lends, parted=parted)
     closers.callback(subject.close)
     return subject

@@ -19,7 +19,8 @@ from headrace.terms.events import Sink
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.sizes import round_up
 
-IDENTITY = "lent"  # in a state's identity: size and time of change of each file
+# In a state's identity, size and time of change of each file: of lent units, and of experts that are parts.
+IDENTITY, PARTED = "lent", "experts"
 
 
 @dataclass(frozen=True)
@@ -41,37 +42,37 @@ class LentBase:
     @property
     def identity(self) -> dict[str, Any]:
         """What a run's state says of the files."""
-        return {IDENTITY: {str(path): _mark(path) for path in paths_of(tuple(self.units.values()))}} if self.units else {}
+        return {IDENTITY: marks_of(paths_of(tuple(self.units.values())))} if self.units else {}
 
     def lay_out(self, chain: Chain) -> None:
         """Have the parameters of these units where they are in the files. Nothing is bound."""
         layouts = enumerate(chain.layouts)
         chain.lay_out([self.units[unit].layout if unit in self.units else layout for unit, layout in layouts])
 
-    def open(self, sink: Sink) -> "LentReader":
-        """Open the files."""
-        return LentReader(self.units, sink)
+    def open(self, sink: Sink, others: Sequence[Path] = ()) -> "LentReader":
+        """Open the files, and `others` that are read by the same reader."""
+        return LentReader(self.units, sink, others)
 
 
 class LentReader:
     """Reads units in the model's files: a `store.LentFiles`."""
 
-    def __init__(self, units: Mapping[int, StoredUnit], sink: Sink) -> None:
+    def __init__(self, units: Mapping[int, StoredUnit], sink: Sink, others: Sequence[Path] = ()) -> None:
         self._units = units
-        self._reader = ExtentReader(paths_of(tuple(units.values())), sink=sink)
+        self.reader = ExtentReader(tuple(dict.fromkeys((*paths_of(tuple(units.values())), *others))), sink=sink)
 
     @property
     def bytes_read(self) -> int:
         """See `LentFiles`."""
-        return self._reader.bytes_read
+        return self.reader.bytes_read
 
     def read(self, unit: int, into: Bytes) -> Ticket:
         """See `LentFiles`."""
-        return self._reader.read(self._units[unit].extents, into)
+        return self.reader.read(self._units[unit].extents, into)
 
     def close(self) -> None:
         """See `LentFiles`."""
-        self._reader.close()
+        self.reader.close()
 
 
 def lie_together(files: Sequence[Path], directories: Sequence[Path]) -> bool:
@@ -90,13 +91,18 @@ def check_lent(identity: Mapping[str, Any]) -> None:
     Raises:
         RunDirectoryError: one is gone, or was written since.
     """
-    for name, mark in identity.get(IDENTITY, {}).items():
+    for name, mark in {**identity.get(IDENTITY, {}), **identity.get(PARTED, {})}.items():
         path = Path(name)
         if not path.exists() or _mark(path) != list(mark):
             what = "changed since" if path.exists() else "is gone since"
             raise RunDirectoryError(
                 f"{path}: {what} the run began, which reads its frozen weights there; restore the file with its time (cp -p)"
             )
+
+
+def marks_of(paths: Sequence[Path]) -> dict[str, list[int]]:
+    """Return the marks of files, by name."""
+    return {str(path): _mark(path) for path in paths}
 
 
 def _mark(path: Path) -> list[int]:

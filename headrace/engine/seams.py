@@ -27,7 +27,7 @@ class Seams:
     """How gradients travel, how frozen weights lie on the drives (None: as compute reads them), and where far units live.
 
     `workers` belong to a node, which computes nothing itself. A `fleet` are ranks that share out every unit. `token_loss` is a
-    loss of the whole step (`headrace.losses`).
+    loss of the whole step (`headrace.losses`). `parted`: frozen experts are parts also where whole blocks have room.
     """
 
     wire: Wire = field(default_factory=DenseWire)
@@ -36,6 +36,7 @@ class Seams:
     workers: Crowd | None = None
     fleet: Fleet | None = None
     token_loss: TokenLoss | None = None
+    parted: bool = False
 
     @property
     def names(self) -> dict[str, str | None]:

@@ -15,11 +15,13 @@ import torch
 from headrace.ask.planner import PlannedModel
 from headrace.engine.lent_base import LentBase, check_lent
 from headrace.engine.open_model import Purpose, open_model
+from headrace.engine.parted_base import PartedBase
 from headrace.engine.row_files import open_rows
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, file_systems, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS
 from headrace.flow.completing import read_trained
+from headrace.flow.expert_source import ExpertSource
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.make import Maker
 from headrace.flow.settle import PROPOSED, changed, settle
@@ -28,6 +30,7 @@ from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import exact_units
+from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore, StoreRequest
@@ -56,6 +59,7 @@ class Subject:
     """Opens the model in `directory` for a run under `options` and `seams`. Close it after the last step.
 
     Attributes:
+        parted, experts: experts that are parts, and what reads them once there is a store; None where blocks come whole.
         lent: the units whose frozen weights are read in the model's files; `lends` is asked whether they may be.
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
         stored: which of its blocks the files already hold coded.
@@ -76,6 +80,8 @@ class Subject:
         options: Options,
         seams: Seams,
         lends: Callable[[Sequence[Path]], bool] = lambda files: False,
+        *,
+        parted: bool = False,
     ) -> None:
         self.directory = directory
         self._sequence_length = options.sequence_length if options.tokens_per_step else None
@@ -100,12 +106,14 @@ class Subject:
         self._closers = ExitStack()
         self.lent = LentBase({})
         self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
+        self.parted: PartedBase | None = None
+        self.experts: ExpertSource | None = None
         files = [tensor.path for tensor in self.checkpoint.tensors.values()]
-        if seams.wire.is_beside and seams.codec is None and lends(files):
-            self.lent = LentBase.of(self.chain, self.weights, on_cpu=not self.machine.separate_device)
-            self.lent.lay_out(self.chain)
-        self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
-        self.use_wire(seams.wire)
+        self._lends = seams.wire.is_beside and seams.codec is None and lends(files)
+        if parted:
+            self.part_experts()
+        else:
+            self._find_forms()
         own = any(form.has_own_family for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
         if own_rule is not None:
@@ -115,6 +123,29 @@ class Subject:
         # They get the plan's threads as soon as there is a plan.
         self.updater = Updater(rule, 1)
         self.own_updater = Updater(own_rule, 1) if own_rule else None
+
+    def _find_forms(self) -> None:
+        if self._lends:
+            self.lent = LentBase.of(self.chain, self.weights, on_cpu=not self.machine.separate_device)
+            self.lent.lay_out(self.chain)
+        self.stored = stored_codes(self.chain, self.weights, self.rule.planes)
+        self.use_wire(self.seams.wire)
+
+    def part_experts(self) -> None:
+        """Have experts be parts from here on, which are read in the model's files. To be called before there is a store.
+
+        Raises:
+            NotStoredSingly: they cannot be; nothing has changed.
+        """
+        seams = self.seams
+        if not seams.wire.is_beside or seams.codec or seams.site or seams.workers or seams.fleet:
+            raise NotStoredSingly("experts are trained, coded by the run, or shared out among machines")
+        if self.chain.runs_by_samples(self._sequence_length or 0):
+            raise NotStoredSingly("rows are run sample by sample")
+        parted = PartedBase.of(self.chain, self.weights, on_cpu=not self.machine.separate_device)
+        parted.install(self.chain)
+        self.parted = parted
+        self._find_forms()
 
     def use_wire(self, wire: Wire) -> None:
         """Let gradients travel by `wire`. To be called before there is a plan or a store."""
@@ -150,6 +181,7 @@ class Subject:
             own_rule=self.own_rule,
             cores=self.cores,
             warm_up=self.warm_up,
+            experts=self.parted.experts if self.parted else None,
         )
 
     @property
@@ -193,7 +225,7 @@ class Subject:
             units=self.seams.fleet.share.of(units) if self.seams.fleet else units,
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
-            identity={"model": str(self.directory), **self.seams.names, **self.lent.identity, **self._groups},
+            identity={"model": str(self.directory), **self.seams.names, **self.lent.identity, **self._parts, **self._groups},
             beside=beside,
         )
         kind = ShardStore if self.seams.fleet else StateStore
@@ -214,6 +246,11 @@ class Subject:
             return text
         units = f"{len(self.lent.units)} of {len(self.forms)} units"
         return f"{text}; those of {units} are read from {self.directory}: do not change its files"
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """The files of experts that are parts, where there are some."""
+        return self.parted.identity if self.parted else {}
 
     @property
     def _groups(self) -> dict[str, str]:
@@ -237,7 +274,8 @@ class Subject:
         """
         exact = exact_units(self.chain, self.weights)
         readers = partial(UnitReader, store, self.maker, self.seams.site, exact), partial(read_trained, store)
-        self.seams.wire.export(Content(self.checkpoint, self.chain, self.weights, *readers, notes), directory)
+        chain = self.parted.whole(self.chain) if self.parted else self.chain
+        self.seams.wire.export(Content(self.checkpoint, chain, self.weights, *readers, notes), directory)
 
     def settles(self, verdict: Verdict) -> bool:
         """Return whether a step leaves something that `settle` must put into use: a new basis, or weights to be merged."""
@@ -255,8 +293,11 @@ class Subject:
 
     def use_lent(self, store: StateStore, sink: Sink) -> StateStore:
         """Have `store` read what lies in the model's files, and return it."""
-        if self.lent.units:
-            store.lend(self.lent.open(sink))
+        if self.lent.units or self.parted:
+            reader = self.lent.open(sink, self.parted.paths if self.parted else ())
+            store.lend(reader)
+            if self.parted:
+                self.experts = self.parted.source(self.chain, self.weights, reader.reader)
         return store
 
     def check_layouts(self, store: StateStore) -> None:

@@ -16,13 +16,15 @@ from headrace.terms.program import Op
 from headrace.update.wire import Caught, Gradients, Moment, Proposal, Wire
 from headrace.update.wires import DenseWire
 
+# The ordinal of what experts made, where they are parts: below those of operators.
+OF_EXPERTS = -1
 # Units that are trained in place have gradients of their own elements, whatever the run's wire is.
 _DENSE: Wire = DenseWire()
 
 
 def prologue(state: StepState, op: Op) -> None:
     """Micro-batch -> input of the first block, and what else each block is called with."""
-    _seed(state, 0, op.micro)
+    seed(state, 0, op.micro)
     with torch.no_grad(), bound(state, op, 0):
         result = state.parts.chain.prologue(state.batch.micro_batches[op.micro])
     state.calls[op.micro] = result.calls
@@ -33,7 +35,10 @@ def forward(state: StepState, op: Op) -> None:
     """Block input -> block output, without a graph; the input and the chosen operator outputs are left for backward."""
     stash, block = state.plan.stash, op.unit - 1
     hidden = state.inputs.pop((op.unit, op.micro))
-    _seed(state, op.unit, op.micro)
+    if op.micro in state.at_experts.walks:
+        _leave_experts(state, op, hidden)
+        return
+    seed(state, op.unit, op.micro)
     record = Record(frozenset(stash.kept[block])) if state.learns and (stash.kept[block] or stash.skipped[block]) else None
     with torch.no_grad(), bound(state, op, op.unit), record or nullcontext():
         result = state.parts.chain.block(block, hidden, state.calls[op.micro][block])
@@ -46,10 +51,26 @@ def forward(state: StepState, op: Op) -> None:
         package = Package(hidden, record.kept, frozenset(stash.skipped[block]))
     elif record is not None:
         state.not_kept.add(op.unit)
+    _left_behind(state, op, result, package)
+
+
+def _left_behind(state: StepState, op: Op, result: BlockResult, package: Package) -> None:
+    """Note what a block leaves for its backward."""
     if result.asides:
         state.asides[op.unit, op.micro] = result.asides
-    waiting = state.recalled if stash.tiers[block] == "device" else state.packages
+    waiting = state.recalled if state.plan.stash.tiers[op.unit - 1] == "device" else state.packages
     waiting[op.unit, op.micro] = package
+
+
+def _leave_experts(state: StepState, op: Op, hidden: torch.Tensor) -> None:
+    """As `forward`, for a micro-batch that waits at the block's experts, which have all come; what they made is left, too."""
+    walk = state.at_experts.walks.pop(op.micro)
+    with bound(state, op, op.unit):
+        result = walk.leave()
+    state.inputs[op.unit + 1, op.micro] = result.hidden
+    if state.learns:
+        assert walk.output is not None, "all experts were there"
+        _left_behind(state, op, result, Package(hidden, {OF_EXPERTS: ("experts", walk.output)}))
 
 
 def epilogue(state: StepState, op: Op) -> None:
@@ -59,7 +80,7 @@ def epilogue(state: StepState, op: Op) -> None:
     batch, targets = state.batch.micro_batches[op.micro], state.batch.targets[op.micro]
     gradient = torch.zeros_like(hidden)
     whole = state.log_prob_gradients.pop(op.micro).to(hidden.device) if plan.batch.head_passes > 1 else None
-    _seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
+    seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     of_embedding = (catching if plan.tied else bound)(state, op, 0)
     with torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
         for span in spans_of(state, op.micro, hidden):  # elsewhere is no loss and no gradient, because nothing is trained
@@ -82,7 +103,7 @@ def epilogue(state: StepState, op: Op) -> None:
 def log_probs(state: StepState, op: Op) -> None:
     """Final hidden states -> log-probabilities of labels; with the last micro-batch the loss of the whole step is called."""
     hidden = state.inputs[state.plan.num_blocks + 1, op.micro]
-    _seed(state, state.plan.num_blocks + 1, op.micro)
+    seed(state, state.plan.num_blocks + 1, op.micro)
     with torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
         state.scored[op.micro] = read_log_probs(state, op.micro, hidden)
     if op.micro == len(state.batch.micro_batches) - 1:
@@ -111,11 +132,14 @@ def backward(state: StepState, op: Op) -> None:
     Kept outputs are handed back instead of computed; outputs that no gradient depends on are not computed at all. For rows
     whose samples are run by themselves, gradients are made sample by sample, too, and nothing is kept.
     """
+    if op.micro in state.at_experts.recomputed:
+        _backward_around_experts(state, op)
+        return
     package = state.recalled.pop((op.unit, op.micro))
     gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
     with torch.enable_grad(), catching(state, op, op.unit):
         if (call := state.calls[op.micro][op.unit - 1]).samples:
-            _seed(state, op.unit, op.micro)
+            seed(state, op.unit, op.micro)
             found = state.parts.chain.block_gradient(op.unit - 1, package.hidden, call, gradients)
             state.hidden_gradients[op.micro] = found
             return
@@ -128,12 +152,23 @@ def backward(state: StepState, op: Op) -> None:
     state.hidden_gradients[op.micro] = hidden.grad
 
 
+def _backward_around_experts(state: StepState, op: Op) -> None:
+    """As `backward`, for a micro-batch that was recomputed already, and was back at the block's experts."""
+    block = state.at_experts.recomputed.pop(op.micro)
+    del state.hidden_gradients[op.micro]
+    with torch.enable_grad(), caught(state, op, op.unit) as found:
+        block.sink.to = found.sink if found else None
+        torch.autograd.backward(block.outputs, block.gradients)
+    assert block.hidden.grad is not None
+    state.hidden_gradients[op.micro] = block.hidden.grad
+
+
 def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tensor, BlockResult]:
     """Return a block's input, as a leaf, and its results with a graph."""
 
     def run() -> tuple[torch.Tensor, BlockResult]:
         hidden = package.hidden.detach().requires_grad_()
-        _seed(state, op.unit, op.micro)
+        seed(state, op.unit, op.micro)
         return hidden, state.parts.chain.block(op.unit - 1, hidden, state.calls[op.micro][op.unit - 1])
 
     if package.kept or package.skipped:
@@ -147,7 +182,7 @@ def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tenso
 
 def prologue_backward(state: StepState, op: Op) -> None:
     """Gradient of the first block's input -> gradients of the embedding."""
-    _seed(state, 0, op.micro)
+    seed(state, 0, op.micro)
     with torch.enable_grad(), catching(state, op, 0):
         result = state.parts.chain.prologue(state.batch.micro_batches[op.micro])
         gradient = state.hidden_gradients.pop(op.micro)
@@ -157,18 +192,18 @@ def prologue_backward(state: StepState, op: Op) -> None:
 
 
 @contextmanager
-def bound(state: StepState, op: Op, unit: int, caught: Caught | None = None) -> Iterator[None]:
-    """Have a unit's parameters be views of the slot that compute reads. Their gradients go where they are `caught`."""
+def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> Iterator[None]:
+    """Have a unit's parameters be views of the slot that compute reads. Their gradients go where they are caught."""
     if unit >= len(state.plan.units):
         yield
         return
     chain, form, flat = state.parts.chain, state.parts.forms[unit], _weights(state, op, unit)
-    sink = caught.sink if caught else None
+    sink = found.sink if found else None
     beside: AbstractContextManager[None] = nullcontext()
-    if form.is_beside or caught is None:  # what is trained beside weights is no parameter of the unit
+    if form.is_beside or found is None:  # what is trained beside weights is no parameter of the unit
         chain.bind(unit, flat, None)
     else:
-        chain.bind(unit, flat, sink, lambda spec: spec.name not in form.left and caught.wanted(spec), rows=caught.rows)
+        chain.bind(unit, flat, sink, lambda spec: spec.name not in form.left and found.wanted(spec), rows=found.rows)
     if form.is_beside:
         assert form.trained is not None, "what is trained beside weights has a layout"
         trained = torch.from_numpy(state.parts.buffers.trained[unit]).view(torch.float32)
@@ -183,19 +218,24 @@ def bound(state: StepState, op: Op, unit: int, caught: Caught | None = None) -> 
 @contextmanager
 def catching(state: StepState, op: Op, unit: int) -> Iterator[None]:
     """As `bound`; and if anything of the unit is trained, the wire takes its gradients and adds them to the step's."""
+    with caught(state, op, unit) as found, bound(state, op, unit, found):
+        yield
+
+
+@contextmanager
+def caught(state: StepState, op: Op, unit: int) -> Iterator[Caught | None]:
+    """Make the context in which the wire takes a unit's gradients and adds them to the step's; None if nothing is trained."""
     parts = state.parts
     if unit >= len(state.plan.units) or not state.plan.units[unit].is_trained:
-        with bound(state, op, unit):
-            yield
+        yield None
         return
     form, trained, flat = parts.forms[unit], state.trained_layout(unit), _weights(state, op, unit)
     wire, moment = parts.wire if form.has_own_family else _DENSE, _moment(state, op, unit, flat.device)
     with (
         state.sums.leaf(op, unit, trained) as (total, delivered),
-        wire.catch(unit, form.layout, flat, Gradients(trained, total, delivered, moment)) as caught,
-        bound(state, op, unit, caught),
+        wire.catch(unit, form.layout, flat, Gradients(trained, total, delivered, moment)) as found,
     ):
-        yield
+        yield found
 
 
 def _weights(state: StepState, op: Op, unit: int) -> torch.Tensor:
@@ -245,7 +285,7 @@ def _aside_gradients(state: StepState) -> None:
     state.asides.clear()
 
 
-def _seed(state: StepState, unit: int, micro: int) -> None:
+def seed(state: StepState, unit: int, micro: int) -> None:
     """Seed by the place, so that dropout draws the same numbers in forward and recompute, whatever ran in between."""
     if state.parts.chain.has_dropout:
         torch.manual_seed(block_seed(state.parts.seed, state.verdict.step, unit, state.first_micro + micro))

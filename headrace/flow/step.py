@@ -4,6 +4,7 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
 
     fetch.py     weights come            ssd -> host -> device, or made there from what is stored and trained
     compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
+    parted.py    experts come singly     up to the router, through a few experts at a time, and on; backward likewise
     stash.py     block inputs wait       device -> host -> ssd, and back for backward
     drain.py     gradients go            device -> host; the global norm decides: clip, or skip
     update.py    states come and go      ssd -> the rule in place, on host or device -> ssd, chunk by chunk
@@ -18,7 +19,7 @@ bits.
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from headrace.flow import commit, compute, drain, serve, shards, stash, update
+from headrace.flow import commit, compute, drain, parted, serve, shards, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.step_state import StepState
 from headrace.flow.weights import WEIGHT_VERBS
@@ -29,6 +30,11 @@ from headrace.terms.program import Op, Program, Verb
 HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE: compute.prologue,
     Verb.FORWARD: compute.forward,
+    Verb.ENTER: parted.enter,
+    Verb.ROUTE: parted.route,
+    Verb.VISIT: parted.visit,
+    Verb.REVISIT: parted.revisit,
+    Verb.RECOMPUTE: parted.recompute,
     Verb.STASH: stash.stash,
     Verb.SPILL: stash.spill,
     Verb.UNSPILL: stash.unspill,
@@ -64,9 +70,14 @@ def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Ru
 
     def perform(op: Op) -> None:
         with state.parts.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
-            if (bring := WEIGHT_VERBS.get(op.verb)) is not None:
+            if op.part >= 0 and op.verb in parted.BRINGING:
+                parted.BRINGING[op.verb](state, op)
+            elif (bring := WEIGHT_VERBS.get(op.verb)) is not None:
                 bring(state.parts, op)
             else:
                 HANDLERS[op.verb](state, op)
 
-    return interpreter.run(program, perform, state.verdict.step if state.learns else NO_STEP)
+    try:
+        return interpreter.run(program, perform, state.verdict.step if state.learns else NO_STEP)
+    finally:
+        state.at_experts.close()

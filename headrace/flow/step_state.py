@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from headrace.flow.buffers import Buffers
+from headrace.flow.expert_loads import ExpertLoads
 from headrace.flow.gradient_sums import SequentialSums, sums_of
 from headrace.flow.step_batch import StepBatch
 from headrace.flow.weights import WeightSource
 from headrace.losses import Outcome, TokenLoss
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
+from headrace.model.parted_experts import Walk
 from headrace.plan.plan import Plan
 from headrace.store import StateStore
 from headrace.terms.events import Sink
@@ -49,6 +51,7 @@ class Parts:
     peers: Any = None  # where ranks share out every unit (`flow.shards.Peers`)
     token_loss: TokenLoss | None = None  # a loss of the whole step
     rows: TableRows | None = None  # of tables that are updated row by row
+    experts: ExpertLoads | None = None  # brings experts that are parts
 
     @property
     def far_site(self) -> Site:
@@ -115,6 +118,23 @@ class Verdict:
         return StepScalars(learning_rate=self.learning_rate, update=self.updates[unit] + 1, gradient_scale=self.gradient_scale)
 
 
+@dataclass
+class AtExperts:
+    """What waits within the block that is computed, while its experts come; by micro-batch."""
+
+    walks: dict[int, Walk] = field(default_factory=dict)
+    recomputed: dict[int, Any] = field(default_factory=dict)
+    # By unit and the first micro-batch of a group, which experts it wants.
+    wanted: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """End what waits, where it is."""
+        for walk in self.walks.values():
+            walk.close()
+        self.walks.clear()
+        self.recomputed.clear()
+
+
 class _Hole:
     """Marks where a tensor was taken out of a package. It is not `None`, which some operators return among their outputs."""
 
@@ -175,6 +195,7 @@ class StepState:
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
     sums: SequentialSums = field(init=False)
+    at_experts: AtExperts = field(default_factory=AtExperts)  # what is within a block whose experts are parts
     # By micro-batch: log-probabilities of labels, for a loss of the whole step; logits of rows that are scored without labels.
     scored: dict[int, torch.Tensor] = field(default_factory=dict)
     log_prob_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # and what the loss gives back

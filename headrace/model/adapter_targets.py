@@ -6,6 +6,7 @@ Invariant: names are matched as peft matches them: a word is the whole name of a
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from transformers import conversion_mapping
 from transformers.pytorch_utils import Conv1D
@@ -75,6 +76,13 @@ class Stack(Product):
     def factors(self, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """Return A as (experts, rank, columns) and B as (experts, rows, rank), views as peft takes them."""
         return down.view(self.experts, -1, self.columns), up.view(self.rows, -1, self.experts).permute(2, 0, 1)
+
+    def summed(self, own: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        """Return the sum of matrices `own`, of all experts or of some, and the products of their `factors`."""
+        left, right = (down.mT, up.mT) if self.transposed else (up, down)
+        if self.experts == 1:  # peft rounds the product of a single matrix, and the factors of several
+            return own + (self.scale * (left @ right)).view_as(own).to(own.dtype)
+        return torch.baddbmm(own, left.to(own.dtype), right.to(own.dtype), alpha=self.scale)
 
 
 def is_linear(module: nn.Module) -> bool:

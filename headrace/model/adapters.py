@@ -116,6 +116,13 @@ class Adapters(Beside):
 
         return undo
 
+    def beside_experts(self, module: str) -> "BesideExperts | None":
+        """Return what is bound beside the packed experts of `module`, by its whole name; None where nothing is adapted."""
+        found = [each for unit in self.products.values() for each in unit if isinstance(each, Stack)]
+        stacks = tuple(each for each in found if each.name.rpartition(".")[0] == module)
+        tensors = tuple(tensor for stack in stacks for tensor in self.bound(stack.name, DOWN, UP))
+        return BesideExperts(stacks, tensors) if stacks else None
+
     def first(self, unit: int, layout: UnitLayout, weights: Mapping[str, Tensor], into: Tensor) -> None:
         """Fill `into`, laid out by `layout`, with a unit's initial numbers: A like `nn.Linear`, B zero, and magnitudes from the
         unit's matrices. `weights` give these by parameter.
@@ -162,18 +169,13 @@ class Adapters(Beside):
         name, kept = stack.name.rpartition(".")[2], []
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if "forward" in vars(module):  # its experts come one at a time, and each is summed then
+                return
             down, up = self.bound(stack.name, DOWN, UP)
             own = module._parameters[name]
             assert own is not None, "experts have their matrices"
-            left, right = reversed(stack.factors(down, up))
-            if stack.transposed:
-                left, right = right.mT, left.mT
             kept.append(own)
-            if stack.experts == 1:  # peft rounds the product of a single matrix, and the factors of several
-                both = own.detach() + (stack.scale * (left @ right)).view_as(own).to(own.dtype)
-            else:
-                both = torch.baddbmm(own.detach(), left.to(own.dtype), right.to(own.dtype), alpha=stack.scale)
-            module._parameters[name] = both  # type: ignore[assignment]
+            module._parameters[name] = stack.summed(own.detach(), *stack.factors(down, up))  # type: ignore[assignment]
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if kept:
@@ -206,6 +208,25 @@ class Adapters(Beside):
         matrix = _as_product(product, module.weight)  # type: ignore[arg-type]
         pieces = (matrix[rows].to(down.dtype) + product.scale * (up[rows] @ down) for rows in _pieces(product))
         return torch.cat([torch.linalg.vector_norm(piece, dim=1) for piece in pieces])
+
+
+@dataclass(frozen=True, slots=True)
+class BesideExperts:
+    """The adapters of a module of packed experts, which come one at a time: a `parted_experts.BesideThem`."""
+
+    stacks: tuple[Stack, ...]
+    tensors: tuple[Tensor, ...]  # A and B of each
+
+    def of_expert(self, expert: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """See `BesideThem`."""
+        pairs = zip(self.stacks, tensors[::2], tensors[1::2], strict=True)
+        return [each[expert : expert + 1] for stack, down, up in pairs for each in stack.factors(down, up)]
+
+    def joined(self, weights: Mapping[str, Tensor], parts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """See `BesideThem`."""
+        pairs = zip(self.stacks, parts[::2], parts[1::2], strict=True)
+        named = ((stack.name.rpartition(".")[2], stack, down, up) for stack, down, up in pairs)
+        return {**weights, **{name: stack.summed(weights[name].detach(), down, up) for name, stack, down, up in named}}
 
 
 def _notes_on_files(products: Mapping[int, Sequence[Product]], settings: Lora, stored_type: str) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from headrace.model.find_blocks import block_of, find_blocks, refuse_shared_betw
 from headrace.model.head_rows import rows_of_range
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, describe_unknown, load_buffers, match_weights, refuse_left_out_blocks
+from headrace.model.parted_experts import PartedExperts
 from headrace.model.probe import Traits, probe
 from headrace.model.products import WideProducts
 from headrace.model.random_numbers import draws_random_numbers
@@ -69,6 +70,7 @@ class Chain:
         self.notes: tuple[str, ...] = _packing_notes(traits)
         self.wide_products = False
         self.adapters: Beside | None = None
+        self.parts: PartedExperts | None = None  # stands where modules of experts stood
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
         self.runner = Runner(

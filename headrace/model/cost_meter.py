@@ -131,6 +131,11 @@ class CostMeter(TorchDispatchMode):
         self._live_bytes -= num_bytes
 
     @property
+    def live_bytes(self) -> int:
+        """The bytes that are live now."""
+        return self._live_bytes
+
+    @property
     def history(self) -> list[int]:
         """What was made and freed up to the last storage made: what is freed afterwards changes no peak."""
         last = self.events.index(len(self.storages) - 1) if self.storages else -1

@@ -1,6 +1,7 @@
 """A model's parts run on fake tensors: prologue, blocks and loss, each with the peak of live bytes and its operations."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from headrace.model.chunk_peaks import peaks_of_chunks
 from headrace.model.cost_meter import CostMeter
 from headrace.model.head_rows import kept_tokens
 from headrace.model.on_shapes import either_answer, outline
+from headrace.model.parted_costs import PartedOnShapes
 from headrace.model.taps import Handed
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 
@@ -150,8 +152,9 @@ def _profile_block(
     chain.bind(index + 1, flat, None)
     beside = _bind_adapters(chain, index + 1, learns=False)
     given = (hand.value for hand in call.gets if isinstance(hand.value, torch.Tensor))
-    existing = (flat, *beside, hidden, *tensors_of((call,)), *given)
-    with torch.no_grad(), meter(*existing) as forward:
+    parted = PartedOnShapes.of(chain, index)
+    existing = (flat, *beside, hidden, *tensors_of((call,)), *given, *(parted.weights.values() if parted else ()))
+    with torch.no_grad(), meter(*existing) as forward, parted.measured_by(forward) if parted else nullcontext():
         left = chain.block(index, hidden, call).hidden
     after = torch.zeros_like(left)  # a storage of its own: a view would keep the larger one alive
     del left
@@ -160,28 +163,33 @@ def _profile_block(
     existing = (*existing, *_bind_adapters(chain, index + 1, learns=True))
     try:
         leaf = hidden.detach().requires_grad_()
-        with meter(*existing) as backward:
+        with meter(*existing) as backward, parted.measured_by(backward) if parted else nullcontext():
             out = chain.block(index, leaf, call)
             recomputed = [operator.name for operator in backward.operators]
-            out.hidden.backward(torch.zeros_like(out.hidden))  # type: ignore[no-untyped-call]
-            del out
+            gradient = torch.zeros_like(out.hidden)
+            if parted is not None:
+                parted.backward(out.hidden, gradient)
+            out.hidden.backward(gradient)  # type: ignore[no-untyped-call]
+            del out, gradient
     finally:
         chain.release(index + 1)
         if chain.adapters is not None:
             chain.adapters.release(index + 1)
     # Where values decide how many operators run, ordinals mean nothing.
-    operators = [] if forward.by_values else forward.operators
+    operators = [] if forward.by_values or parted else forward.operators
     if operators and [operator.name for operator in operators] != recomputed:
         # With a graph it takes another path, as attention with a trained bias does: ordinals differ there.
         operators = [replace(operator, must_run=True) for operator in operators]
     costs = BlockCosts(
         num_elements=layout.num_elements,
         num_parameters=layout.num_parameters,
-        forward_flops=forward.flops,
+        forward_flops=forward.flops + (parted.more_flops if parted else 0.0),
         forward_workspace_bytes=forward.peak_bytes,
         backward_workspace_bytes=backward.peak_bytes,
         operators=tuple(operators),
         attention_flops=sum(operator.flops for operator in forward.operators if operator.name == ATTENTION),
+        waiting_bytes=parted.waiting_bytes if parted else (0, 0),
+        choices=parted.choices if parted else 0,
     )
     return costs, after
 

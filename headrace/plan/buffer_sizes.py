@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from headrace.plan.expert_plan import expert_buffers
 from headrace.plan.plan import Plan
 from headrace.plan.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS, largest_item_elements
@@ -23,6 +24,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     gradient = plan.gradient_bytes_per_element
     states = BufferGroup("host", "states", plan.updates.state_slots, plan.largest_state_bytes(plan.updates.chunk_elements))
     groups = weight_groups(plan) | {"states": states}
+    if plan.experts is not None:
+        groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
     sums = partial_sums(plan.batch.num_micro_batches, plan.gradients.order)
     if any(ends):

@@ -9,6 +9,7 @@ them. Invariant: bytes, operations and launches of a step stay the same.
 from dataclasses import replace
 from itertools import groupby
 
+from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.plan import Plan, spread
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import merged
@@ -46,7 +47,8 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     size = -(-plan.num_blocks // max(_LEAST_BLOCKS, most_blocks))
     if size == 1:
         return plan
-    alike = [(tier, unit.kind) for tier, unit in zip(plan.stash.tiers, plan.units[1:], strict=False)]
+    parted = plan.experts.figures.num_experts[1:] if plan.experts else (0,) * plan.num_blocks
+    alike = [(tier, unit.kind, count > 0) for tier, unit, count in zip(plan.stash.tiers, plan.units[1:], parted, strict=False)]
     runs = [[block for block, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
     groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
     launches = launch_flops(plan, ceilings, 1)
@@ -62,6 +64,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     return replace(
         plan,
         num_blocks=len(groups),
+        experts=_merged_experts(plan.experts, groups),
         units=(
             plan.units[0],
             *units,
@@ -103,6 +106,19 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     )
 
 
+def _merged_experts(experts: ExpertParts | None, groups: list[list[int]]) -> ExpertParts | None:
+    """Return experts of merged blocks: as many as a block has, each as large as its place in all blocks of a group."""
+    if experts is None:
+        return None
+    figures = experts.figures
+    counts = [max(figures.num_experts[block + 1] for block in group) for group in groups]
+    factor = sum(figures.num_experts) / max(1, sum(counts))
+    larger = {
+        name: round(getattr(figures, name) * factor) for name in ("elements", "stored_bytes", "num_parameters", "making_like")
+    }
+    return replace(experts, figures=replace(figures, num_experts=(0, *counts, 0), **larger))
+
+
 def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
     """Return those of `units` that are no blocks, with the numbers that they have among `num_blocks` blocks."""
     return tuple(
@@ -127,6 +143,7 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
     return replace(
         plan,
         batch=replace(plan.batch, num_micro_batches=count, hidden_size_bytes=round(plan.batch.hidden_size_bytes * factor)),
+        experts=replace(plan.experts, together=max(1, round(plan.experts.together / factor))) if plan.experts else None,
         stash=replace(plan.stash, kept_bytes=tuple(round(size * factor) for size in plan.stash.kept_bytes)),
         results=replace(
             plan.results,

@@ -7,7 +7,9 @@ is known (*routed*). Or they are all prefetched, when almost every expert is nee
 Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are equally likely.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.plan.slots import SOURCE_SLOTS
 from headrace.plan.weight_sizes import BufferGroup
@@ -25,7 +27,7 @@ MOST_ROUNDS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertFigures:
-    """The units of a plan without their experts, as `units`, and figures of the experts.
+    """The units of a generation's plan without their experts, as `units`, and figures of the experts.
 
     Attributes:
         num_experts: of each unit; 0 where it has none.
@@ -118,6 +120,21 @@ class ExpertPlan:
     def slot_bytes(self) -> int:
         """Bytes of an expert as it is read, in whole pages."""
         return round_up(self.figures.stored_bytes, PAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertParts(ExpertPlan):
+    """How experts come in training, where they are parts: once for `together` micro-batches, forward and backward."""
+
+    together: int = 1
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "ExpertParts":
+        """Return what `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
+        figures = dict(values["figures"])
+        figures |= {"units": (), "num_experts": tuple(figures["num_experts"])}
+        figures["decodes"] = tuple(map(tuple, figures["decodes"]))
+        return cls(**{**values, "figures": ExpertFigures(**figures)})
 
 
 def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[str, BufferGroup]:

@@ -27,6 +27,8 @@ _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
 # Operations of a chunk: read, update, two writes. Of a block and micro-batch: forward, backward, and the ways of an input to a
 # drive and back. Measured: up to 350 bytes for an operation of a program and 140 for its completion, kept for two steps.
 _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BYTES = 4, 6, 350, 140
+# A micro-batch that waits at its experts is a thread: its stack, and that of the library that multiplies.
+_THREAD_BYTES = MIB
 # Programs that are kept: the steady state repeats one, and rare batch shapes must not pile up.
 MOST_PROGRAMS = 3
 # A loss of the whole step makes about eight float32 numbers of each token.
@@ -47,7 +49,7 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     compute["activations"] = compute.get("activations", 0) + _activation_bytes(
         plan, costs, pools=plan.separate_device and allowance.device_overhead_bytes > 0
     )
-    making = max(unit.making_bytes for unit in plan.units)
+    making = max((*(unit.making_bytes for unit in plan.units), plan.experts.figures.making_bytes if plan.experts else 0))
     compute["workspace"] = _workspace_bytes(plan, costs) + device_update_temporary_bytes(plan) + making
     if temporary_bytes := host_update_temporary_bytes(plan):
         rows["host"]["updates"] = temporary_bytes
@@ -57,6 +59,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
     rows["host"]["program"] = program_bytes(plan)
+    if plan.experts is not None:
+        rows["host"]["threads at experts"] = plan.experts.together * _THREAD_BYTES
     if on_cpu:
         rows["host"]["freed blocks"] = _kept_free_bytes(plan, compute)
     if plan.separate_device and allowance.device_overhead_bytes:
@@ -182,6 +186,9 @@ def program_bytes(plan: Plan) -> int:
     """Return the bytes for operations of steps: the programs that are kept, and the marks of completion for two steps."""
     chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
     operations = _OPERATIONS_OF_A_CHUNK * chunks + _OPERATIONS_OF_A_BLOCK * plan.num_blocks * plan.batch.num_micro_batches
+    if plan.experts is not None:  # each round is read, sent, made and computed, forward and backward, for each group
+        groups = -(-plan.batch.num_micro_batches // plan.experts.together)
+        operations += 2 * _OPERATIONS_OF_A_CHUNK * groups * plan.experts.all_rounds
     return operations * (MOST_PROGRAMS * _OPERATION_BYTES + 2 * _COMPLETION_BYTES)
 
 
@@ -232,7 +239,8 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
     forward = (2 * count + 1) * hidden + (count + 1) * max(kept_away, default=0)
     # Backward: one gradient each, one more that is being made, and what was recalled for this use and the next ones.
     backward = (count + 1) * hidden
-    recalled = (RECALLED_AHEAD + 2) * (hidden + max(kept_away, default=0))
+    group = plan.experts.together if plan.experts else 1  # that backward takes through a block together
+    recalled = (RECALLED_AHEAD + 1 + group) * (hidden + max(kept_away, default=0))
     most = max(forward, backward) + recalled if pools else max(forward, backward + recalled)
     # Of a loss of the whole step: log-probabilities and their gradients, and what the loss makes of them.
     of_loss = (plan.batch.head_passes - 1) * plan.batch.tokens_per_step * _LOSS_TOKEN_BYTES
@@ -250,7 +258,12 @@ def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> i
 
 def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
     epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens)
-    blocks = max(max(block.forward_workspace_bytes, block.backward_workspace_bytes) for block in costs.blocks)
+    others = min(plan.experts.together, plan.batch.num_micro_batches) - 1 if plan.experts else 0  # that wait at the experts
+    blocks = max(
+        max(block.forward_workspace_bytes + others * forward, block.backward_workspace_bytes + others * backward)
+        for block in costs.blocks
+        for forward, backward in (block.waiting_bytes,)
+    )
     return max(epilogue, blocks, costs.prologue_workspace_bytes, costs.prologue_backward_workspace_bytes)
 
 

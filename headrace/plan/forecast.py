@@ -33,6 +33,8 @@ from headrace.terms.rule_figures import RuleFigures
 SEARCH_OPERATIONS = 800
 # At most so many programs are built until one repeats; some placements take a few steps to settle, a few never do.
 _MOST_PROGRAMS = 12
+# The most rounds of a block's experts in a forecast.
+_SIMULATED_ROUNDS = 4
 # Operations of one program above which work is cut more coarsely.
 _MOST_OPERATIONS = 6000
 
@@ -292,9 +294,13 @@ def simulated_plan(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan
     """Return the plan that is simulated in place of `plan`: coarse, and without anything on which no operation depends."""
     whole = _with_rows(_with_elementwise(_with_samples(plan), ceilings))
     coarse = coarsened(_with_calls(whole, under(plan, ceilings)), under(plan, ceilings), most_operations)
-    flops = coarse.results
+    flops, experts = coarse.results, coarse.experts
+    if experts is not None:  # as many bytes, in larger pieces
+        most = max(experts.figures.num_experts)
+        experts = replace(experts, in_round=max(experts.in_round, -(-most // _SIMULATED_ROUNDS)))
     return replace(
         coarse,
+        experts=experts,
         batch=replace(coarse.batch, loss_chunk_tokens=0),
         stash=replace(coarse.stash, kept=(), skipped=(), operators=()),
         freed_memory="returned",

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from headrace.plan.choices import FLAT_NAMES, GROUPS, Batch, Gradients, Stash, Updates
+from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.flat_names import with_flat_names
 from headrace.plan.placement import Placement
 from headrace.plan.stored import PLAN_FORMAT, stored_fields
@@ -57,6 +58,7 @@ class Plan(Placement):
     gradients: Gradients
     updates: Updates
     freed_memory: str = "returned"
+    experts: ExpertParts | None = None  # how experts come that are parts; None where blocks come whole
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
     def __post_init__(self) -> None:
@@ -242,8 +244,9 @@ class Plan(Placement):
         return chunk_borders(unit.update_elements, self.updates.chunk_elements, unit.cuts)
 
     def to_json(self) -> dict[str, Any]:
-        """See `Placement.to_json`; a plan that is kept says its format."""
-        return {"format": PLAN_FORMAT, **Placement.to_json(self)}
+        """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of experts that come with blocks."""
+        values = {"format": PLAN_FORMAT, **Placement.to_json(self)}
+        return {name: value for name, value in values.items() if name != "experts" or value is not None}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":

@@ -10,7 +10,9 @@ from functools import cache, cached_property
 from headrace.plan.allowance import Allowance
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.choices import Batch, Gradients, Stash, Updates
+from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.footprint import with_footprint
+from headrace.plan.parting import fitted
 from headrace.plan.plan import AT_ONCE, Plan
 from headrace.plan.results import Results
 from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
@@ -87,6 +89,7 @@ class Problem:
     own_rule: RuleFigures | None = None
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
+    experts: ExpertParts | None = None  # experts that are parts; how many come together is left open
     attention_share: float = 1.0  # the share of the matrix rate that attention's products reach (`Ceilings`)
 
     @cached_property
@@ -276,7 +279,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         own_rule=problem.own_rule,
         freed_memory=choice.freed_memory,
     )
-    return with_footprint(with_groups(plan, problem), costs, problem.allowance)
+    return fitted(with_groups(plan, problem), problem, costs)
 
 
 def _updates(problem: Problem, choice: Choice) -> Updates:

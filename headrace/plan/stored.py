@@ -3,6 +3,7 @@
 from typing import Any
 
 from headrace.plan.choices import FLAT_NAMES, GROUPS
+from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.results import Results
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import UnitFigures
@@ -35,6 +36,7 @@ def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
     known["own_rule"] = RuleFigures.from_json(known["own_rule"]) if known.get("own_rule") else None
     for name in ("resident_states", "late_units", "stash_tiers", "kept_bytes"):
         known[name] = tuple(known[name])
+    known["experts"] = ExpertParts.from_json(known["experts"]) if known.get("experts") else None
     known["results"] = Results.from_json(known["results"])
     for name in ("kept", "skipped", "operators"):
         known[name] = tuple(tuple(items) for items in known[name])

@@ -35,6 +35,9 @@ class BlockCosts:
     operators: tuple[OperatorCosts, ...] = ()
     skippable: tuple[int, ...] = ()  # ordinals whose output no gradient depends on
     attention_flops: float = 0.0  # the part of `forward_flops` that attention's two products take
+    # Where experts are parts: what a micro-batch takes while others are at them, in forward and in backward.
+    waiting_bytes: tuple[int, int] = (0, 0)
+    choices: int = 0  # and to how many experts a token is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

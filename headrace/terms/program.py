@@ -18,6 +18,9 @@ class Verb(StrEnum):
     UPLOAD = "upload"  # unit's weights: host slot -> device slot
     MAKE = "make"  # unit's weights: what is stored, and what is trained besides -> the slot that compute reads
     FORWARD = "forward"  # block, one micro-batch; where experts come by themselves, a few of them for all micro-batches
+    ENTER = "enter"  # block up to its experts, one micro-batch: forward; there it waits
+    VISIT = "visit"  # a few experts of a block, for all micro-batches that wait there: forward
+    REVISIT = "revisit"  # the same, backward
     ROUTE = "route"  # what tokens have chosen -> which experts are needed
     STASH = "stash"  # block input: device -> host
     SPILL = "spill"  # block input: host -> ssd
@@ -30,7 +33,7 @@ class Verb(StrEnum):
     CACHE_IN = "cache-in"  # the same: host -> device
     CACHE_OUT = "cache-out"  # those of its new tokens: device -> host
     CACHE_WRITE = "cache-write"  # pages of them that are full: host -> ssd
-    RECOMPUTE = "recompute"  # block up to its cache, one micro-batch of a prompt: inputs -> keys and values
+    RECOMPUTE = "recompute"  # block up to its cache, one micro-batch of a prompt; or with a graph, except for its experts
     QUERY = "query"  # block up to its attention, one micro-batch of new tokens that the host attends for
     QUERY_OUT = "query-out"  # their queries, keys and values: device -> host
     ATTEND = "attend"  # attention where a seat's keys and values lie, in host memory

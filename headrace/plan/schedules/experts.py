@@ -1,6 +1,7 @@
 """How a round of experts reaches compute, in any schedule: read, sent to the device, made there from what is coded."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.plan.expert_plan import ROUNDS_IN_MEMORY, ExpertPlan
 from headrace.plan.ledger import Ledger
@@ -21,21 +22,24 @@ class BringExperts:
         self._expert_bytes = weight.num_bytes(plan.figures.elements)
         self._turn = 0
 
-    def bring(self, unit: int, number: int, experts: float, reads: Sequence[int]) -> int:
-        """Bring round `number` of a unit, of so many experts, to where compute reads them, after `reads`; return the buffer."""
+    def bring(self, unit: int, number: int, experts: float, reads: Sequence[int], micro: int = -1) -> int:
+        """Bring round `number` of a unit, of so many experts, to where compute reads them, after `reads`; return the buffer. In
+        a step they are those for the group of micro-batches that begins with `micro`.
+        """
         plan, op, made = self._plan, self._ledger.op, self._plan.figures.is_made
         slot = self._turn % ROUNDS_IN_MEMORY
         host = _EXPERTS + slot
         stored = int(experts * plan.figures.stored_bytes)
+        common: dict[str, Any] = {"unit": unit, "part": number, "micro": micro}
         missing = int(stored * (1 - plan.cached_share))
-        op(Verb.FETCH, Lane.SSD_READ, reads, (host,), unit=unit, part=number, num_bytes=missing)
+        op(Verb.FETCH, Lane.SSD_READ, reads, (host,), num_bytes=missing, **common)
         source = host
         if self._separate:
             source = _SOURCES + self._turn % SOURCE_SLOTS if made else _COMPUTED + slot
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), unit=unit, part=number, num_bytes=stored)
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), num_bytes=stored, **common)
         if made:
             num_bytes = int(experts * plan.figures.moved_bytes(self._expert_bytes))
-            op(Verb.MAKE, Lane.MAKE, (source,), (_COMPUTED + slot,), unit=unit, part=number, num_bytes=num_bytes)
+            op(Verb.MAKE, Lane.MAKE, (source,), (_COMPUTED + slot,), num_bytes=num_bytes, **common)
             source = _COMPUTED + slot
         self._turn += 1
         return source

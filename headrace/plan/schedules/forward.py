@@ -5,6 +5,7 @@ Weights come as for a training step, and the next program, of either kind, finds
 
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
+from headrace.plan.schedules.parted import PartedBlocks
 from headrace.plan.schedules.weights import RESIDENT, Weights
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
@@ -28,7 +29,7 @@ class _Forward(Weights):
         self.plan = plan
 
     def run(self, num_micro: int) -> None:
-        plan, op = self.plan, self.ledger.op
+        plan, op, parted = self.plan, self.ledger.op, PartedBlocks(self.plan, self.ledger, num_micro)
         for end in plan.ends:
             self.refresh(end)
         for micro in range(num_micro):
@@ -38,8 +39,11 @@ class _Forward(Weights):
             for ahead in range(block, min(block + plan.prefetch, self.blocks) + 1):
                 self.acquire(ahead)
             weights = (self.acquired.pop(block)[1],)
-            for micro in range(num_micro):
-                op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=micro, flops=self.flops(block))
+            for group in parted.groups(block):
+                parted.forward(block, group, weights)
+                for micro in group:
+                    flops = 0.0 if parted.has(block) else self.flops(block)
+                    op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=micro, flops=flops)
         unit = plan.ends[-1]
         for micro in range(num_micro):
             reads = tuple(RESIDENT + end for end in plan.ends)

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.plan.ledger import Known, Snapshot
 from headrace.plan.plan import Plan
+from headrace.plan.schedules.parted import PartedBlocks
 from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, held_at
 from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDICT
 from headrace.terms.lanes import Lane
@@ -62,6 +63,7 @@ class _Training(Updates):
         self.num_micro = num_micro
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.gradient_in_place = plan.gradient_in_place
+        self.parted = PartedBlocks(plan, self.ledger, num_micro)
         self.stash_turn = self.accumulator_turn = 0
         self.stashed: dict[tuple[int, int], int] = {}  # the operation that brought a block's input to where it waits
         self.recalled: dict[tuple[int, int], int] = {}  # the buffer from which backward reads it, -1 where compute left it
@@ -110,7 +112,12 @@ class _Training(Updates):
 
     def forward(self, block: int) -> None:
         weights, waits = (self.acquired.pop(block)[1], *self.read_beside(block)), self.plan.stash.tiers[block - 1] != "device"
-        for micro in range(self.num_micro):
+        for group in self.parted.groups(block):
+            self.parted.forward(block, group, weights)
+            self.forward_group(block, group, weights, waits=waits)
+
+    def forward_group(self, block: int, group: range, weights: Sequence[int], *, waits: bool) -> None:
+        for micro in group:
             ref = self.ledger.op(
                 Verb.FORWARD,
                 Lane.COMPUTE,
@@ -120,7 +127,7 @@ class _Training(Updates):
                 after=(self.stashed[block - 1, micro],) if (block - 1, micro) in self.stashed else (),
                 unit=block,
                 micro=micro,
-                flops=self.flops(block),
+                flops=0.0 if self.parted.has(block) else self.flops(block),
             )
             if waits:
                 self.stash(block, micro)
@@ -152,21 +159,33 @@ class _Training(Updates):
         is_trained, beside = block in self.trained, self.read_beside(block)
         gradient = self.gradient_slot(block) if is_trained else NONE
         made = () if not is_trained else (gradient,) if self.gradient_in_place else (self.accumulator(),)
-        for micro in range(self.num_micro):
-            self.recall_ahead(block, micro)
-            inputs = self.recalled.pop((block, micro))
-            ref = self.ledger.op(
-                Verb.BACKWARD,
-                Lane.COMPUTE,
-                (weights, *beside, inputs) if inputs >= 0 else (weights, *beside),
-                made,
-                unit=block,
-                micro=micro,
-                flops=self.backward_flops(block),
-            )
-            self.newest_use = (ref,)
+        for group in self.parted.groups(block):
+            if self.parted.has(block):
+                self.backward_through_experts(block, group, (weights, *beside), made)
+                continue
+            for micro in group:
+                reads, flops = self.inputs_of(block, micro), self.backward_flops(block)
+                common: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops}
+                ref = self.ledger.op(Verb.BACKWARD, Lane.COMPUTE, (weights, *beside, *reads), made, **common)
+                self.newest_use = (ref,)
         if is_trained:
             self.drain(block, gradient, host)
+
+    def backward_through_experts(self, block: int, group: range, weights: Sequence[int], made: Sequence[int]) -> None:
+        """Recompute a group's micro-batches, take them back through the experts, then through the rest of the block."""
+        op, common = self.ledger.op, self.parted.common_flops(block)
+        for micro in group:
+            reads = (*weights, *self.inputs_of(block, micro))
+            self.newest_use = (op(Verb.RECOMPUTE, Lane.COMPUTE, reads, unit=block, micro=micro, flops=common),)
+        self.parted.backward(block, group)
+        for micro in group:
+            self.newest_use = (op(Verb.BACKWARD, Lane.COMPUTE, weights, made, unit=block, micro=micro, flops=common),)
+
+    def inputs_of(self, block: int, micro: int) -> tuple[int, ...]:
+        """Return the buffer from which backward reads a block's input, () for none; begin to bring it and the next ones."""
+        self.recall_ahead(block, micro)
+        inputs = self.recalled.pop((block, micro))
+        return (inputs,) if inputs >= 0 else ()
 
     def read_beside(self, unit: int) -> tuple[int, ...]:
         """Return the buffers that compute reads beside a unit's weights."""

@@ -12,8 +12,8 @@ from headrace.terms.sizes import format_bytes
 
 # Families of verbs; each has a colour of its own in the style sheet.
 FAMILIES = {
-    "forward": ("prologue", "forward", "recompute", "query", "attend", "score", "turn", "catch"),
-    "backward": ("log-probs", "epilogue", "backward", "prologue-backward"),
+    "forward": ("prologue", "forward", "enter", "visit", "recompute", "query", "attend", "score", "turn", "catch"),
+    "backward": ("log-probs", "epilogue", "revisit", "backward", "prologue-backward"),
     "weights": ("fetch", "pull", "gather", "send", "upload", "make", "write-weights"),
     "activations": (
         *("stash", "spill", "unspill", "recall"),

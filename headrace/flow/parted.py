@@ -1,0 +1,129 @@
+"""Blocks whose experts are parts: micro-batches wait at the experts, which come a few at a time, in forward and in backward.
+
+Forward: each micro-batch of a group runs up to the experts in a thread of its own (`enter`). `route` tells which experts they
+want. A few experts come at a time, and take all tokens of the group (`visit`); then `compute.forward` runs the rest. Backward:
+`recompute` makes the block's graph, in which a result stands for the experts, and the gradient of that result. The experts come
+again (`revisit`); then `compute.backward` runs as always.
+
+Invariant: an expert that no token of a group wants is not read.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.flow.compute import OF_EXPERTS, bound, seed
+from headrace.flow.expert_loads import ExpertLoads
+from headrace.flow.step_state import StepState
+from headrace.model.parted_experts import PartedExperts, Recompute, Visit, Walk, alone
+from headrace.terms.lanes import Lane
+from headrace.terms.layout import ParameterSpec
+from headrace.terms.program import Op, Verb
+from headrace.update.wire import Caught, Sink
+
+
+@dataclass
+class _Later:
+    """A sink of gradients that come in a later operation, which says where they go."""
+
+    to: Sink | None = None
+
+    def __call__(self, spec: ParameterSpec, gradient: torch.Tensor) -> None:
+        assert self.to is not None, "something of the unit is trained"
+        self.to(spec, gradient)
+
+
+@dataclass
+class Recomputed:
+    """A block with its graph, as far as its experts: `again` stands for them. `gradients` are those of its `outputs`."""
+
+    hidden: torch.Tensor
+    outputs: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    again: Recompute
+    sink: _Later = field(default_factory=_Later)
+
+
+def enter(state: StepState, op: Op) -> None:
+    """Block input -> its experts, where the micro-batch waits."""
+    chain, machine = state.parts.chain, state.parts.machine
+    hidden, call = state.inputs[op.unit, op.micro], state.calls[op.micro][op.unit - 1]
+
+    def context() -> AbstractContextManager[object]:
+        stack = ExitStack()
+        stack.enter_context(machine.lane(Lane.COMPUTE))
+        stack.enter_context(chain.arithmetic())
+        return stack
+
+    walk = Walk(_parts(state), lambda: chain.block(op.unit - 1, hidden, call), context, random=chain.has_dropout)
+    state.at_experts.walks[op.micro] = walk
+    seed(state, op.unit, op.micro)
+    with bound(state, op, op.unit):
+        walk.enter()
+
+
+def route(state: StepState, op: Op) -> None:
+    """Note which experts of a block the micro-batches that wait there want, ascending."""
+    wanted = {expert for walk in state.at_experts.walks.values() for expert in walk.visit.route()}
+    state.at_experts.wanted[op.unit, op.micro] = tuple(sorted(wanted))
+
+
+def visit(state: StepState, op: Op) -> None:
+    """Take all micro-batches that wait through some experts."""
+    _through(state, op, [walk.visit for walk in state.at_experts.walks.values()], Visit.forward)
+
+
+def recompute(state: StepState, op: Op) -> None:
+    """Block input -> its graph, and the gradient of what its experts made."""
+    package = state.recalled.pop((op.unit, op.micro))
+    if state.plan.stash.tiers[op.unit - 1] == "ssd" and not state.plan.separate_device:
+        package = package.like(torch.clone)  # another micro-batch gets the buffer before this one's backward
+    gradients = [state.hidden_gradients[op.micro], *state.aside_gradients.pop((op.unit, op.micro), ())]
+    again, sink = Recompute(package.kept[OF_EXPERTS][1]), _Later()
+    trained = state.plan.units[op.unit].is_trained
+    found = Caught(sink, lambda spec: False) if trained else None
+    hidden = package.hidden.detach().requires_grad_()
+    del package
+    seed(state, op.unit, op.micro)
+    with torch.enable_grad(), bound(state, op, op.unit, found), _parts(state).visited_by(again):
+        result = state.parts.chain.block(op.unit - 1, hidden, state.calls[op.micro][op.unit - 1])
+    outputs = [result.hidden, *result.asides][: len(gradients)]
+    again.begin_backward(outputs, gradients)
+    again.visit.route()
+    state.at_experts.recomputed[op.micro] = Recomputed(hidden, outputs, gradients, again, sink)
+
+
+def revisit(state: StepState, op: Op) -> None:
+    """Take all recomputed micro-batches back through some experts."""
+    _through(state, op, [each.again.visit for each in state.at_experts.recomputed.values()], Visit.backward)
+
+
+def _through(state: StepState, op: Op, visits: Sequence[Visit], way: Callable[..., None]) -> None:
+    for expert, weights in _loads(state).weights(op).items():
+        for each in visits:
+            way(each, expert, alone(weights))
+
+
+def _fetch(state: StepState, op: Op) -> None:
+    """Read the experts of a round, of those that a group wants."""
+    _loads(state).fetch(op, state.at_experts.wanted[op.unit, op.micro])
+
+
+def _parts(state: StepState) -> PartedExperts:
+    assert state.parts.chain.parts is not None, "experts of the plan are parts"
+    return state.parts.chain.parts
+
+
+def _loads(state: StepState) -> ExpertLoads:
+    assert state.parts.experts is not None, "experts of the plan are parts"
+    return state.parts.experts
+
+
+# What brings rounds of experts.
+BRINGING: Mapping[Verb, Callable[[StepState, Op], None]] = {
+    Verb.FETCH: _fetch,
+    Verb.UPLOAD: lambda state, op: _loads(state).upload(op),
+    Verb.MAKE: lambda state, op: _loads(state).make(op),
+}

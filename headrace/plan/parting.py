@@ -1,0 +1,48 @@
+"""How the experts of a training plan come, where they are parts: how many at a time, and for how many micro-batches together.
+
+An expert is read once for each group of micro-batches, so a plan takes the largest groups that fit. What a group holds while it
+is at the experts is measured (`BlockCosts.waiting_bytes`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from headrace.plan.buffer_sizes import TENSOR_ALIGNMENT_BYTES
+from headrace.plan.expert_plan import ExpertParts, experts_in_round
+from headrace.plan.footprint import with_footprint
+from headrace.plan.plan import Plan
+from headrace.terms.costs import ModelCosts
+
+if TYPE_CHECKING:  # the space of plans asks for this
+    from headrace.plan.space import Problem
+
+# The fewest rounds of a block that are tried: larger ones take more memory, smaller ones more operations.
+_FEWEST_ROUNDS = 16
+
+
+def fitted(plan: Plan, problem: "Problem", costs: ModelCosts) -> Plan:
+    """Return `plan` with its footprint. Where experts are parts, it has the largest groups and rounds that fit. What experts
+    made waits for backward beside the block's input.
+    """
+    if problem.experts is None:
+        return with_footprint(plan, costs, problem.allowance)
+    output, counts = plan.hidden_bytes + TENSOR_ALIGNMENT_BYTES, problem.experts.figures.num_experts
+    kept = tuple(size + (output if count else 0) for size, count in zip(plan.stash.kept_bytes, counts[1:], strict=False))
+    plan = replace(plan, stash=replace(plan.stash, kept_bytes=kept))
+    known = replace(problem.experts, choices=max(block.choices for block in costs.blocks))
+    for experts in _ways(known, plan.batch.num_micro_batches):
+        found = with_footprint(replace(plan, experts=experts), costs, problem.allowance)
+        if found.fits:
+            break
+    return found
+
+
+def _ways(experts: ExpertParts, together: int) -> Iterator[ExpertParts]:
+    most = max(experts.figures.num_experts)
+    rounds = dict.fromkeys((-(-most // _FEWEST_ROUNDS), experts_in_round(most)))
+    while True:
+        yield from (replace(experts, in_round=in_round, together=together) for in_round in rounds)
+        if together == 1:
+            return
+        together = -(-together // 2)
