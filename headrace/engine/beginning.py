@@ -26,6 +26,7 @@ from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.protocol import Machine
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
+from headrace.plan.expert_plan import note_on_parts
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore, make_run_directory
@@ -35,7 +36,6 @@ from headrace.terms.errors import PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
 from headrace.terms.options import Options
 from headrace.terms.packed_rows import PackedRows
-from headrace.terms.sizes import format_bytes
 from headrace.update.going_on import going_on
 from headrace.update.table_rows import TableRows
 
@@ -265,9 +265,7 @@ def _planned(
             subject.part_experts()
         except NotStoredSingly:
             raise refusal from None
-        subject.chain.notes += (
-            f"experts are parts: whole blocks need {format_bytes(refusal.needed_bytes)} of {refusal.tier} memory",
-        )
+        subject.chain.notes += (note_on_parts(refusal.tier, refusal.needed_bytes),)
         planner = RunPlanner(options, subject.planned, ways)
         return planner, plan_by(planner)
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from headrace.ask.planner import PlannedModel
-from headrace.engine.lent_base import LentBase, check_lent
+from headrace.engine.lent_base import PARTED, LentBase, check_lent, marks_of
 from headrace.engine.open_model import Purpose, open_model
-from headrace.engine.parted_base import PartedBase
 from headrace.engine.row_files import open_rows
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, file_systems, measured_weights
@@ -24,6 +23,7 @@ from headrace.flow.completing import read_trained
 from headrace.flow.expert_source import ExpertSource
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.make import Maker
+from headrace.flow.parted_base import PartedBase
 from headrace.flow.settle import PROPOSED, changed, settle
 from headrace.flow.step_state import Verdict
 from headrace.machine.cpu import CpuMachine
@@ -250,7 +250,7 @@ class Subject:
     @property
     def _parts(self) -> dict[str, Any]:
         """The files of experts that are parts, where there are some."""
-        return self.parted.identity if self.parted else {}
+        return {PARTED: marks_of(self.parted.paths)} if self.parted else {}
 
     @property
     def _groups(self) -> dict[str, str]:

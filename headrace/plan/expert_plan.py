@@ -17,7 +17,7 @@ from headrace.terms.coding import Decodes
 from headrace.terms.costs import touched
 from headrace.terms.forms import UnitFigures
 from headrace.terms.layout import Plane
-from headrace.terms.sizes import PAGE_BYTES, round_up
+from headrace.terms.sizes import PAGE_BYTES, format_bytes, round_up
 
 # Rounds whose experts are in memory: one is computed, two arrive.
 ROUNDS_IN_MEMORY = 3
@@ -135,6 +135,11 @@ class ExpertParts(ExpertPlan):
         figures |= {"units": (), "num_experts": tuple(figures["num_experts"])}
         figures["decodes"] = tuple(map(tuple, figures["decodes"]))
         return cls(**{**values, "figures": ExpertFigures(**figures)})
+
+
+def note_on_parts(tier: str, needed_bytes: int) -> str:
+    """Return a note for a person: why experts are parts, where whole blocks need so much of a tier's memory."""
+    return f"experts come one at a time, beside their blocks: with whole blocks {format_bytes(needed_bytes)} of {tier} memory"
 
 
 def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[str, BufferGroup]:

@@ -14,7 +14,7 @@ import headrace
 from headrace.engine.seams import Seams, seams_of
 from headrace.plan.plan import Plan
 
-EXPERTS, ATTENTION = "lora:rank=4,target_modules=q_proj+experts", "lora:rank=4"
+EXPERTS, ATTENTION = "lora:rank=4,target_modules=o_proj+experts", "lora:rank=4"
 STEPS = 2
 
 
