@@ -4,6 +4,7 @@ Run: pytest tests/compress/test_frozen.py
 """
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import headrace
 from headrace.ask.answer import plan_model
 from headrace.compress.decompression import decompress
 from headrace.engine import Engine, Seams
+from headrace.engine.seams import seams_of
 from headrace.runs.engines import why_not_packed
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import OpDone
@@ -99,11 +101,13 @@ def test_a_plan_knows_what_the_files_hold(dense_int4: Any, tmp_path: Path) -> No
         plan_model(dense_int4[0] / "out", headrace.Options(sequence_length=24, tokens_per_step=96))
 
 
-def adapted(model: Path, run: Path) -> tuple[list[float], bytes]:
-    """Return losses of two steps of LoRA in bfloat16, and the bytes of what came of it: less the gradients."""
+def adapted(model: Path, run: Path, adapter: str = "lora:rank=4", *, parted: bool = False) -> tuple[list[float], bytes]:
+    """Return losses of two steps of LoRA in bfloat16, and the bytes of what came of it: less the gradients. `parted`: experts
+    come one at a time.
+    """
     given = {"sequence_length": 24, "tokens_per_step": 96, "compute_dtype": "bfloat16", "host_memory": "4GiB"}
-    options = headrace.Options(output=run, adapter="lora:rank=4", optimizer="sgd:momentum=0", learning_rate=1.0, **given)
-    with Engine.open(model, options) as engine:
+    options = headrace.Options(output=run, adapter=adapter, optimizer="sgd:momentum=0", learning_rate=1.0, **given)
+    with Engine.open(model, options, seams=replace(seams_of(options), parted=parted)) as engine:
         losses = [engine.step(batch_of(seed)).loss for seed in range(2)]
         engine.save_pretrained(run / "adapter")
     file = run / "adapter" / "adapter_model.safetensors"
@@ -130,3 +134,16 @@ def test_adapters_upon_ternary_experts_are_those_upon_decoded_weights(mixture: P
     run_to_words(mixture, tmp_path)
     coded = tmp_path / "out"
     assert adapted(coded, tmp_path / "run") == adapted(decompress(coded, tmp_path / "plain"), tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", sampled(("int4", "mxfp4", "fp8 experts", "ternary"), ("int4",)))
+def test_coded_experts_that_come_singly_are_trained_upon_as_in_their_blocks(
+    kind: str, mixture: Path, mixture_int4: Any, tmp_path: Path
+) -> None:
+    coded, adapter = mixture_int4[0] / "out", "lora:rank=4,target_modules=q_proj+experts"
+    if kind in KINDS:
+        coded, _ = write_coded(tmp_path, kind)
+    elif kind == "ternary":
+        run_to_words(mixture, tmp_path)
+        coded = tmp_path / "out"
+    assert adapted(coded, tmp_path / "run", adapter, parted=True) == adapted(coded, tmp_path / "other", adapter)

@@ -36,6 +36,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "residual_in_fp32": True,
     },
     "mixtral-aux": {"model_type": "mixtral", **SHAPE, "num_local_experts": 4, "output_router_logits": True},
+    "many-experts": {
+        "model_type": "qwen3_moe",
+        **SHAPE,
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "moe_intermediate_size": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+    },
     "gpt-oss": {"model_type": "gpt_oss", **SHAPE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 16},
     "gemma3": {"model_type": "gemma3_text", **SHAPE, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True},
     "deepseek": {

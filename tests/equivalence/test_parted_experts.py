@@ -1,5 +1,6 @@
 """Frozen experts that come one at a time give the bits of whole blocks, wherever things live."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,12 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from plain import SPLIT, train
+from plain import LENGTH, ROWS, SPLIT, batch_of, train
 from tiers import sampled
 
 import headrace
 from headrace.engine.seams import Seams, seams_of
+from headrace.engine.trainer import Engine
+from headrace.flow.expert_source import ExpertSource
+from headrace.flow.step_state import AtExperts
+from headrace.generate.generator import Generator
+from headrace.generate.opened import GenerationModel
 from headrace.plan.plan import Plan
+from headrace.terms.errors import PlanInfeasible, RunDirectoryError
 
 EXPERTS, ATTENTION = "lora:rank=4,target_modules=o_proj+experts", "lora:rank=4"
 STEPS = 2
@@ -72,3 +79,83 @@ def test_the_bits_are_the_same_wherever_things_live(
 ) -> None:
     options = dict(PLACEMENTS[placement])
     runs(model_dir(name, "bfloat16"), tmp_path, EXPERTS, options.pop("change"), compute_dtype="bfloat16", **options)
+
+
+def test_a_run_goes_on_where_it_was_and_is_read_unfinished(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Evaluated, closed, resumed: as a run with whole blocks. Its files may not change meanwhile."""
+    path, batches = model_dir("mixtral-aux", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
+    more: dict[str, Any] = {
+        "adapter": EXPERTS,
+        "tokens_per_step": ROWS * LENGTH,
+        "sequence_length": LENGTH,
+        "learning_rate": 1e-2,
+    }
+    found = []
+    for seams, run in ((None, tmp_path / "whole"), (parted(EXPERTS), tmp_path / "parted")):
+        with Engine.open(path, headrace.Options(output=run, **more), seams=seams) as engine:
+            assert (engine.plan is not None and engine.plan.experts is not None) == (seams is not None)
+            said = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
+        with Engine.resume(run) as engine:
+            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
+            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
+        found.append(said)
+    assert found[0] == found[1]
+    Generator.open(tmp_path / "parted", opened=GenerationModel.of_store).close()
+    shard = next(path.glob("*.safetensors"))
+    times = shard.stat().st_atime_ns, shard.stat().st_mtime_ns
+    os.utime(shard, ns=(times[0], times[1] + 1))
+    try:
+        with pytest.raises(RunDirectoryError, match="changed since the run began"):
+            Engine.resume(tmp_path / "parted")
+    finally:
+        os.utime(shard, ns=times)
+
+
+def test_an_expert_comes_once_for_a_group_and_not_if_nobody_wants_it(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int]] = []
+    wanted: list[tuple[int, int]] = []
+    own = ExpertSource.read_expert
+
+    def noting(source: ExpertSource, unit: int, number: int, into: Any) -> Any:
+        read.append((unit, number))
+        return own(source, unit, number, into)
+
+    monkeypatch.setattr(ExpertSource, "read_expert", noting)
+
+    close = AtExperts.close
+
+    def closing(waiting: AtExperts) -> None:
+        wanted.extend((unit, expert) for (unit, _), experts in waiting.wanted.items() for expert in experts)
+        close(waiting)
+
+    monkeypatch.setattr(AtExperts, "close", closing)
+    few = {**batch_of(1, 4, 0)}
+    options = headrace.Options(output=tmp_path / "run", adapter=EXPERTS, tokens_per_step=4, sequence_length=4)
+    with Engine.open(model_dir("many-experts"), options, seams=parted(EXPERTS)) as engine:
+        engine.step(few)
+    assert sorted(read) == sorted(2 * wanted), "once forward, once backward"
+    assert len(set(read)) <= 3 * 4 * 2, "of 48 experts, four tokens of three blocks choose at most two each"
+
+
+@pytest.mark.deep
+def test_experts_become_parts_where_whole_blocks_have_no_room(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    def opened(host_bytes: int) -> Plan:
+        options = headrace.Options(
+            output=tmp_path / str(host_bytes),
+            adapter=EXPERTS,
+            host_memory=host_bytes,
+            tokens_per_step=ROWS * LENGTH,
+            sequence_length=LENGTH,
+        )
+        with Engine.open(model_dir("many-experts"), options) as engine:
+            assert engine.plan is not None
+            return engine.plan
+
+    assert opened(4 << 30).experts is None
+    with pytest.raises(PlanInfeasible) as refusal:
+        opened(1)
+    plan = opened(refusal.value.needed_bytes + (2 << 20))
+    assert plan.experts is not None
+    assert any("experts come one at a time" in note for note in plan.results.notes)

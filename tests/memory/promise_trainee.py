@@ -36,6 +36,7 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
                     max_grad_norm=case["clip"],
                     compute_dtype=case["dtype"],
                     optimizer=case["optimizer"],
+                    adapter=case["adapter"],
                     tokens_per_step=case["tokens"],
                     sequence_length=case["length"],
                 ),

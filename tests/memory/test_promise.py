@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiers import sampled
-from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, OPTConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, MixtralConfig, OPTConfig
 
 pytestmark = pytest.mark.process
 
@@ -38,6 +38,7 @@ class Case:
     steps: int = 2
     exported: bool = False
     optimizer: str = "adamw"
+    adapter: str | None = None
     littered: bool = False  # the search for a plan leaves 128 MiB in reference cycles
 
 
@@ -50,6 +51,7 @@ SHAPES = {
     "wordy": (256, 2, 147456, True),
     "thick": (1536, 2, 4096, False),  # blocks that are large beside what computing a few tokens takes
     "unpacked": (64, 2, 4096, True),  # of an architecture that cannot pack
+    "mixed": (512, 3, 4096, False),  # each block has 32 experts, of which the least plan has a few at a time
     "scanned": (512, 8, 8000, False),  # state-space layers: thousands of tensors too small to be mapped
 }
 QUICK = [
@@ -69,6 +71,9 @@ LONG = [
     Case("wide", 680, tokens=1024, clip=1.0, packed=128),  # the least is 513 MiB, with a build of torch for CUDA 653
     Case("wide", None, tokens=4096, length=1024, steps=6),
     Case("wide", 900, tokens=4096, length=1024, device_mib=400, steps=6),
+    Case("mixed", None, tokens=2048, adapter="lora:rank=4,target_modules=q_proj+experts", steps=4),
+    Case("mixed", None, tokens=2048, adapter="lora:rank=4,target_modules=q_proj+experts", device_mib=110, steps=4),
+    Case("mixed", None, tokens=2048, adapter="lora:rank=4", dtype="float32", steps=4),
     Case("unpacked", None, tokens=40960, length=2048, padded=True, steps=1),  # with a mask of 4 MiB for each row
     Case("scanned", None, tokens=1024, steps=3),
     Case("scanned", None, tokens=1024, length=512, packed=500, steps=3),  # run sample by sample
@@ -100,6 +105,9 @@ def model_of(models: Path, shape: str) -> Path:
         elif shape == "scanned":
             del sizes["num_attention_heads"]
             config = Mamba2Config(**sizes, num_heads=hidden // 32, head_dim=64, state_size=64, n_groups=1)
+        elif shape == "mixed":
+            experts = {"num_local_experts": 32, "num_experts_per_tok": 4, "num_key_value_heads": hidden // 64}
+            config = MixtralConfig(**sizes, **experts, intermediate_size=hidden)
         else:
             config = LlamaConfig(**sizes, num_key_value_heads=hidden // 64, intermediate_size=11 * hidden // 4)
         torch.manual_seed(5)
