@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -195,7 +196,6 @@ class StepState:
     aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
     sums: SequentialSums = field(init=False)
-    at_experts: AtExperts = field(default_factory=AtExperts)  # what is within a block whose experts are parts
     # By micro-batch: log-probabilities of labels, for a loss of the whole step; logits of rows that are scored without labels.
     scored: dict[int, torch.Tensor] = field(default_factory=dict)
     log_prob_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # and what the loss gives back
@@ -209,6 +209,11 @@ class StepState:
 
     def __post_init__(self) -> None:
         self.sums = sums_of(self.plan, self.parts.buffers, len(self.batch.micro_batches))
+
+    @cached_property
+    def at_experts(self) -> AtExperts:
+        """What waits within a block whose experts are parts."""
+        return AtExperts()
 
     @property
     def plan(self) -> Plan:
