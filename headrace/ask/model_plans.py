@@ -20,6 +20,7 @@ from headrace.model import (
     WeightMap,
     import_workspace_bytes,
 )
+from headrace.model.adapters import Adapters
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.expert_plan import ExpertParts, note_on_parts
 from headrace.plan.footprint import with_footprint
@@ -105,7 +106,7 @@ class ModelPlans:
     def _parted(self, question: Question) -> "tuple[ModelPlans, Question] | None":
         """Return plans with experts as parts, and the question for them; None where they cannot be."""
         wire = question.wire.of(self._chain)
-        if self._experts is not None or not wire.is_beside:
+        if self._experts is not None or not isinstance(wire.adapters, Adapters):
             return None
         on_cpu, rule = (
             not question.allowance.device_overhead_bytes,

@@ -30,6 +30,7 @@ from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import exact_units
+from headrace.model.adapters import Adapters
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
@@ -138,7 +139,7 @@ class Subject:
             NotStoredSingly: they cannot be; nothing has changed.
         """
         seams = self.seams
-        if not seams.wire.is_beside or seams.codec or seams.site or seams.workers or seams.fleet:
+        if not isinstance(self.chain.adapters, Adapters) or seams.codec or seams.site or seams.workers or seams.fleet:
             raise NotStoredSingly("experts are trained, coded by the run, or shared out among machines")
         if self.chain.runs_by_samples(self._sequence_length or 0):
             raise NotStoredSingly("rows are run sample by sample")
