@@ -16,6 +16,7 @@ _NOT_HERE = {
     "save_steps": "leave it out; headrace export writes the model of the last merge",
     "save_total_limit": "leave it out; headrace export writes the model of the last merge",
     "loss": "leave it out, or train on one machine",
+    "report_to": "leave it out; metrics.jsonl has a line for each merge",
     "plan": "leave it out; each learner plans for its own machine",
 }
 _ALONE = ("quorum", "outer", "outer_learning_rate", "exchange_dtype", "replay")
@@ -90,5 +91,7 @@ class LocalOptions(Declared):
         for key, instead in _NOT_HERE.items():
             if given.get(key):
                 raise ConfigError(f"{key}: a node with local_steps cannot do that; {instead}")
+        if "from=" in str(given.get("adapter") or "").replace(" ", ""):
+            raise ConfigError("adapter: from: a node with local_steps cannot do that; merge the adapter into the model first")
         if given.get("workers", 1) != 1:
             raise ConfigError("workers: with local_steps any number of learners may come; give quorum for the least of a merge")

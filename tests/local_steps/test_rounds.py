@@ -99,6 +99,8 @@ def test_options_of_local_steps_are_refused_where_they_mean_nothing() -> None:
         ({"local_steps": 5, "workers": 2}, "workers: .* give quorum"),
         ({"local_steps": 5, "eval_split": 0.1}, "eval_split: .* headrace eval"),
         ({"local_steps": 5, "loss": "dpo"}, "loss: .* one machine"),
+        ({"local_steps": 5, "report_to": ["wandb"]}, "report_to: .* metrics.jsonl"),
+        ({"local_steps": 5, "adapter": "lora:from=there"}, "adapter: from: .* merge the adapter"),
         ({"local_steps": 0}, "local_steps: expected a whole number"),
     ):
         with pytest.raises(ConfigError, match=words):
