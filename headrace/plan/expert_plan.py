@@ -139,7 +139,8 @@ class ExpertParts(ExpertPlan):
 
 def note_on_parts(tier: str, needed_bytes: int) -> str:
     """Return a note for a person: why experts are parts, where whole blocks need so much of a tier's memory."""
-    return f"experts come one at a time, beside their blocks: with whole blocks {format_bytes(needed_bytes)} of {tier} memory"
+    why = f"with whole blocks {format_bytes(needed_bytes)} of {tier} memory"
+    return f"experts come one at a time, beside their blocks: {why}; the forecast takes all experts to be equally likely"
 
 
 def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[str, BufferGroup]:
