@@ -124,12 +124,11 @@ def translate(source: Source) -> None:
     source.set("packing", bool(source.take("sample_packing", False)), "sample_packing")
     if rl:
         _take_loss(source, rl)
-    row = 2 * length if rl else length
     if source.has("batch_size") and not source.has("gradient_accumulation_steps"):
-        take_rows(source, "batch_size", 1, row)
+        take_rows(source, "batch_size", 1, length, pairs=bool(rl))
         source.take("micro_batch_size")
     else:
-        take_rows(source, "micro_batch_size", 1, row)
+        take_rows(source, "micro_batch_size", 1, length, pairs=bool(rl))
     source.rename("learning_rate", "learning_rate", float)
     source.set("epochs", float(source.take("num_epochs", 1)), "num_epochs")
     source.rename("max_steps", "max_steps", int)

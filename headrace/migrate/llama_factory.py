@@ -91,7 +91,7 @@ def translate(source: Source) -> None:
         preferences.take_preferences(source, "pref_loss", "pref_beta", settings)
     if source.take("use_adam_mini"):
         source.notes.append("use_adam_mini: AdamW stands in its place; moments=int8 takes less")
-    take_training_arguments(source, batch=8, rate=5e-5, epochs=3.0, length=2 * length if pairs else length)
+    take_training_arguments(source, batch=8, rate=5e-5, epochs=3.0, length=length, pairs=pairs)
     if source.take("use_muon"):
         source.set("optimizer", "muon", "use_muon")
     held_out = source.take("val_size", 0)

@@ -55,9 +55,11 @@ REASONS = {
 }
 
 
-def take_training_arguments(source: Source, *, batch: int, rate: float, epochs: float, length: int) -> None:
+def take_training_arguments(
+    source: Source, *, batch: int, rate: float, epochs: float, length: int, pairs: bool = False
+) -> None:
     """Take transformers' TrainingArguments. The defaults of the trainer are written out where they differ from Headrace's."""
-    take_rows(source, "per_device_train_batch_size", batch, length)
+    take_rows(source, "per_device_train_batch_size", batch, length, pairs=pairs)
     source.set("learning_rate", float(source.take("learning_rate", rate)), "learning_rate")
     if int(source.take("max_steps", -1)) > 0:
         source.rename("max_steps", "max_steps", int)
@@ -94,12 +96,12 @@ def _takes(logger: str) -> bool:
     return bool(trial.options)
 
 
-def take_rows(source: Source, batch_key: str, batch: int, length: int) -> None:
-    """Take rows of a batch, and how many batches are accumulated, as tokens of a step."""
+def take_rows(source: Source, batch_key: str, batch: int, length: int, *, pairs: bool = False) -> None:
+    """Take rows of a batch, or `pairs` of rows, and how many batches are accumulated, as tokens of a step."""
     rows = int(source.take(batch_key, batch)) * int(source.take("gradient_accumulation_steps", 1))
-    source.set("tokens_per_step", rows * length, f"{batch_key}, gradient_accumulation_steps")
+    source.set("tokens_per_step", rows * length * (2 if pairs else 1), f"{batch_key}, gradient_accumulation_steps")
     source.notes.append(
-        f"tokens_per_step: {rows} rows of {length} tokens are the step of one GPU; multiply it by the number of GPUs"
+        f"tokens_per_step: {rows} {'pairs of ' if pairs else ''}rows of {length} tokens are the step of one GPU; multiply it by the number of GPUs"
     )
 
 

@@ -64,8 +64,8 @@ def translate(source: Source) -> None:
     length = int(source.take("max_length", source.take("max_seq_length", 1024)))
     source.set("sequence_length", length, "max_length")
     source.set("packing", bool(source.take("packing", False)), "packing")
-    rate, rows = (1e-6, 2) if pairs else (2e-5, 1)
-    take_training_arguments(source, batch=8, rate=rate, epochs=3.0, length=rows * length)
+    rate = 1e-6 if pairs else 2e-5
+    take_training_arguments(source, batch=8, rate=rate, epochs=3.0, length=length, pairs=pairs)
     if not source.has("bf16") and not source.has("fp16"):
         source.set("compute_dtype", "bfloat16", "bf16 (TRL's default)")
     source.rename("output_dir", "output")

@@ -188,6 +188,7 @@ def test_axolotl_preferences(words: str, loss: str, file: Callable[..., Path]) -
     found = migrate(file(text))
     assert found.options["loss"] == loss
     assert found.options["tokens_per_step"] == 4 * 2 * 256
+    assert any("4 pairs of rows of 256 tokens" in note for note in found.notes)
     assert "rl" not in found.left_out
 
 
