@@ -100,8 +100,9 @@ def take_rows(source: Source, batch_key: str, batch: int, length: int, *, pairs:
     """Take rows of a batch, or `pairs` of rows, and how many batches are accumulated, as tokens of a step."""
     rows = int(source.take(batch_key, batch)) * int(source.take("gradient_accumulation_steps", 1))
     source.set("tokens_per_step", rows * length * (2 if pairs else 1), f"{batch_key}, gradient_accumulation_steps")
+    many = f"{rows} pairs of" if pairs else f"{rows}"
     source.notes.append(
-        f"tokens_per_step: {rows} {'pairs of ' if pairs else ''}rows of {length} tokens are the step of one GPU; multiply it by the number of GPUs"
+        f"tokens_per_step: {many} rows of {length} tokens are the step of one GPU; multiply it by the number of GPUs"
     )
 
 
