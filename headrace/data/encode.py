@@ -14,6 +14,7 @@ from typing import Any
 from headrace.data.bounded import Tokens, tokenize
 from headrace.data.chat import encode_chat, encode_contents, encode_whole
 from headrace.data.chat_template import Template
+from headrace.data.forms import MASKS
 from headrace.data.messages import Messages, read_messages, refuse_media, whole_text
 from headrace.data.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError, ModelError, shortened
@@ -237,6 +238,10 @@ def _attended(row: Row, num_ids: int) -> list[int]:
 
 def _trained(row: Row, ids: list[int]) -> list[bool]:
     if row.values.get("labels") is None:
+        if (mask := next((name for name in MASKS if row.values.get(name) is not None), None)) is not None:
+            raise DataError(
+                f"{row.place}: {mask} is not read beside input_ids; give labels: {IGNORED} where nothing is trained"
+            )
         return [True] * len(ids)
     labels = _integers(row, "labels")
     if len(labels) != len(ids):

@@ -169,6 +169,11 @@ def test_padding_of_ready_tokens_is_left_out(side):
         (Kind.TOKENS, {"input_ids": [1, 2], "labels": [1]}, "2 input_ids but 1 labels"),
         (Kind.TOKENS, {"input_ids": [1, 2], "attention_mask": [1]}, "attention_mask must hold 2 times 0 or 1"),
         (Kind.TOKENS, {"input_ids": [1, 2], "attention_mask": [1, 2]}, "attention_mask must hold 2 times 0 or 1"),
+        (
+            Kind.TOKENS,
+            {"input_ids": [1, 2], "completion_mask": [0, 1]},
+            "completion_mask is not read beside input_ids; give labels",
+        ),
         (Kind.TOKENS, {"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "it holds several samples"),
         (Kind.TOKENS, {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]}, "it holds several samples"),
         (Kind.TOKENS, {"input_ids": [1, 2, 3], "position_ids": 5}, "position_ids must be a list of integers"),

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from headrace.data import DataSpec, TokenSet
 from headrace.data.chat_template import asks_for_time
+from headrace.data.forms import MASKS
 from headrace.data.open_data import fitting, open_tokenizer, read_chat_template, read_model_config
 from headrace.data.packing import packed_rows
 from headrace.data.sources import Source, read_rows
@@ -224,12 +225,15 @@ def _rows(data: Any, name: str, renamed: Mapping[str, str]) -> Iterator[Row]:
 def _labelled(row: Row, masks: Sequence[str]) -> Row:
     """Return `row` with labels where TRL's `masks` say what is trained."""
     ids, given = row.values.get("input_ids"), [row.values[name] for name in masks if row.values.get(name) is not None]
-    if ids is None or not given or row.values.get("labels") is not None:
+    if ids is None:
         return row
+    others = {name: value for name, value in row.values.items() if name not in MASKS}
+    if not given or row.values.get("labels") is not None:
+        return replace(row, values=others)
     if any(len(mask) != len(ids) for mask in given):
         raise DataError(f"{row.place}: its masks must have a number for each of its {len(ids)} input_ids")
     labels = [token if all(marks) else IGNORED for token, *marks in zip(ids, *given, strict=True)]
-    return replace(row, values={**row.values, "labels": labels})
+    return replace(row, values={**others, "labels": labels})
 
 
 def _plain(value: Any) -> Any:
