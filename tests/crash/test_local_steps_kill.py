@@ -37,6 +37,7 @@ def lines_of(machines: Machines) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (machines.output / "merges.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("travel", sampled(["bfloat16", "int8"], ["bfloat16"]))
 def test_learners_and_the_node_are_killed_and_the_journal_replays_to_the_same_bytes(travel: str, place: Path) -> None:
     run, dice = {**RUN, "exchange_dtype": travel, "max_steps": 24}, random.Random(5)
