@@ -123,7 +123,8 @@ class ExpertFlow:
     def fetch(self, op: Op) -> None:
         """Read those experts of a round that are not in host memory."""
         wanted = range(self.plan.figures.num_experts[op.unit]) if self._ahead else self._routed[op.unit]
-        self.counts.found += self.loads.fetch(op, wanted)
+        found = self.loads.fetch(op, wanted)  # before what it adds to is read: another round may be counted meanwhile
+        self.counts.found += found
         self.counts.wanted += len(wanted[op.part * self.plan.in_round :][: self.plan.in_round])
 
     def upload(self, op: Op) -> None:

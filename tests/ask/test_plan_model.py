@@ -10,7 +10,7 @@ from cpu_work import loops_in
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
 from tiny_wholes import make_whole
 
-from headrace.ask import answer, place
+from headrace.ask import model_plans, place
 from headrace.ask.answer import plan_model
 from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
@@ -134,7 +134,7 @@ def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, mon
         problems.append(problem)
         return make_plan(problem, ceilings, seconds_of)
 
-    monkeypatch.setattr(answer, "make_plan", recorded)
+    monkeypatch.setattr(model_plans, "make_plan", recorded)
     found = plan_model(small, Options(host_memory="700MiB", max_grad_norm=None, tokens_per_step=8192))
     assert found.plan == make_plan(problems[0], None)
     assert found.plan is not None

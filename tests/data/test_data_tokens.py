@@ -447,7 +447,7 @@ def test_what_is_wrong_with_a_tokenizer_is_not_put_down_to_a_disk(spec, tmp_path
 
 
 def test_data_that_cannot_be_read_is_not_put_down_to_the_cache(spec, tmp_path, monkeypatch):
-    def unreadable(source, *, pairs):
+    def unreadable(source, *how, **more):
         raise OSError(errno.EIO, os.strerror(errno.EIO), spec.paths[0])
 
     monkeypatch.setattr(tokenize, "read", unreadable)

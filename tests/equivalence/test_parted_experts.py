@@ -72,7 +72,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", sampled(PLACEMENTS, ("a device",)))
 @pytest.mark.parametrize("name", sampled(("gpt-oss", "deepseek"), ("gpt-oss",)))
 def test_the_bits_are_the_same_wherever_things_live(
     name: str, placement: str, model_dir: Callable[..., Path], tmp_path: Path
