@@ -116,11 +116,8 @@ def plan_model(
     plan = plan.with_results(notes=(*plan.results.notes, *more))
     steps = options.max_steps or DEFAULT_STEPS
     report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), steps, between)
-    alternatives = (
-        *planner.with_fewer_checkpoints(question, plan, report.forecast),
-        *planner.sparing_the_ssd(question, plan, report.forecast),
-    )
-    return replace(report, alternatives=alternatives)
+    fewer = planner.with_fewer_checkpoints(question, plan, report.forecast)
+    return replace(report, alternatives=(*fewer, *planner.sparing_the_ssd(question, plan, report.forecast)))
 
 
 def _unfit(
