@@ -141,11 +141,12 @@ def test_an_expert_comes_once_for_a_group_and_not_if_nobody_wants_it(
 
 @pytest.mark.deep
 def test_experts_become_parts_where_whole_blocks_have_no_room(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    def opened(host_bytes: int) -> Plan:
+    def opened(device_bytes: int) -> Plan:
         options = headrace.Options(
-            output=tmp_path / str(host_bytes),
+            output=tmp_path / str(device_bytes),
             adapter=EXPERTS,
-            host_memory=host_bytes,
+            host_memory="4GiB",
+            device_memory=device_bytes,
             tokens_per_step=ROWS * LENGTH,
             sequence_length=LENGTH,
         )
@@ -153,9 +154,10 @@ def test_experts_become_parts_where_whole_blocks_have_no_room(model_dir: Callabl
             assert engine.plan is not None
             return engine.plan
 
-    assert opened(4 << 30).experts is None
+    assert opened(1 << 30).experts is None
     with pytest.raises(PlanInfeasible) as refusal:
         opened(1)
-    plan = opened(refusal.value.needed_bytes + (2 << 20))
+    assert refusal.value.tier == "device"
+    plan = opened(refusal.value.needed_bytes)
     assert plan.experts is not None
     assert any("experts come one at a time" in note for note in plan.results.notes)
