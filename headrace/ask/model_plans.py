@@ -14,12 +14,7 @@ from headrace.ask.plan_report import Alternative
 from headrace.ask.question import Question
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
 from headrace.flow.parted_base import PartedBase
-from headrace.model import (
-    Chain,
-    Profiles,
-    WeightMap,
-    import_workspace_bytes,
-)
+from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters import Adapters
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.expert_plan import ExpertParts, note_on_parts
@@ -108,15 +103,12 @@ class ModelPlans:
         wire = question.wire.of(self._chain)
         if self._experts is not None or not isinstance(wire.adapters, Adapters):
             return None
-        on_cpu, rule = (
-            not question.allowance.device_overhead_bytes,
-            rule_of(question.optimizer, self._chain.compute_dtype).figures,
-        )
-        chain = Chain.from_config(
-            self._chain.config, self._chain.compute_dtype, question.optimizer, rule.parameter_alignment
-        )  # the parts of a chain stay
-        chain.take_head_by(self._chain.head_rows)
-        if self._chain.wide_products:
+        known, optimizer = self._chain, question.optimizer
+        rule, on_cpu = rule_of(optimizer, known.compute_dtype).figures, not question.allowance.device_overhead_bytes
+        # Another chain: what is made parts of one stays so.
+        chain = Chain.from_config(known.config, known.compute_dtype, optimizer, rule.parameter_alignment)
+        chain.take_head_by(known.head_rows)
+        if known.wide_products:
             chain.multiply_wide()
         try:
             base = PartedBase.of(chain, self._weights, on_cpu=on_cpu)

@@ -116,5 +116,8 @@ class NumberFile:
             if length != size - _LENGTH_BYTES - self.num_bytes:
                 raise CorruptData(f"{self.path}: {size} bytes, expected another number; the drive damaged it")
             file.seek(-_LENGTH_BYTES - length, os.SEEK_END)
-            found: dict[str, Any] = json.loads(file.read(length))
+            try:
+                found: dict[str, Any] = json.loads(file.read(length))
+            except ValueError as error:
+                raise CorruptData(f"{self.path}: what lies behind its numbers is no note; the drive damaged it") from error
             return found

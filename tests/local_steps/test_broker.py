@@ -122,6 +122,28 @@ def assert_each_lot_once(broker: Broker) -> None:
     assert all(before[1] == after[0] for before, after in pairwise(rows)), "no row is trained twice"
 
 
+def test_what_is_not_finite_is_never_merged_even_if_the_node_dies_before_it_says_so(
+    opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    broker, state = opened(quorum=1)
+    with state:
+        work = given(broker, "a", 0)
+        monkeypatch.setattr(broker, "_lose", killed)
+        with pytest.raises(KeyboardInterrupt):
+            push(broker, work, scale=float("inf"))
+    broker, state = opened(quorum=1)
+    with state:
+        assert broker.merge_if_due() is None
+        work = given(broker, "a", 0)
+        lot = work.lot
+        assert broker.take(lot.number, units(broker, 1), {"loss": float("nan")}) == "its numbers are not finite"
+        assert push(broker, given(broker, "a", 0)) is None
+        assert [each["reason"] for each in broker.merge_if_due()["lost"]] == ["its numbers are not finite"] * 2
+
+
 def test_a_learner_that_was_killed_gets_its_rows_again(opened: Callable[..., Any]) -> None:
     broker, state = opened(quorum=1)
     with state:

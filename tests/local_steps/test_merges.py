@@ -87,6 +87,10 @@ def test_a_file_of_numbers_is_whole_or_absent_and_damage_is_noticed(tmp_path: Pa
     assert NumberFile(file.path, file.counts).read(0).tolist() == [0, 1, 2]
     with pytest.raises(CorruptData, match="unit 2"):
         NumberFile(file.path, file.counts).read(2)
+    notes = content.index(b'"sums"')
+    file.path.write_bytes(content[:notes] + b"\0" + content[notes + 1 :])
+    with pytest.raises(CorruptData, match="no note"):
+        NumberFile(file.path, file.counts).read(0)
     file.path.write_bytes(content[:-1])
     with pytest.raises(CorruptData):
         NumberFile(file.path, file.counts).read(0)

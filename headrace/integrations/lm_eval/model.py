@@ -126,6 +126,9 @@ class HeadraceLM(TemplateLM, Closing):  # type: ignore[misc]
     def _loglikelihood_tokens(self, requests: list[_Request], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return for each request the log-probability of its continuation, and whether greedy decoding would give it."""
         scores = dict[int, tuple[float, bool]]()
+        for _, _, after in requests:
+            if not 0 < len(after) <= self.max_length:
+                raise ConfigError(f"tasks: {len(after)} tokens are to be scored at once, expected 1 to {self.max_length}")
         rows = [(before + after)[-(self.max_length + 1) :] for _, before, after in requests]
         # Alike ones score once: the longest come first, so that the plan is that of the first.
         order = sorted(range(len(rows)), key=lambda index: (-len(rows[index]), rows[index], len(requests[index][2])))

@@ -66,7 +66,7 @@ def run_tasks(place: Path, options: EvalOptions, ceilings: Ceilings | None, sink
             )
         except (HeadraceError, KeyboardInterrupt):
             raise
-        except (OSError, ValueError, KeyError, ConnectionError) as error:  # datasets raises these for what it cannot load
+        except (OSError, ValueError, KeyError) as error:  # datasets raises these for what it cannot load
             raise DataError(f"tasks: {', '.join(names)}: lm-eval cannot run them: {in_one_line(error)}") from error
         return TaskScores(
             model=str(place), results=dict(found or {}), seconds=time.perf_counter() - started, bytes_read=model.bytes_read

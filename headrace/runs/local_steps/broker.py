@@ -30,6 +30,7 @@ _KEPT_CHANGES = 2
 # A push is not merged if a unit's norm is above so many times the median of the merge.
 _MOST_OF_MEDIAN = 10.0
 _LOOK_SECONDS = 0.1
+_NOT_FINITE = "its numbers are not finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,8 @@ class Broker:
         self._pushed = {number for number in self.ledger.lots if self._push(number).exists}
         for partial in folder.glob("*.new"):
             partial.unlink()
+        # The node may have died before it said so.
+        self._lose([self.ledger.lots[number] for number in self._pushed if not self._is_finite(number)], _NOT_FINITE)
         self._tidy()
 
     @property
@@ -206,11 +209,15 @@ class Broker:
                 self._push(number).remove()
                 return "it was named as lost"
             self._pushed.add(number)
-            if not all(map(math.isfinite, norms)):
-                self._lose([self.ledger.lots[number]], reason := "its numbers are not finite")
-                return reason
+            if not self._is_finite(number):
+                self._lose([self.ledger.lots[number]], _NOT_FINITE)
+                return _NOT_FINITE
             self.changed.notify_all()
             return None
+
+    def _is_finite(self, number: int) -> bool:
+        notes = self._push(number).notes
+        return all(map(math.isfinite, [*notes["norms"], notes["loss"]]))
 
     def merge_if_due(self) -> dict[str, Any] | None:
         """Merge if it is time to, and return the journal's line."""
@@ -276,6 +283,8 @@ class Broker:
             self.changed.notify_all()
 
     def _lose(self, lots: Sequence[Lot], reason: str) -> None:
+        if not lots:
+            return
         self._pushed -= {lot.number for lot in lots}
         self._commit(self.ledger.losing(lots, reason))
         self._tidy()
