@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: test-trl test-tasks architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise house clean
+.PHONY: test-trl test-tasks architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -124,8 +124,17 @@ bench-promise: $(STAMP)  ## planned against measured, and the distance to the li
 	@mkdir -p bench-results
 	$(BIN)/python bench/promise.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/promise
 
+site:  ## the pages of docs/ as a site, in site/, from an environment of its own
+	test -d .venv-docs || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install -q $(shell grep -E '^(mkdocs|mkdocstrings.*|ruff)==' constraints.txt)
+	.venv-docs/bin/mkdocs build --strict
+	grep -q 'id="headrace.engine.trainer.Engine.step"' site/reference.html  # members are shown
+
+dist: $(STAMP)  ## sdist and wheel, in dist/
+	$(BIN)/python -m hatchling build
+
 house: $(STAMP)  ## the package in figures; RANGE=A..B: what these commits added and removed
 	@$(BIN)/python bench/house.py $(if $(RANGE),--range $(RANGE))
 
 clean:  ## remove the environment and what runs left in this tree
-	rm -rf $(VENV) .venv-oldest .venv-eval demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist $(VENV) .venv-oldest .venv-eval .venv-docs site demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis

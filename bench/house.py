@@ -124,7 +124,7 @@ def num_parameters(function: Function) -> int:
 def dataclass_fields(trees: Mapping[str, ast.Module]) -> dict[str, int]:
     """Return the fields of each dataclass with those that it inherits, by its name.
 
-    Left out are classes that declare options (or inherit from one that does), and the profile of a machine.
+    Left out are classes that declare options, the profile of a machine, and what inherits from one of them.
     """
     classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     is_dataclass = {
@@ -145,7 +145,7 @@ def dataclass_fields(trees: Mapping[str, ast.Module]) -> dict[str, int]:
     return {
         name: len({ast.unparse(each.target) for each in fields})
         for name, fields in found.items()
-        if name not in MACHINE_PROFILES and not any(map(_is_option, fields))
+        if MACHINE_PROFILES.isdisjoint(node.name for node in lineage(name)) and not any(map(_is_option, fields))
     }
 
 

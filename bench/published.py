@@ -31,7 +31,8 @@ from headrace.model import Chain, Profiles
 from headrace.plan.allowance import Allowance
 from headrace.plan.forecast import forecast
 from headrace.plan.search import make_plan
-from headrace.plan.space import Problem, Workload
+from headrace.plan.space import Problem
+from headrace.plan.workload import Workload
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.sizes import GIB

@@ -31,7 +31,9 @@ from headrace.model import Profiles
 from headrace.plan.allowance import Allowance
 from headrace.plan.forecast import forecast
 from headrace.plan.plan import Plan
-from headrace.plan.space import Choice, Problem, Workload, filled, plan_of, replay_order
+from headrace.plan.replaying import replay_order
+from headrace.plan.space import Choice, Problem, filled, plan_of
+from headrace.plan.workload import Workload
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.forms import in_place_forms
 

@@ -14,12 +14,12 @@ from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.optimizer import ALL, MATRICES
 from headrace.terms.option_kinds import OneOf
 from headrace.terms.options import Options
-from headrace.update.combinations import refuse_combination
+from headrace.update.combinations import refuse_combination, refuse_in_stages
 from headrace.update.rules.table import RULES
 from headrace.update.wires import WIRES
 
 # These are where a run runs, and not among its options.
-AT_NODE, LOCAL_STEPS = "at a node", "local steps"
+AT_NODE, LOCAL_STEPS, STAGES = "at a node", "local steps", "stages"
 
 
 def choices() -> dict[str, dict[str, dict[str, Any]]]:
@@ -28,7 +28,7 @@ def choices() -> dict[str, dict[str, dict[str, Any]]]:
     return {
         "gradient": {kind.name: {"gradient": kind.name} for kind in WIRES if kind.named_by == "gradient"},
         "adapter": {"none": {}, **{name: {"adapter": name} for name in ADAPTERS}},
-        "place": {"one machine": {}, AT_NODE: {AT_NODE: True}, LOCAL_STEPS: {LOCAL_STEPS: True}},
+        "place": {"one machine": {}, **{place: {place: True} for place in (AT_NODE, LOCAL_STEPS, STAGES)}},
         "train": {ALL: {}, MATRICES: {"train": MATRICES}},
         "rule": rules,
         "compute": {dtype: {"compute_dtype": dtype} for dtype in COMPUTE_DTYPES},
@@ -43,8 +43,11 @@ def refusal(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     given = {**one, **other}
     at_node = given.pop(AT_NODE, False)
     given.pop(LOCAL_STEPS, None)
+    in_stages = given.pop(STAGES, False)
     try:
         refuse_combination(Options(**given), at_node=at_node)
+        if in_stages:
+            refuse_in_stages(Options(**given))
     except ConfigError as error:
         return str(error)
     return ""

@@ -21,6 +21,14 @@ from headrace.terms.run_options import NodeOptions
 STEPS, SILENCE_SECONDS = 10, 3.0
 
 
+def rank_process(torchrun: int, number: int) -> int:
+    """Return the process of a rank that the process `torchrun` has started."""
+    for child in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split():
+        if f"\0RANK={number}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError(f"torchrun has no rank {number}")
+
+
 def write_model(folder: Path, dtype: torch.dtype = torch.bfloat16, **more: Any) -> None:
     """Write a tiny model with a tokenizer, and data; `more` is of the model's configuration."""
     torch.manual_seed(3)

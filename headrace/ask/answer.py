@@ -6,12 +6,12 @@ Invariant: the placement is `make_plan`'s and the times are the simulator's, as 
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headrace.ask.between_steps import BesideSteps
-from headrace.ask.model_config import check_positions, open_coded, position_limit, read_parts
+from headrace.ask.model_config import as_decoded, check_positions, has_weights, open_coded, position_limit, read_parts
 from headrace.ask.model_plans import COARSE_OPERATIONS, ModelPlans
 from headrace.ask.place import Place, multiplies
 from headrace.ask.plan_report import PlanReport
@@ -28,6 +28,7 @@ from headrace.plan.search import nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
 from headrace.terms.lanes import Lane, Part
+from headrace.terms.optimizer import ALL
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.packed_rows import PackedRows
 from headrace.update import optimizer_of, rule_of
@@ -64,21 +65,55 @@ def plan_model(
         StorageError: an SSD directory of the budget cannot be used.
     """
     options = options or Options()
+    given = load_plan(Path(options.plan)) if options.plan else None
+    opened = open_question(model, options, here=here, packed=packed, head_rows=given.batch.head_rows if given else None)
+    planner, question, report = opened.planner, opened.question, opened.report
+    try:
+        plan = planner.plan(question, given)
+    except PlanInfeasible as error:
+        return _unfit(report, error, question, planner, variants_seconds)
+    more = (*opened.notes, *question.wire.of(opened.chain).notes, *notes_on(planner.forms(question)))
+    plan = plan.with_results(notes=(*plan.results.notes, *more))
+    steps = options.max_steps or DEFAULT_STEPS
+    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), steps, between)
+    fewer = planner.with_fewer_checkpoints(question, plan, report.forecast)
+    return replace(report, alternatives=(*fewer, *planner.sparing_the_ssd(question, plan, report.forecast)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """What is asked of a model and a machine: the `question`, who plans for it, and a `report` without an answer."""
+
+    chain: Chain
+    planner: ModelPlans
+    question: Question
+    report: PlanReport
+    notes: tuple[str, ...]
+
+
+def open_question(
+    model: str | Path, options: Options, *, here: bool, packed: PackedRows | None = None, head_rows: int | None = None
+) -> Opened:
+    """Open `model` on the machine of `options`; `head_rows` of the head are taken at a time if a plan says so. Raises as
+    `plan_model`.
+    """
     budget, machine, optimizer = options.budget, options.machine, optimizer_of(options)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     config, whole = read_parts(model)
-    checkpoint = None
+    checkpoint, notes = None, list[str]()
     if getattr(config, "quantization_config", None) is not None:
-        checkpoint = open_coded(model)
-        config, whole = checkpoint.config, checkpoint.whole
+        if _trains_all(options) and not has_weights(model):
+            notes.append(as_decoded(config))
+        else:
+            checkpoint = open_coded(model)
+            config, whole = checkpoint.config, checkpoint.whole
     tokens, length = lengths_of(config, options)
     self_check(config)
     check_whole(config, whole)
     rule = rule_of(optimizer, options.compute_dtype).figures
     chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
-    given = load_plan(Path(options.plan)) if options.plan else None
-    if given is not None:
-        chain.take_head_by(given.batch.head_rows)
+    if head_rows is not None:
+        chain.take_head_by(head_rows)
     weights = chain.attach(checkpoint) if checkpoint else None
     stored = stored_codes(chain, weights, rule.planes) if weights else StoredCodes()
     if ceilings is not None and budget.ssd:
@@ -94,30 +129,27 @@ def plan_model(
         chain.multiply_wide()
     lengths: dict[str, Any] = {"tokens_per_step": tokens, "sequence_length": length}
     question = Question.of(options, allowance, **lengths, packed=packed, offered_bytes=place.offered_bytes)
-    workload, planner = question.workload, ModelPlans(chain, stored, question, ceilings, here=here, weights=weights)
+    planner = ModelPlans(chain, stored, question, ceilings, here=here, weights=weights)
     question = planner.chosen(question)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
         parameters=chain.num_parameters,
         compute_dtype=options.compute_dtype,
         rule=rule.name,
-        tokens_per_step=workload.tokens_per_step,
-        sequence_length=workload.sequence_length,
+        tokens_per_step=tokens,
+        sequence_length=length,
         machine=planner.ceilings.name,
         measured=ceilings is not None,
         allowed_bytes=question.allowed_bytes,
         unused_tensors=chain.unused_tensors if checkpoint else None,
     )
-    try:
-        plan = planner.plan(question, given)
-    except PlanInfeasible as error:
-        return _unfit(report, error, question, planner, variants_seconds)
-    more = (*([] if whole is None else [note_on(whole)]), *question.wire.of(chain).notes, *notes_on(planner.forms(question)))
-    plan = plan.with_results(notes=(*plan.results.notes, *more))
-    steps = options.max_steps or DEFAULT_STEPS
-    report = _with_times(report, plan, planner.ceilings, planner.forecast(plan), steps, between)
-    fewer = planner.with_fewer_checkpoints(question, plan, report.forecast)
-    return replace(report, alternatives=(*fewer, *planner.sparing_the_ssd(question, plan, report.forecast)))
+    notes += [] if whole is None else [note_on(whole)]
+    return Opened(chain=chain, planner=planner, question=question, report=report, notes=tuple(notes))
+
+
+def _trains_all(options: Options) -> bool:
+    """Return whether no weight stays as its file has it, so that nothing depends on how small codes make the file."""
+    return options.adapter is None and options.gradient == "dense" and options.train == ALL
 
 
 def _unfit(
@@ -157,7 +189,8 @@ def report_of(
 def _with_times(
     report: PlanReport, plan: Plan, ceilings: Ceilings, found: Forecast, num_steps: int, between: Sequence[BesideSteps]
 ) -> PlanReport:
-    written, seconds = found.ssd_bytes_written_per_step, found.step_seconds
+    written = found.ssd_bytes_written_per_step
+    seconds = max(found.step_seconds, *(each.spacing_seconds(written) for each in between), 0.0)
     return replace(
         report,
         plan=plan,

@@ -4,12 +4,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from headrace.plan.forecast import scoring_seconds
+from headrace.plan.forecast import forecast, scoring_seconds
 from headrace.plan.plan import Plan
 from headrace.plan.results import SAVING_ROW
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
+
+_SECONDS_PER_DAY = 86_400.0
 
 
 class BesideSteps(ABC):
@@ -20,6 +22,10 @@ class BesideSteps(ABC):
     @abstractmethod
     def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
         """Return it with what it takes under a plan on a machine."""
+
+    def spacing_seconds(self, written_bytes: float) -> float:
+        """Return the least seconds from the begin of one step, which writes so many bytes, to that of the next."""
+        return 0.0
 
     @abstractmethod
     def explain(self) -> str:
@@ -103,6 +109,48 @@ class Keeping(BesideSteps):
             "checkpoint_memory_bytes": self.memory_bytes,
             "checkpoint_seconds": self.seconds,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pacing(BesideSteps):
+    """A limit on what a day's steps write to the SSDs: steps wait so long that no 24 hours have more.
+
+    `seconds` are those from the begin of one step to the next, with the bytes that the plan forecasts.
+    """
+
+    most_bytes: int
+    seconds: float = 0.0
+    label: ClassVar[str] = "pace"
+
+    @classmethod
+    def asked(cls, most_bytes: int | None) -> list[Self]:
+        """Return the limit, if there is one."""
+        return [] if most_bytes is None else [cls(most_bytes=most_bytes)]
+
+    @property
+    def limit_words(self) -> str:
+        """The limit in words."""
+        return f"max_write_per_day {format_bytes(self.most_bytes)}"
+
+    def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
+        """Return it with the seconds that the limit leaves between steps."""
+        return replace(self, seconds=self.spacing_seconds(forecast(plan, ceilings).ssd_bytes_written_per_step))
+
+    def spacing_seconds(self, written_bytes: float) -> float:
+        """Return the seconds after which the next step may begin. 24 hours may touch one step more than goes into them.
+
+        A step that alone writes more than the limit waits as many days as that takes.
+        """
+        rest_bytes = self.most_bytes - written_bytes
+        return _SECONDS_PER_DAY * written_bytes / (rest_bytes if rest_bytes > 0 else self.most_bytes)
+
+    def explain(self) -> str:
+        """Return it in words."""
+        return f"{self.limit_words} lets a step begin each {format_seconds(self.seconds)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures as plain JSON values."""
+        return {"max_write_per_day": self.most_bytes, "spacing_seconds": self.seconds}
 
 
 def _state_bytes(plan: Plan, keeping: Keeping) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.ask.answer import DEFAULT_STEPS, lengths_of
-from headrace.ask.cluster_report import ClusterReport, Purchase
+from headrace.ask.cluster_report import ClusterReport, ElasticReport, Purchase
 from headrace.ask.model_config import read_parts
 from headrace.ask.place import Place, multiplies
 from headrace.ask.question import Question
@@ -29,6 +29,7 @@ from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
+from headrace.terms.muster import Muster
 from headrace.terms.plan_options import PlanOptions
 from headrace.update import optimizer_of, rule_of
 from headrace.update.combinations import refuse_combination
@@ -37,6 +38,16 @@ from headrace.update.combinations import refuse_combination
 _LINK_BYTES_PER_SECOND = 1.25e9
 # Forecasts that are only compared with one another may be coarse.
 _COARSE_OPERATIONS = 1600
+
+
+def plan_workers(model: str | Path, options: PlanOptions, *, here: bool = False) -> ClusterReport | ElasticReport:
+    """Plan the training of `model` by the workers of `options`, whose number may be MIN:MAX. Raises as `plan_cluster`."""
+    assert options.workers is not None, "asked for"
+    muster = Muster.of(options.workers)
+    most = plan_cluster(model, replace(options, workers=muster.most), here=here)
+    if not muster.is_elastic:
+        return most
+    return ElasticReport(most=most, least=plan_cluster(model, replace(options, workers=muster.least), here=here))
 
 
 def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False) -> ClusterReport:
@@ -49,9 +60,10 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
         ModelError: there is no configuration, or its architecture is one that training refuses.
         InputError: lengths, budgets or numbers are impossible.
     """
-    workers, machine = options.workers, options.machine
-    if workers is None or machine is None:
+    machine = options.machine
+    if options.workers is None or machine is None:
         raise ConfigError("workers: a plan needs the machine of a worker; name it with --machine, such as a100-40g")
+    workers = int(options.workers)
     worker = load_bare_profile(machine) if isinstance(machine, str) else machine
     node = _node(options)
     config, whole = read_parts(model)

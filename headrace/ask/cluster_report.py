@@ -101,6 +101,29 @@ def limit_words(found: ClusterForecast) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticReport:
+    """A run that begins with some workers and takes in more: with the `most`, and with the `least` that it goes on with."""
+
+    most: ClusterReport
+    least: ClusterReport
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON values of the most workers, and below `least` those of the least."""
+        return self.most.to_json() | {"least": self.least.to_json()}
+
+    def explain(self) -> str:
+        """Return the report of the most workers as text, and a line on the least."""
+        found = self.least.forecast
+        with_least = f"with {self.least.workers} worker{'s' if self.least.workers > 1 else ''}"
+        if found is None:
+            words = f"{with_least}: no: {self.least.reason}"
+        else:
+            seconds, tokens = format_seconds(found.step_seconds), plain_figure(found.tokens_per_second, 4)
+            words = f"{with_least}: {seconds} per step, {tokens} tokens/s; {limit_words(found)}"
+        return "\n".join((explain_cluster(self.most), line("at least", words)))
+
+
 def explain_cluster(report: ClusterReport) -> str:
     """Return `report` as lines of text."""
     return "\n".join(_lines(report))

@@ -13,6 +13,7 @@ from headrace.codec.table import Code
 from headrace.files.hub import HUB_SECONDS, hub_answers
 from headrace.files.model_directory import read_configuration, refuse_no_configuration
 from headrace.model import Checkpoint, text_config, text_part
+from headrace.model.find_blocks import quantisation_of
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
 
 # Names as in transformers; each architecture's `attribute_map` says what its files call them.
@@ -39,6 +40,19 @@ def read_parts(model: str | Path) -> tuple[Any, Any | None]:
         raise ModelError(f"{path}: transformers does not accept it: {in_one_line(error)}") from error
     _check_sizes(values, config, path)
     return text_part(config)
+
+
+def has_weights(model: str | Path) -> bool:
+    """Return whether `model` is a directory with weight files, whole or not."""
+    endings = (".safetensors", ".gguf", ".bin", ".pt", ".index.json")
+    return Path(model).is_dir() and any(file.name.endswith(endings) for file in Path(model).iterdir())
+
+
+def as_decoded(config: Any) -> str:
+    """Take the codes of weights out of a configuration, and return a note on that for a person."""
+    note = f"no weight files here: weights coded as {quantisation_of(config)} are planned as decoded, as they are trained"
+    del config.quantization_config
+    return note
 
 
 def open_coded(model: str | Path, compress: str | None = None) -> Checkpoint:

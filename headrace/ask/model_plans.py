@@ -6,22 +6,23 @@ Invariant: a placement is `make_plan`'s and times are the simulator's, as for a 
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
 from headrace.ask.plan_report import Alternative
 from headrace.ask.question import Question
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
-from headrace.flow.parted_base import PartedBase
+from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters import Adapters
 from headrace.model.stored_experts import NotStoredSingly
-from headrace.plan.expert_plan import ExpertParts, note_on_parts
+from headrace.plan.expert_plan import note_on_parts
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import Forecast, StepSeconds
 from headrace.plan.given import adopted
 from headrace.plan.plan import Plan
+from headrace.plan.refusal import with_whole_blocks
 from headrace.plan.search import holds_states, make_plan, nominal_ceilings
 from headrace.plan.space import THRIFTS, Problem, filled, placements_of, plan_of
 from headrace.terms.ceilings import Ceilings
@@ -36,6 +37,7 @@ from headrace.update import rule_of
 from headrace.update.forms import Coding, forms_under
 from headrace.update.stored_codes import StoredCodes, stored_codes
 from headrace.update.wire import Wire
+from headrace.update.wires import DenseWire
 
 # Forecasts that are only compared with one another may be coarse.
 COARSE_OPERATIONS = 1000
@@ -61,13 +63,16 @@ class ModelPlans:
         *,
         here: bool,
         weights: WeightMap | None = None,
-        experts: ExpertParts | None = None,
+        parted: PartedUnits | None = None,
+        like: ModelCosts | None = None,
     ) -> None:
-        self._chain, self._stored, self._weights, self._experts, self._here = chain, stored, weights, experts, here
+        self._chain, self._stored, self._weights, self._here = chain, stored, weights, here
+        self._layouts = (parted.kept(chain) if parted else chain).layouts
+        self._experts = parted.experts if parted else None
         for_gpu = question.allowance.device_overhead_bytes > 0
         # Elsewhere, too, tensors will be allocated as the command tells the library, whatever this process was told.
         huge_pages = None if here or ceilings is None else True
-        self._new_profiles = partial(Profiles, chain, for_gpu=for_gpu, huge_pages=huge_pages)
+        self._new_profiles = partial(Profiles, chain, for_gpu=for_gpu, huge_pages=huge_pages, other=like)
         self._profiles: dict[str, Profiles] = {}  # by the adapters that blocks compute with
         self._measured = ceilings
         # They only serve times: the choice depends on whether anybody measured, as it does in a run.
@@ -92,17 +97,27 @@ class ModelPlans:
         try:
             return make_plan(self._problem(question), self._measured, self._seconds_of)
         except PlanInfeasible as refusal:
-            parted = self._parted(question)
-            if parted is None:
+            if self._experts is not None:
                 raise
-            plan = parted[0].plan(parted[1])
-            return plan.with_notes((note_on_parts(refusal.tier, refusal.needed_bytes),))
+            try:
+                plans, parted = self._parted(question)
+            except NotStoredSingly as why:
+                raise with_whole_blocks(refusal, str(why)) from None
+            return plans.plan(parted).with_notes((note_on_parts(refusal.tier, refusal.needed_bytes),))
 
-    def _parted(self, question: Question) -> "tuple[ModelPlans, Question] | None":
-        """Return plans with experts as parts, and the question for them; None where they cannot be."""
+    def _parted(self, question: Question) -> "tuple[ModelPlans, Question]":
+        """Return plans with experts as parts, and the question for them.
+
+        Raises:
+            NotStoredSingly: they cannot be; the message says why.
+        """
+        refuse_dense(self._chain)
         wire = question.wire.of(self._chain)
-        if self._experts is not None or not isinstance(wire.adapters, Adapters):
-            return None
+        beside = isinstance(wire.adapters, Adapters)
+        if question.place is not None:
+            raise NotStoredSingly("several machines take whole blocks")
+        if not (beside or isinstance(wire, DenseWire)):
+            raise NotStoredSingly(f"{wire.name} takes whole blocks")
         known, optimizer = self._chain, question.optimizer
         rule, on_cpu = rule_of(optimizer, known.compute_dtype).figures, not question.allowance.device_overhead_bytes
         # Another chain: what is made parts of one stays so.
@@ -110,15 +125,19 @@ class ModelPlans:
         chain.take_head_by(known.head_rows)
         if known.wide_products:
             chain.multiply_wide()
-        try:
+        base: PartedBase | TrainedUnits
+        if beside:
             base = PartedBase.of(chain, self._weights, on_cpu=on_cpu)
-        except NotStoredSingly:
-            return None
+        else:
+            refuse_trained_parts(self.forms(question), question.workload.gradient_sum)
+            base = TrainedUnits.of(chain, separate=question.allowance.device_bytes is not None)
         base.install(chain)
-        importing = import_workspace_bytes(chain.layouts)
+        importing = import_workspace_bytes(base.kept(chain).layouts)
         question = replace(question, wire=wire, allowance=replace(question.allowance, import_workspace_bytes=importing))
         stored = stored_codes(chain, self._weights, rule.planes) if self._weights else StoredCodes()
-        return ModelPlans(chain, stored, question, self._measured, here=self._here, experts=base.experts), question
+        like = next((profiles.any for profiles in self._profiles.values()), None)  # the head is the same
+        plans = ModelPlans(chain, stored, question, self._measured, here=self._here, parted=base, like=like)
+        return plans, question
 
     def forecast(self, plan: Plan) -> Forecast:
         """Return the forecast of a plan on the machine for which it was made."""
@@ -139,10 +158,24 @@ class ModelPlans:
             return self.plan(question)  # this says why nothing fits
         return min(chosen, key=lambda plan: self._seconds_of(plan, COARSE_OPERATIONS)) if len(chosen) > 1 else chosen[0]
 
+    def placed_like(self, plan: Plan, question: Question) -> Plan:
+        """Return the `plan` of a stage for another one, which is like it but for the groups in flight."""
+        problem = self._problem(question)
+        assert problem.place is not None, "the question of a stage"
+        plan = replace(plan, stage=problem.place.choices(plan.batch.num_micro_batches))
+        return with_footprint(plan, problem.costs_of(plan.batch.micro_batch_sequences), problem.allowance)
+
+    def block_flops(self, question: Question) -> list[float]:
+        """Return the operations of each block's forward on a row, with those behind the blocks at the last."""
+        costs = self._problem(question).costs_of(1)
+        work = [block.forward_flops for block in costs.blocks]
+        work[-1] += costs.epilogue_flops_per_token * costs.length
+        return work
+
     def forms(self, question: Question) -> tuple[Form, ...]:
         """Return the forms of the model's units."""
         rule = rule_of(question.optimizer, self._chain.compute_dtype).figures
-        layouts = [realigned(layout, rule.parameter_alignment) for layout in self._chain.layouts]
+        layouts = [realigned(layout, rule.parameter_alignment) for layout in self._layouts]
         wire = question.wire.of(self._chain)
         coding = Coding(stored=self._stored, on_host=not question.allowance.device_overhead_bytes)
         return forms_under(layouts, self._chain.num_blocks, wire, rule, question.optimizer, coding)
@@ -159,7 +192,8 @@ class ModelPlans:
         own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family for form in forms) else None
         if own:
             question.wire.refuse(question.optimizer)
-        costs_of = partial(self._costs, question.wire, length=question.workload.sequence_length)
+        # A search asks again and again, and to find what adapters are beside takes longer than a plan.
+        costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
         return replace(question.problem(forms, costs_of, rule, own), experts=self._experts)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:

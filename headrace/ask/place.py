@@ -3,7 +3,7 @@
 Invariant: without a given budget, a share of what is free now, as the engine takes it (`default_bytes`, `machine.limits`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,11 @@ class Place:
             most_bytes=most,
             has_drives=not here and ceilings is not None and bool(ceilings.drives),
         )
+
+    def with_twice_host(self) -> "Place":
+        """Return the same place with twice the host memory."""
+        most = {tier: num_bytes * (1 + (tier == "host")) for tier, num_bytes in self.most_bytes.items()}
+        return replace(self, host_bytes=2 * self.host_bytes, most_bytes=most)
 
     def allowance(self, budget: Budget, *, ssd_bytes: int | None, import_workspace_bytes: int | None, **more: Any) -> Allowance:
         """Return what a run may use on this machine; `more` are other fields of `Allowance`.

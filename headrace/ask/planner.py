@@ -24,6 +24,8 @@ from headrace.plan.plan import Plan
 from headrace.plan.search import holds_states, make_plan
 from headrace.plan.serving import grouping_of
 from headrace.plan.space import Problem
+from headrace.plan.stage_place import StagePlace
+from headrace.plan.staging import placed
 from headrace.store import Manifest
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
@@ -86,6 +88,19 @@ class RunPlanner:
         if given is not None:
             self._take_head_by(given.batch.head_rows)
         self._runtime_bytes: int | None = None
+        self._place: StagePlace | None = None
+        self._chunk_elements: int | None = None
+
+    def be_stage(self, place: StagePlace, chunk_elements: int | None = None) -> None:
+        """Plan for a stage from now on, whose states are cut into such chunks, if others have cut theirs already."""
+        self._place, self._chunk_elements = place, chunk_elements
+
+    def block_flops(self, length: int) -> list[float]:
+        """Return the operations of each block's forward on a row, with those around the blocks at the ends."""
+        costs = self._profiles.of(1, length)
+        work = [block.forward_flops for block in costs.blocks]
+        work[-1] += costs.epilogue_flops_per_token * length
+        return work
 
     def group(self, grouping: Grouping) -> None:
         """Have sums taken in these groups from now on."""
@@ -134,6 +149,8 @@ class RunPlanner:
         plan = adopted(self._given, problem) if self._given else (self._ways.search or make_plan)(problem, self._ceilings)
         gc.collect()
         return_pieces()  # gives back the memory of the search, which is in no plan
+        if self._place is not None:
+            plan = placed(plan, self._place, tuple(form.figures for form in self._forms))
         plan = plan.with_notes((*self._chain.notes, *notes_on(self._forms)))
         return self._ways.adjust(plan) if self._ways.adjust else plan
 
@@ -149,6 +166,7 @@ class RunPlanner:
             grouping=self.grouping,
             packed=self._ways.packed,
             head_passes=self._ways.head_passes,
+            place=self._place,
         )
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
         return replace(problem, experts=self._model.experts)
@@ -172,8 +190,8 @@ class RunPlanner:
         return place.allowance(
             self._options.budget,
             ssd_bytes=self._ssd_bytes(state, beside),
-            import_workspace_bytes=import_workspace_bytes(self._chain.layouts, weights) if weights else None,
-            chunk_elements=stored.chunk_elements if stored else None,
+            import_workspace_bytes=import_workspace_bytes([form.layout for form in self._forms], weights) if weights else None,
+            chunk_elements=stored.chunk_elements if stored else self._chunk_elements,
             saves=self._options.saves,
         )
 

@@ -9,7 +9,10 @@ from typing import Any
 
 from headrace.ask.tables import with_tables
 from headrace.plan.allowance import Allowance
-from headrace.plan.space import Problem, Workload
+from headrace.plan.space import Problem
+from headrace.plan.stage_place import StagePlace
+from headrace.plan.staging import stage_problem
+from headrace.plan.workload import Workload
 from headrace.terms.costs import ModelCosts
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
@@ -24,7 +27,9 @@ from headrace.update.wires import DenseWire, wire_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked of the planner. `offered_bytes`: the most that its variants may ask for, by tier; None: unknown."""
+    """What is asked of the planner. `offered_bytes`: the most that its variants may ask for, by tier; None: unknown. `place` is
+    that of a stage, whose part alone is planned.
+    """
 
     workload: Workload
     allowance: Allowance
@@ -33,6 +38,7 @@ class Question:
     optimizer: Optimizer
     wire: Wire = field(default_factory=DenseWire)
     offered_bytes: dict[str, int] | None = None
+    place: StagePlace | None = None
 
     @classmethod
     def of(
@@ -80,7 +86,7 @@ class Question:
         """Return the question about a model whose units have these forms, under an update rule. Its costs are by rows of a
         micro-batch; `own_rule` is the rule for trained families.
         """
-        return Problem(
+        whole = Problem(
             forms=tuple(forms),
             own_rule=own_rule,
             costs_of=costs_of,
@@ -90,6 +96,7 @@ class Question:
             gradient_dtype=self.gradient_dtype,
             rule=rule,
         )
+        return stage_problem(whole, self.place) if self.place else whole
 
     @property
     def allowed_bytes(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.plan.allowance import Allowance
-from headrace.plan.space import Workload
+from headrace.plan.workload import Workload
 from headrace.terms.forms import Form
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.table_rows import row_layout

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 import headrace
+from headrace.cli.asked import asked_of
 from headrace.cli.environment import launched, set_process_defaults
 from headrace.cli.first_look import (
     look_at_choices,
@@ -26,17 +27,16 @@ from headrace.cli.first_look import (
 )
 from headrace.cli.migrating import migrate
 from headrace.cli.option_parameters import with_options
-from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave, plain_usage_errors, plainly
-from headrace.cli.reporting import report
+from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, plainly
+from headrace.cli.reporting import report, watch
+from headrace.cli.schema import schema
 from headrace.cli.sections import CLUSTER, PLAN, SETTINGS, SHRINK, TIDY, TRAIN, USE, SectionedCommand, SectionedGroup
 from headrace.cli.streams import guarded_streams
 from headrace.codec.table import written_codes
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.declared import Declaration, Group
-from headrace.terms.errors import PeerLost, StepFailed
 from headrace.terms.eval_options import EvalOptions
 from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.launch import Launch
 from headrace.terms.plan_options import PlanOptions
 from headrace.terms.run_options import NodeOptions, RunOptions
 from headrace.terms.serve_options import ServeOptions
@@ -60,10 +60,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line `arguments` (default: this process's) and exit."""
     set_process_defaults()
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    words = (sys.argv[1:] if arguments is None else list(arguments)) or ["--help"]
     with plain_usage_errors(), guarded_streams():
         # Not standalone, because that mode prints a usage error on several lines in a form of its own.
-        code = app(words or ["--help"], prog_name="headrace", standalone_mode=False)
+        code = asked_of(app, words)(words, prog_name="headrace", standalone_mode=False)
     if code == INTERRUPTED:  # without a command, Typer swallows the exception
         leave("interrupted", INTERRUPTED)
     raise SystemExit(code or 0)
@@ -96,6 +96,9 @@ def _common(
     pass
 
 
+_STAGES = "Train blocks in stages on several machines: HOST:PORT of each, with commas between them."
+
+
 @command(TRAIN)
 @plainly
 @with_options(RunOptions.declarations())
@@ -106,32 +109,18 @@ def train(
     ] = None,
     node: Annotated[str | None, _in(Group.CLUSTER, "Compute for the run of this node, HOST:PORT.")] = None,
     wait: Annotated[float, _in(Group.CLUSTER, "Seconds to wait for a node that is not there.", min=0)] = 600.0,
-    secret: Annotated[Path | None, _in(Group.CLUSTER, "File with the node's secret.")] = None,
+    secret: Annotated[Path | None, _in(Group.CLUSTER, "File with the secret of a node, or of stages.")] = None,
+    stages: Annotated[str | None, _in(Group.CLUSTER, _STAGES)] = None,
+    stage: Annotated[int | None, _in(Group.CLUSTER, "Which of --stages this process is, from 0.", min=0)] = None,
     **given: Any,
 ) -> None:
     """Fine-tune a model.
 
     Every option can also stand in the YAML file, or be given as key=value (with _ for -).
     """
-    if (launch := launched()) is not None and launch.rank:
-        _follow(launch)
-        return
-    look_at_words(() if node is not None else words or ())
-    if node is not None:
-        from headrace.cli.runs import work_for
+    from headrace.cli.training import begin
 
-        work_for(node, words or (), given, wait_seconds=wait, secret=secret)
-    elif words:
-        from headrace.cli.configuration import config_of
-
-        config = config_of(words, given, RunOptions)
-        look_at_choices(config)
-        config = with_model_here(config)
-        from headrace.cli.runs import start
-
-        start(config, launch)
-    else:
-        leave("Missing argument 'RUN.YAML | MODEL DATA...', or --node HOST:PORT; see `headrace train --help`", REFUSED)
+    begin(words or [], given, launched(), node=node, wait_seconds=wait, secret=secret, stages=(stages, stage))
 
 
 @command(CLUSTER)
@@ -157,24 +146,16 @@ def node(
 
 @command(TRAIN)
 @plainly
-def resume(run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")]) -> None:
+def resume(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
+    stages: Annotated[str | None, _in(Group.CLUSTER, _STAGES)] = None,
+    stage: Annotated[int | None, _in(Group.CLUSTER, "Which of --stages this process is, from 0.", min=0)] = None,
+    secret: Annotated[Path | None, _in(Group.CLUSTER, "File with the secret of stages.")] = None,
+) -> None:
     """Resume a run after its last committed step: after a crash, Ctrl-C or a power cut."""
-    if (launch := launched()) is not None and launch.rank:
-        _follow(launch)
-        return
-    from headrace.cli.runs import go_on
+    from headrace.cli.training import resume as run
 
-    go_on(run_directory, launch)
-
-
-def _follow(launch: Launch) -> None:
-    """Be a rank other than 0, which speaks only where it must refuse something itself."""
-    from headrace.runs.ranks import follow
-
-    try:
-        follow(launch)
-    except (PeerLost, StepFailed):  # rank 0 says it
-        raise SystemExit(REFUSED) from None
+    run(run_directory, launched(), secret=secret, stages=(stages, stage))
 
 
 @command(USE)
@@ -189,7 +170,7 @@ def generate(
     look_at_place(model)
     from headrace.cli.generating import generate as run
 
-    run(model, GenerateOptions.of(given))
+    run(model, GenerateOptions.of(given), launched())
 
 
 @command(USE)
@@ -229,14 +210,20 @@ def evaluate(
 @plainly
 def export(
     run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory or file OUT.gguf to write; must not exist.")],
     merge: Annotated[bool, typer.Option("--merge", help="Merge a run's adapters into the model, and write all of it.")] = False,
+    outtype: Annotated[str | None, typer.Option(help="Numbers of OUT.gguf: bf16, f16 or q8_0. Default: the model's.")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(metavar="OWNER/NAME", help="Send it to the Hub, too.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="A model that is new on the Hub is private.")] = False,
 ) -> None:
-    """Write a run's model, or its adapters, as an ordinary Hugging Face directory. The run need not be finished."""
-    from headrace.cli.runs import export_run
+    """Write a run's model, or its adapters, as a Hugging Face directory or a GGUF file. The run need not be finished."""
+    if push_to_hub is not None:
+        from headrace.files.hub_push import refuse_unpushable
 
-    export_run(run_directory, out, merge=merge)
-    typer.echo(f"wrote {out}")
+        refuse_unpushable(push_to_hub)  # before what takes seconds to import
+    from headrace.cli.exporting import exported
+
+    typer.echo(exported(run_directory, out, merge=merge, outtype=outtype, name=push_to_hub, private=private))
 
 
 @command(SHRINK)
@@ -331,8 +318,8 @@ def clean(
         typer.echo(line)
 
 
-command(TRAIN)(report)
-command(TRAIN)(migrate)
+for each in (report, watch, migrate, schema):
+    command(TRAIN)(each)
 app.add_typer(bench_app, name="bench", rich_help_panel=PLAN)
 
 

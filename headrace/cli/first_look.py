@@ -39,14 +39,24 @@ def look_at_words(words: Sequence[str]) -> None:
         look_at_data(places[1:])
 
 
+def is_gguf(model: str | Path) -> bool:
+    """Return whether `model` is a file that calls itself GGUF."""
+    return Path(model).suffix == ".gguf" and Path(model).is_file()
+
+
 def model_here(model: str | Path) -> Path:
-    """Return the directory of a model, or of a run; a model of the Hub is fetched if it is not there.
+    """Return the directory of a model, or of a run; a model of the Hub is fetched if it is not there, a GGUF file is read.
 
     Raises:
-        ModelError: it cannot be fetched.
+        ModelError: it cannot be fetched, or read.
     """
     from headrace.files.hub import fetched_model, is_hub_name
 
+    if is_gguf(model):
+        from headrace.cli.environment import cache_directory
+        from headrace.model.gguf_directory import gguf_directory  # late: it brings torch
+
+        return gguf_directory(Path(model), cache_directory())
     if not is_hub_name(model):
         return Path(model)
     return fetched_model(str(model), lambda words: print(words, file=sys.stderr, flush=True))
@@ -60,7 +70,7 @@ def with_model_here(config: _Config) -> _Config:
     """
     from headrace.files.hub import is_hub_name
 
-    if not is_hub_name(config.model):
+    if not (is_hub_name(config.model) or is_gguf(config.model)):
         return config
     model = model_here(config.model)  # first: without a network that is said before torch is imported, which takes seconds
     from headrace.runs.prepare import default_output
@@ -76,6 +86,8 @@ def look_at_model(model: str | Path) -> None:
     """
     from headrace.files.hub import is_hub_name, refuse_unanswered
 
+    if is_gguf(model):
+        return
     if is_hub_name(model):
         refuse_unanswered(str(model))
         return

@@ -4,31 +4,43 @@ Invariant: printed text stays.
 """
 
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from headrace.cli.environment import machine_profile_path
-from headrace.cli.plain_errors import INTERRUPTED, leave
+from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.errors import ConfigError
+from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.events import Event, Notice
 from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.launch import Launch
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 
 _BYE = ("/bye", "/exit", "/quit")
 
 
-def generate(model: str, options: GenerateOptions) -> None:
-    """Answer a prompt or hold a conversation, according to `options`.
+def generate(model: str, options: GenerateOptions, launch: Launch | None = None) -> None:
+    """Answer a prompt or hold a conversation, according to `options`. Processes of a `launch` share out a file of prompts.
 
     Raises:
         InputError, PlanInfeasible, StorageError: see the functions that it calls.
     """
     if options.input is not None:
-        _answer_file(model, options)
+        if launch is None:
+            _answer_file(model, options)
+        else:
+            _answer_in_ranks(model, options, launch)
         return
+    if launch is not None:
+        if launch.rank:
+            raise SystemExit(REFUSED)  # rank 0 says it
+        raise ConfigError(
+            "prompt: several processes share out a file of prompts; give --input and --output, or leave torchrun out"
+        )
     talks = sys.stdin.isatty() and sys.stdout.isatty()
     if options.prompt is None and not talks:
         raise ConfigError("prompt: none was given; give --prompt TEXT, --prompt - for standard input, or --input and --output")
@@ -54,7 +66,28 @@ def generate(model: str, options: GenerateOptions) -> None:
         leave("interrupted", INTERRUPTED)
 
 
-def _answer_file(model: str, options: GenerateOptions) -> None:
+def _answer_in_ranks(model: str, options: GenerateOptions, launch: Launch) -> None:
+    """Answer a file with the other ranks of `launch`, each with its share of the machine."""
+    from headrace.generate.job_ranks import Helpers, answer_for
+    from headrace.generate.whose_weights import open_generator
+    from headrace.machine.of_rank import host_bytes_of_rank, take_gpu
+    from headrace.net import Ranks
+
+    if options.host_memory is None:
+        options = replace(options, host_memory=host_bytes_of_rank(launch))
+    take_gpu(launch)
+    with Ranks.of(launch) as ranks:
+        if launch.rank == 0:
+            _answer_file(model, options, Helpers(ranks))
+            return
+        with suppress(PeerLost, KeyboardInterrupt):  # rank 0 says it
+            with open_generator(Path(model), options, ceilings_of(options.machine), None) as generator:
+                answer_for(generator, options, ranks)
+            return
+    raise SystemExit(REFUSED)
+
+
+def _answer_file(model: str, options: GenerateOptions, helpers: Any = None) -> None:
     """Answer a file; the exit code is 1 if a line could not be answered."""
     from headrace.generate.jobs import JobProgress, run_job
     from headrace.generate.measured import Measured
@@ -72,7 +105,7 @@ def _answer_file(model: str, options: GenerateOptions) -> None:
 
     try:
         with open_generator(Path(model), options, ceilings_of(options.machine), measured) as generator:
-            refused = run_job(generator, options, sink=say, tell_plan=tell_plan, progress=progress)
+            refused = run_job(generator, options, sink=say, tell_plan=tell_plan, progress=progress, helpers=helpers)
             _tell_measured(measured.words(generator.plan, tokens))
     except KeyboardInterrupt:
         leave("interrupted; the same command resumes it", INTERRUPTED)

@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace.ask.answer import plan_model
-from headrace.ask.between_steps import BesideSteps
-from headrace.ask.cluster import plan_cluster
+from headrace.ask.between_steps import BesideSteps, Pacing
+from headrace.ask.cluster import plan_workers
 from headrace.ask.cluster_report import ClusterReport, explain_cluster
 from headrace.ask.explain import explain
 from headrace.ask.local_rounds import LocalReport
 from headrace.ask.plan_report import PlanReport
+from headrace.ask.ranks import plan_ranks
+from headrace.ask.stages import plan_stages
+from headrace.ask.which import plan_which
 from headrace.cli.environment import cache_directory, machine_profile_path
+from headrace.cli.first_look import is_gguf, model_here
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.given import with_lengths_of_plan
-from headrace.plan.machine_profiles import load_profile
+from headrace.plan.machine_profiles import load_bare_profile, load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.drives import Drive
@@ -71,6 +75,8 @@ def answer(
         StorageError: an SSD directory cannot be used.
         PlanInfeasible: a generation does not fit.
     """
+    if is_gguf(options.model):
+        options = replace(options, model=model_here(options.model))
     report: PlanReport | ClusterReport | _Report
     if generation is not None:
         acting, report = _OF_GENERATION, _generation(options, given, generation, compress)
@@ -78,6 +84,8 @@ def answer(
         acting, report = _of_compression(options), _compression(options, compress)
     else:
         acting, report = _of_training(options), make_report(options)
+        if options.html is not None:
+            _draw(report, options)
     idle = sorted(set(given) - acting)
     if as_json:
         return json.dumps(report.to_json() | {"without_effect": idle}, indent=2)
@@ -85,7 +93,24 @@ def answer(
     return "\n".join((_text(report), *lines))
 
 
-def make_report(options: PlanOptions) -> PlanReport | ClusterReport | LocalReport:
+def _draw(report: PlanReport | ClusterReport | _Report, options: PlanOptions) -> None:
+    """Write the plan as a page.
+
+    Raises:
+        ConfigError: nothing fits, the plan is one of several machines, or the file cannot be written.
+    """
+    from headrace.report.pages.plan_page import write_plan_page  # late: other plans do without it
+
+    if not isinstance(report, PlanReport):
+        raise ConfigError("html: the plan of one machine is drawn; leave html, or workers, ranks, stages and local_steps out")
+    if report.plan is None:
+        raise ConfigError("html: nothing fits, so there is no plan to draw; leave html out to see what is lacking")
+    assert options.html is not None, "it was asked"
+    path = write_plan_page(options.html, options.model.name, report.plan, report.forecast, report.doubled)
+    _say(Notice(text=f"wrote {path}", level="info"))
+
+
+def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
     """Return the plan of a training. With data, and no number of steps, the run is as long as its passes over the data.
 
     Raises:
@@ -97,15 +122,26 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | LocalRepor
     if here:
         options = replace(options, ssd=options.ssd or (Path.cwd(),))
         options = replace(options, machine=_measured_machine(options))
+    compares = options.link is not None and (options.workers, options.ranks, options.stages) == (None,) * 3
+    if (options.local_steps is not None or compares) and isinstance(options.machine, str):
+        options = replace(options, machine=load_bare_profile(options.machine))
     packed, between = None, list[BesideSteps]()
     if _reads_data(options):
         options, packed, between = _of_its_passes(options)
-    elif options.saves:
-        from headrace.runs.checkpoints import keeping_of  # late: it brings the data libraries
+    else:
+        between.extend(Pacing.asked(options.max_write_per_day))
+        if options.saves:
+            from headrace.runs.checkpoints import keeping_of  # late: it brings the data libraries
 
-        between.append(keeping_of(options))
+            between.append(keeping_of(options))
     if options.workers is not None:
-        return plan_cluster(model, options, here=here)
+        return plan_workers(model, options, here=here)
+    if options.ranks is not None:
+        return plan_ranks(model, options, here=here, packed=packed, between=between)
+    if options.stages is not None:
+        return plan_stages(model, options, here=here)
+    if compares and options.local_steps is None:
+        return plan_which(model, options, here=here)
     report = plan_model(model, options, here=here, packed=packed, between=between)
     return report if options.local_steps is None else LocalReport.of(report, options)
 
@@ -118,7 +154,7 @@ def _generation(options: PlanOptions, given: Collection[str], asked: Asked, comp
     if here:
         machine = _measured_machine(options)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
-    return plan_generation(str(options.model), own, ceilings, here=here, compress=compress, **vars(asked))
+    return plan_generation(str(options.model), own, ceilings, here=here, compress=compress, say_twice=True, **vars(asked))
 
 
 def _compression(options: PlanOptions, code: str) -> _Report:
@@ -244,14 +280,14 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[
     """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training.
     Besides, return the rows with which these begin, and what the run does besides steps.
     """
-    from headrace.data.open_data import open_stream, total_steps, with_lengths  # late: it brings the data libraries
+    from headrace.data.open_data import open_batches, total_steps, with_lengths  # late: it brings the data libraries
     from headrace.runs.checkpoints import Checkpoints
     from headrace.runs.evaluating import Evaluations
 
     if not options.model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
     options = with_lengths(options)
-    stream = open_stream(options)
+    stream = open_batches(options)
     steps = total_steps(options, stream)
     between = Checkpoints(options, Evaluations(options, stream, steps)).between_steps()
     return replace(options, max_steps=steps), stream.first_rows(steps), between

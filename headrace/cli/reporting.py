@@ -1,8 +1,9 @@
-"""`headrace report`: the page of a run, its figures as JSON, its operations as a trace.
+"""`headrace report`: the page of a run, its figures as JSON, its operations as a trace; `headrace watch`: the page, live.
 
 Invariant: a run directory is only read; the only file that is written by default is its `report.html`.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -37,6 +38,25 @@ def report(
         import json
 
         typer.echo(json.dumps(summary(read_run(run_directory)), indent=2))
+
+
+@plainly
+def watch(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR")],
+    port: Annotated[int, typer.Option(help="Port on this machine's loopback; 0: any that is free.", min=0, max=65535)] = 8765,
+    browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show the page of a run while it runs: loss, lanes, memory, what limits it, time left. Ctrl-C ends it, not the run."""
+    from headrace.report.watch import Watch
+
+    with Watch(run_directory, port) as server:
+        typer.echo(f"{run_directory}: {server.address} (Ctrl-C ends it; the run goes on)")
+        if browse:
+            import webbrowser
+
+            webbrowser.open(server.address)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def _is_stdout(path: Path | None) -> bool:

@@ -14,10 +14,8 @@ A matrix (rows, columns) has these parts:
     escapes         int32 (count + 1)                  column * 256 + field, columns ascending; the last number is no escape
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +24,12 @@ from torch import Tensor
 from headrace.codec.bf16x12_device import decode_on_device
 from headrace.codec.bf16x12_loops import decode_rows, encode_rows, escapes_by_row
 from headrace.codec.codec import Parts
-from headrace.codec.row_pieces import piece_bytes, pieces
+from headrace.codec.row_pieces import on_all_cores, piece_bytes, pieces
 from headrace.terms.coding import Part
 from headrace.terms.errors import ModelError
 
-_Found = TypeVar("_Found")
 # A column and a field lie in 31 bits; so does the place of an escape.
 _MOST_COLUMNS, _MOST_WEIGHTS = 1 << 23, 1 << 31
-# A core gets at least so many weights: a thread takes a tenth of a millisecond to begin.
-_LEAST_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,17 +108,6 @@ def _decode_on_host(parts: Parts, into: Tensor, rows: range) -> int | None:
         return int(decode_rows(low, high, bases, offsets, escapes, out[start:stop], rows.start + start))
 
     return min((row for row in on_all_cores(decode, *out.shape) if row >= 0), default=None)
-
-
-def on_all_cores(work: Callable[[int, int], _Found], rows: int, columns: int) -> list[_Found]:
-    """Return what `work` returns for ranges of rows, one for each core that torch uses; few weights are one range."""
-    count = max(1, min(torch.get_num_threads(), rows, rows * columns // _LEAST_WEIGHTS))
-    cuts = [rows * number // count for number in range(count + 1)]
-    if count == 1:
-        return [work(0, rows)]
-    with ThreadPoolExecutor(count - 1) as others:
-        rest = [others.submit(work, *cuts[number : number + 2]) for number in range(1, count)]
-        return [work(*cuts[:2]), *(each.result() for each in rest)]
 
 
 def _check(parts: Parts, columns: int) -> None:

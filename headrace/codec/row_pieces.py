@@ -1,13 +1,18 @@
-"""What several codes share: decoding a few rows at a time, with little memory, and refusing numbers that are not finite."""
+"""What several codes share: decoding a few rows at a time, or on all cores, and refusing numbers that are not finite."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from headrace.terms.errors import ModelError
 
+_Found = TypeVar("_Found")
 _PIECE_ELEMENTS = 1 << 18
+# A core gets at least so many weights: a thread takes a tenth of a millisecond to begin.
+_LEAST_WEIGHTS = 1 << 20
 
 
 def pieces(rows: range, columns: int) -> Iterator[tuple[slice, slice]]:
@@ -26,6 +31,17 @@ def rows_of_a_piece(columns: int) -> int:
 def piece_bytes(rows: int, columns: int, bytes_of_an_element: int) -> int:
     """Return the bytes of temporaries that take `bytes_of_an_element` for each element of a piece."""
     return min(rows, rows_of_a_piece(columns)) * columns * bytes_of_an_element + 4096
+
+
+def on_all_cores(work: Callable[[int, int], _Found], rows: int, columns: int) -> list[_Found]:
+    """Return what `work` returns for ranges of rows, one for each core that torch uses; few weights are one range."""
+    count = max(1, min(torch.get_num_threads(), rows, rows * columns // _LEAST_WEIGHTS))
+    cuts = [rows * number // count for number in range(count + 1)]
+    if count == 1:
+        return [work(0, rows)]
+    with ThreadPoolExecutor(count - 1) as others:
+        rest = [others.submit(work, *cuts[number : number + 2]) for number in range(1, count)]
+        return [work(*cuts[:2]), *(each.result() for each in rest)]
 
 
 def refuse_no_numbers(weights: Tensor) -> None:

@@ -17,9 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.codec.bf16x12 import on_all_cores
 from headrace.codec.codec import Parts
-from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.codec.row_pieces import on_all_cores, piece_bytes, pieces, refuse_no_numbers
 from headrace.codec.sparse_loops import SPARE, decode_rows
 from headrace.terms.coding import Part
 from headrace.terms.errors import ModelError

@@ -91,7 +91,7 @@ def code_of_kind(kind: str) -> Code:
     return next((code for code in CODES.values() if code.kind == kind), CODES["fp8"])
 
 
-def _late(module: str, name: str, *given: int) -> Callable[..., Any]:
+def _late(module: str, name: str, *given: Any) -> Callable[..., Any]:
     """Return what makes `name` of a module of this package, which is imported then."""
     return lambda *more: getattr(import_module(f"headrace.codec.{module}"), name)(*given, *more)
 
@@ -214,6 +214,16 @@ _ROWS = (
         codec=_late("published", "Mxfp4", 64),
         decoded_per_second=8e7,
         device_bytes_per_weight=96.0,
+    ),
+    Code(
+        name="gguf",
+        kind="gguf",
+        words="blocks of llama.cpp's files: Q8_0, Q4_0, Q4_K, Q5_K, Q6_K",
+        files="GGUF",
+        bits=8.5,
+        codec=_late("published", "GgufBlocks", "Q8_0"),
+        decoded_per_second=2.5e8,
+        device_bytes_per_weight=32.0,
     ),
     Code(
         name="nf4",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headrace.model.banks import Banks, BlockExperts
+from headrace.model.banks import Banks, BlockExperts, Walker, needed_by
 from headrace.model.parking import ParkedThread
 from headrace.terms.errors import ModelError
 
@@ -19,34 +19,26 @@ from headrace.terms.errors import ModelError
 TOGETHER = 8
 
 
-class _Walk:
+class _Walk(Walker):
     """One micro-batch on its way through a block."""
 
     def __init__(
         self, banks: Banks, run: Callable[[], torch.Tensor], context: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         self.out: torch.Tensor | None = None
-        self.needs: tuple[int, ...] = ()
-        self.wants, self.done = -1, False
+        self.done = False
         self._banks, self._run, self._context = banks, run, context
         self._thread = ParkedThread(self._walk, "headrace rows")
+        super().__init__(self._thread.park)
 
-    def go_on(self) -> None:
-        """Let it run until it wants an expert or ends. Raises whatever its code raises."""
+    def go_on(self) -> bool:
+        """Let it run until it wants an expert or ends; return whether it ended. Raises whatever its code raises."""
         self._thread.go_on()
+        return self.done
 
     def close(self) -> None:
         """End it where it is."""
         self._thread.close()
-
-    def announce(self, experts: Mapping[int, int]) -> None:
-        """See `Visitor`."""
-        self.needs = tuple(experts)
-
-    def wait_for(self, expert: int) -> None:
-        """See `Visitor`."""
-        self.wants = expert
-        self._thread.park()
 
     def _walk(self) -> None:
         try:
@@ -81,27 +73,14 @@ def through_experts(
             walks = [_Walk(banks, _bound(run, item), _bound(context, item)) for item in some]
             for walk in walks:
                 closers.callback(walk.close)
-            for walk in walks:
-                walk.go_on()
-            _bring(banks, experts, walks, load)
+            inside = [walk for walk in walks if not walk.go_on()]
+            for expert in needed_by(walks):
+                inside = banks.let_pass({expert: load(expert)}, inside, _Walk.go_on)
+            if late := sorted({walk.wants for walk in inside}):
+                raise ModelError(f"{type(experts.module).__name__}: asks for experts {late[:4]} after larger ones")
             for item, walk in zip(some, walks, strict=True):
                 assert walk.out is not None, "it is through"
                 take(item, walk.out)
-
-
-def _bring(
-    banks: Banks, experts: BlockExperts, walks: Sequence[_Walk], load: Callable[[int], Mapping[str, torch.Tensor]]
-) -> None:
-    for expert in sorted({expert for walk in walks for expert in walk.needs}):
-        banks.present[expert] = load(expert)
-        try:
-            for walk in walks:
-                if not walk.done and walk.wants == expert:
-                    walk.go_on()
-        finally:
-            banks.present.clear()
-    if late := sorted({walk.wants for walk in walks if not walk.done}):
-        raise ModelError(f"{type(experts.module).__name__}: asks for experts {late[:4]} after larger ones")
 
 
 def _bound(call: Callable[[Any], Any], item: Any) -> Callable[[], Any]:

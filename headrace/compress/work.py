@@ -20,6 +20,7 @@ from headrace.model import Checkpoint
 from headrace.store.lock import RunLock
 from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, DiskFull, ModelError, RunDirectoryError
+from headrace.terms.json_text import parse_json
 from headrace.terms.sizes import format_bytes
 
 RECORD, MODEL = "record.json", "model"
@@ -98,7 +99,7 @@ class Record:
         if not path.exists():
             return cls(folder, {"identity": dict(identity)})
         try:
-            record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            record: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
             begun = record["identity"]
             if not isinstance(begun, dict):
                 raise ValueError(f"expected an object, found {type(begun).__name__}")
@@ -136,7 +137,7 @@ def refuse_coded(model: Path) -> None:
     """
     refuse_no_model(model)
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = parse_json((model / "config.json").read_text(encoding="utf-8"))
     except ValueError:
         return  # the next reader reports the error
     found = config.get("quantization_config") if isinstance(config, dict) else None

@@ -11,14 +11,14 @@ from headrace.data.show import render_samples as render_samples
 from headrace.data.show import summarize as summarize
 from headrace.data.show import trained_stretches as trained_stretches
 from headrace.data.stream import BatchStream as BatchStream
+from headrace.data.token_writer import TokenWriter as TokenWriter
+from headrace.data.token_writer import write_tokens as write_tokens
 from headrace.data.tokenize import asks_for_date as asks_for_date
 from headrace.data.tokenize import earlier_tokens as earlier_tokens
 from headrace.data.tokenize import load_tokens as load_tokens
 from headrace.data.tokenize import tokenizer_fingerprint as tokenizer_fingerprint
 from headrace.data.tokens import TokenInfo as TokenInfo
 from headrace.data.tokens import TokenSet as TokenSet
-from headrace.data.tokens import TokenWriter as TokenWriter
-from headrace.data.tokens import write_tokens as write_tokens
 from headrace.data.values import IGNORED as IGNORED
 from headrace.data.values import Batch as Batch
 from headrace.data.values import DataSpec as DataSpec

@@ -91,6 +91,20 @@ class BlockArray(Generic[_T]):
         self._verified[block] = True
 
 
+class HeldArray(Generic[_T]):
+    """An array in memory, read as a `BlockArray` is."""
+
+    def __init__(self, values: NDArray[_T]) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def read(self, start: int, stop: int) -> NDArray[_T]:
+        """Return elements `start` to `stop`, a view."""
+        return self._values[start:stop]
+
+
 def num_blocks(num_bytes: int) -> int:
     """Return how many blocks a file of `num_bytes` has."""
     return -(-num_bytes // BLOCK_BYTES)

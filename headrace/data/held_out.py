@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.packing import packed_rows, single_rows
-from headrace.data.stream import packed_batch, padded_batch
+from headrace.data.stream import batch_of
 from headrace.data.tokens import TokenSet
 from headrace.data.values import Batch, DataSpec
 from headrace.terms.errors import DataError
@@ -91,5 +91,4 @@ class HeldOutRows:
         """
         for start in range(0, len(self), self._spec.rows_per_step):
             rows = [self._rows.row(int(row)) for row in self._order[start : start + self._spec.rows_per_step]]
-            packing = self._spec.packing
-            yield packed_batch(self._tokens, rows, self._spec.sequence_length) if packing else padded_batch(self._tokens, rows)
+            yield batch_of(self._tokens, rows, self._spec)

@@ -6,6 +6,7 @@ Invariant: everything that can be wrong with the user's data or tokenizer is fou
 import math
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +14,12 @@ import torch
 from transformers import AutoTokenizer
 
 from headrace.data import Batch, BatchStream, DataSpec, TokenSet, asks_for_date, earlier_tokens, load_tokens
+from headrace.data.batches import Batches
 from headrace.data.held_out import split_off
+from headrace.data.sources import find_sources
+from headrace.data.streamed import StreamedBatches
 from headrace.files.model_directory import read_configuration, refuse_no_model
+from headrace.terms.data_source import source_of
 from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
 from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.preferences import preferences_of
@@ -156,6 +161,28 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
     return replace(tokens, notices=(dated, *tokens.notices)), spec
 
 
+def open_batches(config: RunOptions, *, resumed: bool = False) -> Batches:
+    """Return the batches of a decided configuration: see `open_stream`, and `streamed.py` for data that are read as they come.
+
+    Raises:
+        InputError: see `open_tokens`.
+    """
+    return _open_streamed(config, resumed=resumed) if config.streams else open_stream(config, resumed=resumed)
+
+
+def _open_streamed(config: RunOptions, *, resumed: bool) -> StreamedBatches:
+    tokenizer = tokenizer_for_data(config.model, config.chat_template)
+    entries = tuple(replace(source_of(entry), streaming=True) for entry in config.data)
+    spec = _spec(replace(config, data=entries), tokenizer)
+    held_out, spec = _evaluated(config, spec, tokenizer, resumed=resumed) if config.eval_data else ([None], spec)
+    sources = find_sources(entries, config.cache, spec.sequence_length)
+    fit = partial(fitting, model=config.model)
+    batches = StreamedBatches(sources, spec, tokenizer, buffer_rows=config.buffer_size, held_out=held_out[0], fit=fit)
+    if not resumed:
+        batches.first_rows(1)  # whatever is wrong with the first rows is found here
+    return batches
+
+
 def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     """Return the stream of a decided configuration, at its first row. A `resumed` run may have begun with tokens that were made
     by earlier rules. It keeps them if they are still in the cache.
@@ -170,13 +197,18 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     if config.eval_split is not None:
         sets = [split_off(each, config.eval_split, config.seed, spec.samples_together) for each in sets]
     elif config.eval_data:
-        of_evaluation = replace(config, data=config.eval_data)
-        their = _spec(of_evaluation, tokenizer)
-        spec = replace(spec, template_date=spec.template_date or their.template_date)
-        held_out = _token_sets(of_evaluation, tokenizer, their, resumed=resumed)
+        held_out, spec = _evaluated(config, spec, tokenizer, resumed=resumed)
         by_rules = {each.info.version: each for each in reversed(held_out)}
         sets = [replace(each, held_out=by_rules.get(each.info.version, held_out[0])) for each in sets]
     return BatchStream(sets[0], spec, sets[1:])
+
+
+def _evaluated(config: RunOptions, spec: DataSpec, tokenizer: Any, *, resumed: bool) -> tuple[list[TokenSet], DataSpec]:
+    """Return the token sets of `eval_data`, and `spec` with the day that their template was told."""
+    of_evaluation = replace(config, data=config.eval_data, streaming=False, buffer_size=None)
+    their = _spec(of_evaluation, tokenizer)
+    sets = _token_sets(of_evaluation, tokenizer, their, resumed=resumed)
+    return sets, replace(spec, template_date=spec.template_date or their.template_date)
 
 
 def _token_sets(config: RunOptions, tokenizer: Any, spec: DataSpec, *, resumed: bool) -> list[TokenSet]:
@@ -227,9 +259,15 @@ def fitting(tokens: TokenSet, model: Path) -> TokenSet:
     return tokens
 
 
-def total_steps(config: RunOptions, stream: BatchStream) -> int:
-    """Return the steps of the whole run: `max_steps` if given, else `epochs` (default 1) rounded up to whole steps."""
-    return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * stream.steps_per_epoch))
+def total_steps(config: RunOptions, stream: Batches) -> int:
+    """Return the steps of the whole run: `max_steps` if given, else `epochs` (default 1) rounded up to whole steps.
+
+    Raises:
+        ConfigError: nobody knows how long an epoch is.
+    """
+    if config.max_steps is None and stream.steps_per_epoch is None:
+        raise ConfigError("streaming: nobody knows how long the data are; give max_steps")
+    return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * (stream.steps_per_epoch or 0)))
 
 
 def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:

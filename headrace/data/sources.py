@@ -12,20 +12,28 @@ import io
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from headrace.data.columns import with_our_names
 from headrace.data.forms import FORMS, Form
 from headrace.data.json_array import elements
 from headrace.data.long_lines import cut_strings
 from headrace.data.packed_files import PACKED, form_of, unpacked
-from headrace.data.tables import is_saved_dataset, open_hub, read_arrow, read_parquet, read_saved, refuse_no_answer
+from headrace.data.tables import (
+    is_saved_dataset,
+    open_hub,
+    open_streamed,
+    read_arrow,
+    read_parquet,
+    read_saved,
+    refuse_no_answer,
+)
 from headrace.data.values import Kind, Row
 from headrace.terms.data_source import DEFAULT_SPLIT, OF_PROGRAM, DataSource, source_of
 from headrace.terms.errors import DataError, shortened
@@ -40,16 +48,31 @@ _PIECE_BYTES = 1 << 20
 _HUB_NAME = re.compile(r"^[\w-][\w.-]*/[\w.-]+$")
 
 
+class ReadsRows(Protocol):
+    """What reads the rows of a source."""
+
+    def __call__(self, skip: int = 0) -> Iterator[Row]:
+        """Yield the rows after the first `skip`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or data set. `fingerprint` changes when its content does; `read` starts at the first row each time. `entry` is the
-    number of the entry of `data` that it belongs to.
+    """A file or data set. `fingerprint` changes when its content does; `read` starts at the first row each time, or after so
+    many rows. `entry` is the number of the entry of `data` that it belongs to. Of a part of a source, `first` is the whole's
+    first row, which decides what the rows are read as.
     """
 
     name: str
     fingerprint: str
-    read: Callable[[], Iterator[Row]]
+    read: ReadsRows
     entry: int = 0
+    first: Row | None = None
+
+    def opened(self) -> tuple[Row | None, Iterator[Row]]:
+        """Return the row that decides what rows are read as, and all rows; None if there are none."""
+        rows = self.read()
+        first = next(rows, None)
+        return (first, rows) if first is None else (self.first or first, chain((first,), rows))
 
 
 def find_sources(paths: Sequence[str | DataSource], cache_dir: Path, most_tokens: int = 0) -> list[Source]:
@@ -108,8 +131,7 @@ def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
     Raises:
         DataError: there are no rows, JSON is malformed, columns are unknown or missing. Rows are checked while they are read.
     """
-    rows = source.read()
-    first = next(rows, None)
+    first, rows = source.opened()
     if first is None:
         raise DataError(f"{source.name}: holds no samples; expected at least one with the columns {ACCEPTED}")
     kind = next((kind for kind in Kind if _has(first, kind.columns)), None)
@@ -132,8 +154,7 @@ def read_with(source: Source, columns: tuple[str, ...], expected: str) -> Iterat
     Raises:
         DataError: there are no rows, or the first has not the columns; `expected` says what would be read.
     """
-    rows = source.read()
-    first = next(rows, None)
+    first, rows = source.opened()
     if first is None:
         raise DataError(f"{source.name}: holds no samples; {expected}")
     if not _has(first, columns):
@@ -159,7 +180,6 @@ def _renamed(row: Row, *, form: Form) -> Row:
 
 
 def _checked(first: Row, rows: Iterator[Row], columns: Sequence[str]) -> Iterator[Row]:
-    yield first
     for row in rows:
         missing = [column for column in columns if row.values.get(column) is None]
         if missing:
@@ -182,7 +202,8 @@ def _sources_of(entry: DataSource, number: int, cache_dir: Path, string_bytes: i
     elif path.is_dir():
         found = _directory_sources(path, string_bytes, entry)
     else:
-        found = [Source(entry.path, *open_hub(entry, cache_dir / "hub"))]
+        fingerprint, rows = open_streamed(entry) if entry.streaming else open_hub(entry, cache_dir / "hub")
+        found = [Source(entry.path, fingerprint, rows_after(rows))]
     renamed = json.dumps(dict(entry.columns), sort_keys=True) if entry.columns else ""
     return [replace(source, entry=number, fingerprint=source.fingerprint + renamed) for source in found]
 
@@ -196,7 +217,7 @@ def _directory_sources(path: Path, string_bytes: int, entry: DataSource) -> list
         files = sorted(file for file in path.rglob("*") if file.is_file())
         stamp = hashlib.sha256("".join(_stamp(file) for file in files).encode()).hexdigest()
         split = "" if entry.split == DEFAULT_SPLIT else f"{entry.split}\n"
-        return [Source(str(path), stamp + split, lambda: read_saved(path, entry))]
+        return [Source(str(path), stamp + split, rows_after(lambda: read_saved(path, entry)))]
     if entry.names_part:
         raise DataError(f"{path}: name and split are for data sets of the Hub and saved ones; name the files of the split")
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
@@ -213,7 +234,12 @@ def _hidden(path: Path) -> bool:
 
 def _file_source(path: Path, string_bytes: int, columns: Mapping[str, str]) -> Source:
     read = _reader_of(path)
-    return Source(str(path), _stamp(path), lambda: read(path, string_bytes, columns))
+    return Source(str(path), _stamp(path), lambda skip=0: read(path, string_bytes, columns, skip))
+
+
+def rows_after(read: Callable[[], Iterator[Row]]) -> ReadsRows:
+    """Return what reads rows, or those after some of them, by reading past these."""
+    return lambda skip=0: islice(read(), skip, None)
 
 
 def _is_read(path: Path) -> bool:
@@ -239,13 +265,17 @@ def _suffixes() -> str:
     return f"{', '.join(_READERS)}, or the texts among these packed as {' or '.join(PACKED)}"
 
 
-def _read_json_lines(path: Path, string_bytes: int) -> Iterator[Row]:
+def _read_json_lines(path: Path, string_bytes: int, skip: int) -> Iterator[Row]:
     with unpacked(path) as file:
         for number in count(1):
             line, unread_bytes = file.readline(string_bytes), 0
             place = f"{path}, line {number}"
             if not line:
                 return
+            if skip:
+                skip -= bool(line.strip())
+                deque(_rest_of_line(file, line), maxlen=0)
+                continue
             if len(line) == string_bytes and not line.endswith(b"\n"):
                 try:
                     line, unread_bytes = cut_strings(_rest_of_line(file, line), string_bytes)
@@ -264,29 +294,29 @@ def _rest_of_line(file: IO[bytes], start: bytes) -> Iterator[bytes]:
         piece = b"" if piece.endswith(b"\n") else file.readline(_PIECE_BYTES)
 
 
-def _read_json(path: Path, string_bytes: int) -> Iterator[Row]:
+def _read_json(path: Path, string_bytes: int, skip: int) -> Iterator[Row]:
     with unpacked(path) as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not start:
             return
         if not start.startswith(b"["):
-            yield from _read_json_lines(path, string_bytes)
+            yield from _read_json_lines(path, string_bytes, skip)
             return
         file.seek(0)
         pieces = iter(partial(file.read, _PIECE_BYTES), b"")
-        for index, element in enumerate(elements(str(path), pieces, string_bytes)):
+        for index, element in islice(enumerate(elements(str(path), pieces, string_bytes)), skip, None):
             place = f"{path}, element {index}"
             remarks: list[str] = []
             value = _parse(element.text, place, "an array of JSON objects", remarks, element.line - 1)
             yield Row(place, _object(value, place), tuple(remarks), element.left_out / len(element.text))
 
 
-def _read_csv(path: Path, string_bytes: int) -> Iterator[Row]:
+def _read_csv(path: Path, string_bytes: int, skip: int) -> Iterator[Row]:
     with unpacked(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         csv.field_size_limit(max(csv.field_size_limit(), string_bytes))
         rows = csv.DictReader(text, strict=True)
         try:
-            for row in rows:
+            for row in islice(rows, skip, None):
                 place = f"{path}, line {rows.line_num}"
                 if None in row or None in row.values():
                     raise DataError(f"{place}: has another number of fields than the header; quote fields that have commas")
@@ -330,19 +360,19 @@ def _object(value: Any, place: str) -> Mapping[str, Any]:
     return value
 
 
-_Reader = Callable[[Path, int, Mapping[str, str]], Iterator[Row]]
+_Reader = Callable[[Path, int, Mapping[str, str], int], Iterator[Row]]
 
 
-def _renaming(read: Callable[[Path, int], Iterator[Row]]) -> _Reader:
+def _renaming(read: Callable[[Path, int, int], Iterator[Row]]) -> _Reader:
     """Return a reader of texts that gives columns our names."""
-    return lambda path, string_bytes, columns: (
-        with_our_names(read(path, string_bytes), columns) if columns else read(path, string_bytes)
+    return lambda path, string_bytes, columns, skip: (
+        with_our_names(read(path, string_bytes, skip), columns) if columns else read(path, string_bytes, skip)
     )
 
 
 _TABLES: Mapping[str, _Reader] = {
-    ".parquet": lambda path, string_bytes, columns: read_parquet(path, columns),
-    ".arrow": lambda path, string_bytes, columns: read_arrow(path, columns),
+    ".parquet": lambda path, string_bytes, columns, skip: read_parquet(path, columns, skip),
+    ".arrow": lambda path, string_bytes, columns, skip: islice(read_arrow(path, columns), skip, None),
 }
 _READERS: Mapping[str, _Reader] = {
     ".jsonl": _renaming(_read_json_lines),

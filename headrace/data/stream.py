@@ -3,7 +3,7 @@
 The invariant: after `restore(state)` come the batches that followed when `state()` was taken, bit for bit, or `restore` raises.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from headrace.data.mixing import drawn
 from headrace.data.packing import EpochRows, packed_rows, single_rows
 from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
-from headrace.data.values import IGNORED, Batch, DataSpec
+from headrace.data.values import IGNORED, Batch, DataSpec, Sample
 from headrace.terms.errors import DataError
 from headrace.terms.packed_rows import PackedRows
 
@@ -66,6 +66,8 @@ class BatchStream:
         """The samples that are evaluated and never trained; None if there are none."""
         return self._tokens.held_out
 
+    left_out = ()  # it is known before, and in `notices`
+
     @property
     def digest(self) -> str:
         """A digest of the samples that are trained."""
@@ -103,17 +105,11 @@ class BatchStream:
         """Return the lengths of the samples in the rows of a run of so many steps; of a long run, in those of its first steps.
         What fills a row up counts as a sample, as in a batch.
         """
-        per_step = self._spec.rows_per_step
-        wanted = per_step * min(steps, max(1, _FIRST_ROWS // per_step)) if self._spec.packing else 0
-        rows = chain.from_iterable(map(self._lengths_in, count()))
-        return PackedRows(self._spec.sequence_length, tuple(islice(rows, wanted)))
+        return first_rows(map(self._lengths_in, count()), self._spec, steps)
 
     def _lengths_in(self, epoch: int) -> Iterator[tuple[int, ...]]:
         rows = self._rows if epoch == self._epoch else self._lay_out(epoch)
-        for row in range(len(rows)):
-            tokens = self._tokens.lengths[rows.row(row)].tolist()
-            left = self._spec.sequence_length - sum(tokens)
-            yield (*tokens, left) if left else tuple(tokens)
+        return lengths_of(rows, self._tokens.lengths, self._spec.sequence_length)
 
     def next_batch(self) -> Batch:
         """Return the next step's rows and move on.
@@ -122,11 +118,7 @@ class BatchStream:
             CorruptData: the token cache is no longer what was written.
         """
         rows = [self._next_row() for _ in range(self._spec.rows_per_step)]
-        batch = (
-            packed_batch(self._tokens, rows, self._spec.sequence_length)
-            if self._spec.packing
-            else padded_batch(self._tokens, rows)
-        )
+        batch = batch_of(self._tokens, rows, self._spec)
         self._counters["steps"] += 1
         self._counters["tokens"] += batch.num_tokens
         self._counters["trained_tokens"] += batch.num_trained_tokens
@@ -207,19 +199,15 @@ class BatchStream:
         }
 
     def _lay_out(self, epoch: int) -> EpochRows:
-        seed = self._spec.seed if self._spec.shuffle else None
-        if not self._spec.weights:
-            return self._rows_of(self._tokens.lengths, seed, epoch)
-        samples = drawn(self._tokens.ends, self._spec.weights, seed=seed, epoch=epoch)
+        spec = self._spec
+        seed = spec.seed if spec.shuffle else None
+        if not spec.weights:
+            return rows_of(self._tokens.lengths, spec, epoch)
+        samples = drawn(self._tokens.ends, spec.weights, seed=seed, epoch=epoch)
         if not len(samples):
             raise DataError("weight: no sample occurs in an epoch; give more samples, or larger weights")
-        rows = self._rows_of(self._tokens.lengths[samples], seed, epoch)
+        rows = rows_of(self._tokens.lengths[samples], spec, epoch)
         return EpochRows(samples[rows.samples], rows.offsets)
-
-    def _rows_of(self, lengths: NDArray[np.int64], seed: int | None, epoch: int) -> EpochRows:
-        if self._spec.packing:
-            return packed_rows(lengths, self._spec.sequence_length, seed=seed, epoch=epoch)
-        return single_rows(len(lengths), seed=seed, epoch=epoch, together=self._spec.samples_together)
 
     def _padding_share(self) -> float:
         """Return the share of the first epoch's positions that only pad rows of one sample to the longest row of their step."""
@@ -238,20 +226,43 @@ class BatchStream:
         return row
 
 
-def packed_batch(tokens: TokenSet, rows: list[NDArray[np.int64]], sequence_length: int) -> Batch:
+def rows_of(lengths: NDArray[np.int64], spec: DataSpec, epoch: int) -> EpochRows:
+    """Return the rows of samples of these lengths in an epoch, as `spec` has them."""
+    seed = spec.seed if spec.shuffle else None
+    if spec.packing:
+        return packed_rows(lengths, spec.sequence_length, seed=seed, epoch=epoch)
+    return single_rows(len(lengths), seed=seed, epoch=epoch, together=spec.samples_together)
+
+
+def first_rows(epochs: Iterable[Iterator[tuple[int, ...]]], spec: DataSpec, steps: int) -> PackedRows:
+    """Return the rows of the first steps: of some `epochs` come the lengths of the samples of each row."""
+    per_step = spec.rows_per_step
+    wanted = per_step * min(steps, max(1, _FIRST_ROWS // per_step)) if spec.packing else 0
+    return PackedRows(spec.sequence_length, tuple(islice(chain.from_iterable(epochs), wanted)))
+
+
+def lengths_of(rows: EpochRows, lengths: NDArray[np.int64], sequence_length: int) -> Iterator[tuple[int, ...]]:
+    """Yield the lengths of the samples of each row, and of what fills it up."""
+    for row in range(len(rows)):
+        tokens = lengths[rows.row(row)].tolist()
+        left = sequence_length - sum(tokens)
+        yield (*tokens, left) if left else tuple(tokens)
+
+
+def packed_batch(rows: Sequence[Sequence[Sample]], pad_id: int, sequence_length: int) -> Batch:
     """Return rows of `sequence_length` with the samples of each of `rows` one after the other, positions restarting at each.
 
     The rest of a row is padding that has positions of its own, like another sample, so that nothing attends to it.
     """
     shape = (len(rows), sequence_length)
-    input_ids = np.full(shape, tokens.info.pad_id, dtype=np.int64)
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
     token_mask = np.zeros(shape, dtype=np.int64)
     for row, samples in enumerate(rows):
         at = 0
-        for index in samples.tolist():
-            length = _fill(tokens, index, input_ids[row, at:], labels[row, at:])
+        for sample in samples:
+            length = _fill(sample, input_ids[row, at:], labels[row, at:])
             position_ids[row, at : at + length] = np.arange(length)
             at += length
         position_ids[row, at:] = np.arange(sequence_length - at)
@@ -259,21 +270,38 @@ def packed_batch(tokens: TokenSet, rows: list[NDArray[np.int64]], sequence_lengt
     return _batch(input_ids, labels, int(token_mask.sum()), position_ids=position_ids, token_mask=token_mask)
 
 
-def padded_batch(tokens: TokenSet, rows: list[NDArray[np.int64]]) -> Batch:
-    """Return one row for each of `rows` (of one sample each), padded on the right to the longest of them."""
-    samples = [int(row[0]) for row in rows]
-    shape = (len(samples), max(map(tokens.length, samples)))
-    input_ids = np.full(shape, tokens.info.pad_id, dtype=np.int64)
+def padded_batch(samples: Sequence[Sample], pad_id: int) -> Batch:
+    """Return one row for each of `samples`, padded on the right to the longest of them."""
+    shape = (len(samples), max(len(sample.input_ids) for sample in samples))
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORED, dtype=np.int64)
     attention_mask = np.zeros(shape, dtype=np.int64)
-    for row, index in enumerate(samples):
-        attention_mask[row, : _fill(tokens, index, input_ids[row], labels[row])] = 1
-    batch = _batch(input_ids, labels, int(attention_mask.sum()), attention_mask=attention_mask)
-    return replace(batch, samples=np.array(samples), desirable=tokens.desirable(samples))
+    for row, sample in enumerate(samples):
+        attention_mask[row, : _fill(sample, input_ids[row], labels[row])] = 1
+    return _batch(input_ids, labels, int(attention_mask.sum()), attention_mask=attention_mask)
 
 
-def _fill(tokens: TokenSet, index: int, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
-    sample = tokens.sample(index)
+def batch_of(tokens: TokenSet, rows: Sequence[NDArray[np.int64]], spec: DataSpec) -> Batch:
+    """Return the batch of some rows of one token set, as `spec` has them."""
+    batch = joined_batch([(tokens, rows)], spec)
+    if spec.packing:
+        return batch
+    places = [int(row[0]) for row in rows]
+    return replace(batch, samples=np.array(places), desirable=tokens.desirable(places))
+
+
+def joined_batch(parts: Sequence[tuple[TokenSet, Sequence[NDArray[np.int64]]]], spec: DataSpec) -> Batch:
+    """Return one batch of rows of several token sets."""
+    samples = [[tokens.sample(index) for index in row.tolist()] for tokens, rows in parts for row in rows]
+    pad_id = parts[0][0].info.pad_id
+    return (
+        packed_batch(samples, pad_id, spec.sequence_length)
+        if spec.packing
+        else padded_batch([row[0] for row in samples], pad_id)
+    )
+
+
+def _fill(sample: Sample, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
     length = len(sample.input_ids)
     input_ids[:length] = sample.input_ids
     labels[:length] = np.where(sample.trained, sample.input_ids, IGNORED)

@@ -8,10 +8,12 @@ Invariants: a row has the values that it was made of. Tables unite the objects o
 depth of conversations. And a column that no form of data reads may hold whatever it likes: it is not converted.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +28,9 @@ _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 512
 
 
-def read_parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, under our names (`columns.py`). A row group may be the whole file, but only pages of it
-    are in memory.
+def read_parquet(path: Path, columns: Mapping[str, str], skip: int = 0) -> Iterator[Row]:
+    """Yield the rows of a Parquet file after the first `skip`, under our names (`columns.py`). A row group may be the whole
+    file, but only pages of it are in memory. Groups that are skipped are not read.
 
     Raises:
         DataError: the file is empty, or is not what its name says.
@@ -37,14 +39,21 @@ def read_parquet(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
 
     def batches() -> Iterator[Any]:
         with parquet_file(path, buffer_size=_BATCH_BYTES, pre_buffer=False) as file:
-            row_bytes = max(1, sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups)))
+            groups = [file.metadata.row_group(index) for index in range(file.metadata.num_row_groups)]
+            row_bytes = max(1, sum(group.total_byte_size for group in groups))
+            ends = list(accumulate(group.num_rows for group in groups))
+            first = bisect_right(ends, skip)
+            left = skip - (ends[first - 1] if first else 0)
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.metadata.num_rows // row_bytes))
             # No column at all would be read as no row: then all are read, and none is converted.
             wanted = [theirs for theirs, ours in our_names(file.schema_arrow.names, columns).items() if ours in READ] or None
-            for batch in file.iter_batches(batch_size=rows, columns=wanted, use_threads=False):
-                yield batch, file.schema_arrow
+            kept = list(range(first, len(groups)))
+            for batch in file.iter_batches(batch_size=rows, row_groups=kept, columns=wanted, use_threads=False):
+                past = min(left, batch.num_rows)
+                left -= past
+                yield batch.slice(past), file.schema_arrow
 
-    return _rows(path, "Parquet", batches, columns)
+    return _rows(path, "Parquet", batches, columns, skip)
 
 
 def read_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
@@ -69,10 +78,13 @@ def read_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     return _rows(path, "Arrow", batches, columns)
 
 
-def _rows(path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]], columns: Mapping[str, str]) -> Iterator[Row]:
+def _rows(
+    path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]], columns: Mapping[str, str], index: int = 0
+) -> Iterator[Row]:
+    """Yield the rows of `batches`, of which the first is row `index` of the file."""
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty; expected {form} with at least one row")
-    index, made = 0, batches()
+    made = batches()
     features: Mapping[str, Any] | None = None
     while True:
         try:
@@ -222,6 +234,27 @@ def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iter
     return f"{entry}\0{loaded._fingerprint}\n", lambda: rows_of_data_set(
         str(entry), lambda: loaded, "cannot be read; delete its copy in the cache", entry.columns
     )
+
+
+def open_streamed(entry: DataSource) -> tuple[str, Callable[[], Iterator[Row]]]:
+    """Return a name and the reader of a Hub data set whose rows are fetched as they are read.
+
+    Raises:
+        DataError: the Hub does not answer, or has no such data set, configuration or split.
+    """
+    datasets = _library("datasets", entry.path)
+    if not hub_answers(entry.path, "dataset"):
+        raise DataError(
+            f"{entry.path}: no such file or directory here, and the Hub did not answer within {HUB_SECONDS:g} seconds; check "
+            "the path, or the network"
+        )
+
+    def load() -> Any:
+        loaded = datasets.load_dataset(entry.path, entry.name, split=entry.split, streaming=True)
+        return loaded if loaded.column_names else loaded._resolve_features()  # by its first rows
+
+    failure = "cannot be read from the Hub as it comes; resume when it can"
+    return str(entry), lambda: rows_of_data_set(str(entry), load, failure, entry.columns)
 
 
 def rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: Mapping[str, str]) -> Iterator[Row]:

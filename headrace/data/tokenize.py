@@ -20,7 +20,8 @@ from headrace.data.chat_template import asks_for_time
 from headrace.data.encode import encode_rows
 from headrace.data.preferences import columns_read, read, two_and_two, words_in_key
 from headrace.data.sources import Source, find_sources
-from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, NothingTrained, TokenSet, write_tokens
+from headrace.data.token_writer import NothingTrained, write_tokens
+from headrace.data.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
 from headrace.data.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, ModelError, has_no_space, in_one_line
 from headrace.terms.sizes import format_bytes
@@ -88,11 +89,10 @@ def _tokens_of(sources: Sequence[Source], spec: DataSpec, tokenizer: Tokenizer, 
     with _locked(directory.with_suffix(".lock")):
         if isinstance(made := _whole(directory), TokenSet):
             return made  # the process that held the lock made it
-        marks = (getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id"))
-        pad_id = next((token for token in marks if token is not None), 0)
-        samples = _Samples(sources, tokenizer, spec)
+        samples = Samples(sources, tokenizer, spec)
+        length, pad_id = spec.sequence_length, pad_id_of(tokenizer)
         try:
-            write_tokens(directory, samples, sequence_length=spec.sequence_length, pad_id=pad_id, remarks=samples.remarks)
+            write_tokens(directory, samples.within_share(), sequence_length=length, pad_id=pad_id, remarks=samples.remarks)
         except NothingTrained as error:
             raise DataError(f"{', '.join(map(str, spec.paths))}: {error}") from error
     tokens = TokenSet.open(directory)
@@ -110,6 +110,12 @@ def _whole(directory: Path) -> TokenSet | DataError | None:
         return TokenSet.open(directory) if directory.exists() else None
     except DataError as error:
         return error
+
+
+def pad_id_of(tokenizer: Tokenizer) -> int:
+    """Return the token that fills rows up."""
+    marks = (getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id"))
+    return next((token for token in marks if token is not None), 0)
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer, otherwise: Path | None = None) -> str:
@@ -174,13 +180,13 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer, spec: DataSpec, cache_
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-class _Samples:
+class Samples:
     """The samples of `sources`, tokenised as they are asked for; afterwards, remarks about them."""
 
     def __init__(self, sources: Iterable[Source], tokenizer: Tokenizer, spec: DataSpec) -> None:
         self._sources, self._tokenizer = sources, tokenizer
         self._spec = spec
-        self._count = self._num_unmarked = 0
+        self.count = self.num_unmarked = 0
         self._first_unmarked: Unmarked | None = None
         self._seen: dict[str, tuple[str, int]] = {}  # by remark: where it was first made, and how often
 
@@ -192,18 +198,34 @@ class _Samples:
             how = {"contents": self._spec.contents, "everything": self._spec.everything}
             encoded = encode_rows(kind, noted, self._tokenizer, length, **how, day=day)
             for sample in two_and_two(encoded, self._spec):
-                self._count += 1
+                self.count += 1
                 if isinstance(sample, Unmarked):
-                    self._num_unmarked += 1
+                    self.num_unmarked += 1
                     self._first_unmarked = self._first_unmarked or sample
                 else:
                     self._note(sample.remarks)
                 # A template that suits none of the first samples suits none at all: that is reported before hours of
                 # tokenising.
-                if self._num_unmarked == self._count >= _TRIED_SAMPLES:
+                if self.num_unmarked == self.count >= _TRIED_SAMPLES:
                     raise DataError(self._too_many())
                 yield sample, columns_read(kind, self._spec.preferences), source.entry
-        if self._num_unmarked > _MOST_UNMARKED_SHARE * self._count:
+
+    def within_share(self) -> Iterator[tuple[Encoded | Unmarked, str, int]]:
+        """Yield all samples.
+
+        Raises:
+            DataError: at the end, if too many are skipped.
+        """
+        yield from self
+        self.refuse_unmarked(self.num_unmarked, self.count)
+
+    def refuse_unmarked(self, unmarked: int, of: int) -> None:
+        """Refuse data of which too many samples are skipped.
+
+        Raises:
+            DataError: they are.
+        """
+        if unmarked > _MOST_UNMARKED_SHARE * of and self._first_unmarked is not None:
             raise DataError(self._too_many())
 
     def remarks(self) -> list[str]:
@@ -211,7 +233,7 @@ class _Samples:
         noted = [
             f"{first}{f' and {count - 1} more' if count > 1 else ''}: {words}" for words, (first, count) in self._seen.items()
         ]
-        return ([self._unmarked()] if self._num_unmarked else []) + noted
+        return ([self._unmarked()] if self.num_unmarked else []) + noted
 
     def _noted(self, rows: Iterator[Row]) -> Iterator[Row]:
         for row in rows:
@@ -227,7 +249,7 @@ class _Samples:
         first = self._first_unmarked
         assert first is not None
         return (
-            f"{self._num_unmarked} of {self._count} samples ({self._num_unmarked / self._count:.1%}) are skipped: the chat "
+            f"{self.num_unmarked} of {self.count} samples ({self.num_unmarked / self.count:.1%}) are skipped: the chat "
             f"template refuses them, or their assistant tokens cannot be told from the rest. The first is {first.place}: "
             f"{first.reason}"
         )

@@ -13,12 +13,12 @@ from typing import Any
 
 from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.lent_base import PARTED, as_begun, lie_together
+from headrace.engine.resharing import taken_up
 from headrace.engine.seams import Seams, seams_of
-from headrace.engine.sharing import introduce, planned_options, share_of_step, shared_plan
+from headrace.engine.sharing import introduce, planned_options, refuse_without_stages, share_of_step, shared_plan
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
-from headrace.flow.expert_loads import ExpertLoads
 from headrace.flow.step_state import Parts
 from headrace.flow.update import device_updater
 from headrace.flow.weights import StoreSource
@@ -29,6 +29,7 @@ from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.expert_plan import note_on_parts
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
+from headrace.plan.refusal import with_whole_blocks
 from headrace.store import ShardStore, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import pieces_of
@@ -102,12 +103,10 @@ class Run:
             pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],
             device_updater=device_updater(plan, subject.machine, subject.updater.rule),
             workers=subject.seams.workers,
-            peers=subject.seams.fleet,
+            **subject.seams.company,
             token_loss=subject.seams.token_loss,
             rows=self.rows,
-            experts=ExpertLoads(plan.experts, subject.experts, buffers, subject.machine)
-            if plan.experts and subject.experts
-            else None,
+            experts=subject.expert_loads(plan, buffers),
         )
 
 
@@ -130,10 +129,7 @@ def begin(
     """
     whole = whole or Whole()
     ssd = options.budget.ssd
-    options = going_on(options)
-    machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
-    if machine is not None:
-        options = replace(options, machine=machine.of_directories(file_systems(ssd) or (0,)))
+    options, machine = on_machine(going_on(options))
     _ = options.schedule  # refuses a schedule without an end
     with contextlib.ExitStack() as closers:
         if options.output is None:
@@ -143,13 +139,16 @@ def begin(
         directories = ssd or (directory,)
         fleet = seams.fleet if seams else None
         seams = replace(seams_of(options), fleet=fleet) if fleet else seams
-        planned = planned_options(options) if fleet else options
+        refuse_without_stages(options, fleet)
+        planned = planned_options(options, fleet) if fleet else options
         subject = _subject(closers, model, planned, seams, lambda files: not fleet and lie_together(files, directories))
         subject.use_wire(subject.seams.wire.begun(subject.chain, subject.weights))
-        ways = replace(ways, packed=whole.packed, groups_only=fleet is not None, head_passes=subject.head_passes)
+        ways = replace(ways, packed=whole.packed, groups_only=bool(fleet), head_passes=subject.head_passes)
         planner = RunPlanner(planned, subject.planned, ways)
         beside = Beside.models(options.models_at_once, whole.final, subject.finished_bytes) if whole.final else None
         plan = None
+        if fleet:
+            fleet.settle_on(options, planner, subject.chain)
         if options.tokens_per_step is not None:
             step = options.tokens_per_step, options.sequence_length or options.tokens_per_step
             if fleet:
@@ -162,7 +161,7 @@ def begin(
                 planner.use(found := found.of_directories(file_systems(directories)))
                 plan = planner.plan(*step, state=directories, beside=beside)
                 options = replace(options, machine=found)
-            plan = shared_plan(plan, fleet.size) if fleet else plan
+            plan = shared_plan(plan, fleet) if fleet else plan
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
             store = subject.create_store(directory, directories, beside, plan, sink)
@@ -215,26 +214,42 @@ def resume(
         options = Options.from_record(recorded)
         check(options)
         own = seams_of(options, store.manifest.identity.get("wire"))
+        if fleet:
+            fleet.agree(store.manifest.identity, options)
         seams = replace(own, fleet=fleet) if fleet else seams or own
         seams.check(store)
         tune(store, options)
         if verify:
             store.verify()
         model = Path(str(store.manifest.identity["model"]))
-        planned = planned_options(options) if fleet else options
+        planned = planned_options(options, fleet) if fleet else options
         identity = store.manifest.identity
-        subject = _subject(closers, model, planned, seams, partial(as_begun, identity), parted=PARTED in identity)
+        subject = _subject(closers, model, planned, seams, partial(as_begun, identity), parted=_is_parted(store))
         planner = RunPlanner(planned, subject.planned, replace(ways, head_passes=subject.head_passes))
         subject.use_lent(store, sink)
         plan = None
         if found := store.record.get("plan"):
             plan = planner.plan_here(Plan.from_json(found), lambda text: sink(Notice(text=text)))
         if fleet:
-            introduce(fleet, subject, store, options, plan)
+            store, plan = taken_up(run_directory, subject, planner, store, options, plan, sink)
+            closers.callback(store.close)
         run = Run(options, subject, planner, store, plan, sink, closers, subject.open_rows(store, closers))
         run.settle()
         run.closers = closers.pop_all()
         return run
+
+
+def _is_parted(store: StateStore) -> bool:
+    """Return whether a run began with experts as parts: frozen ones, or by its plan."""
+    return PARTED in store.manifest.identity or bool((store.record.get("plan") or {}).get("experts"))
+
+
+def on_machine(options: Options) -> tuple[Options, Ceilings | None]:
+    """Return the options with the profile that they name, of the drives that they use; and that profile, if there is one."""
+    machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+    if machine is None:
+        return options, None
+    return replace(options, machine=machine.of_directories(file_systems(options.budget.ssd) or (0,))), machine
 
 
 def first_record(options: Options, plan: Plan | None, subject: Subject) -> dict[str, Any]:
@@ -263,8 +278,8 @@ def _planned(
             raise
         try:
             subject.part_experts()
-        except NotStoredSingly:
-            raise refusal from None
+        except NotStoredSingly as why:
+            raise with_whole_blocks(refusal, str(why)) from None
         subject.chain.notes += (note_on_parts(refusal.tier, refusal.needed_bytes),)
         planner = RunPlanner(options, subject.planned, ways)
         return planner, plan_by(planner)

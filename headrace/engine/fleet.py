@@ -7,16 +7,21 @@ record of its own than rank 0 names goes back to the one before, which nobody ha
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.ask.planner import RunPlanner
 from headrace.machine.host_memory import Bytes, huge_page_buffer
+from headrace.model import Chain
 from headrace.net import Ranks
+from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore
-from headrace.terms.shards import Share, bytes_by_rank, holder
+from headrace.terms.options import Options
+from headrace.terms.shards import Share, bytes_by_rank
 from headrace.terms.summing import Order, order_of, shares_of
 
 LEADER = 0
@@ -24,17 +29,48 @@ LEADER = 0
 VERSIONS = "ranks"
 
 
-class Fleet:
-    """The ranks that meet over `ranks`. Sums of gradients are rounded to `dtype`, once that is set."""
+def folder_of(told: Mapping[str, Any], rank: int) -> Path:
+    """Return the folder of a rank that follows: in the first SSD directory, or in the run's own."""
+    base = told["ssd"][0] if told["ssd"] else told["output"]
+    return Path(base) / f"headrace-rank-{rank}-{told['run_id']}"
 
-    def __init__(self, ranks: Ranks) -> None:
+
+class Fleet:
+    """The ranks that meet over `ranks`. Sums of gradients are rounded to `dtype`, once that is set.
+
+    `folder_of` says where the part of another rank lies.
+    """
+
+    by_stages = False
+
+    def __init__(self, ranks: Ranks, folder_of: Callable[[Mapping[str, Any], int], Path] = folder_of) -> None:
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
-        self.share = Share(ranks.rank, ranks.size)
+        self.folder_of = folder_of
+        self.share: Share = Share(ranks.rank, ranks.size)
         self.dtype = torch.float32
         self.figures: dict[int, dict[str, int]] = {}  # by rank, as far as they are known here: what it did since it started
         self._order: Order = 1
         self._importing = False
         self._store: ShardStore | None = None
+
+    @property
+    def name(self) -> str:
+        """What it is called in a run's state."""
+        return str(self.size)
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What else the other ranks must know of how the run is shared out."""
+        return {}
+
+    def settle_on(self, options: Options, planner: RunPlanner, chain: Chain) -> None:
+        """Decide how the run is shared out, before it is planned."""
+
+    def follow_plan(self, planner: RunPlanner, leaders: Plan, chain: Chain) -> None:
+        """Let `planner` plan for this rank as rank 0 has planned, where each has a plan of its own."""
+
+    def agree(self, terms: Mapping[str, Any], options: Options) -> None:
+        """Share out as `terms` say, which rank 0 told or an earlier start left."""
 
     @property
     def leads(self) -> bool:
@@ -50,7 +86,7 @@ class Fleet:
 
     def tell(self, words: Mapping[str, Any], batch: Mapping[str, torch.Tensor] | None = None) -> None:
         """Tell the other ranks what to do, with the rows of a batch if there is one."""
-        rows = {name: tensor.contiguous().to(torch.int64) for name, tensor in (batch or {}).items()}
+        rows = {name: tensor.contiguous().to(torch.int32) for name, tensor in (batch or {}).items()}
         shapes = {name: list(tensor.shape) for name, tensor in rows.items()}
         for rank in self.ranks.others:
             self.ranks.control.send_message({**words, "batch": shapes}, rank)
@@ -62,8 +98,9 @@ class Fleet:
         words = self.ranks.control.receive_message(LEADER)
         batch = {}
         for name, shape in words.pop("batch", {}).items():
-            batch[name] = torch.empty(shape, dtype=torch.int64)
-            self.ranks.control.receive(_bytes_of(batch[name]), LEADER)
+            rows = torch.empty(shape, dtype=torch.int32)
+            self.ranks.control.receive(_bytes_of(rows), LEADER)
+            batch[name] = rows.to(torch.int64)
         return words, batch
 
     def shares(self, num_micro: int, way: str) -> dict[int, range]:
@@ -124,14 +161,14 @@ class Fleet:
 
     def read_chunk(self, unit: int, family: str, chunk: int, num_chunks: int, into: Bytes) -> None:
         """Fill `into` with a chunk that another rank holds."""
-        rank = holder(num_chunks, unit, chunk, self.size)
+        rank = self.share.holder(num_chunks, unit, chunk)
         words = {"do": "read", "unit": unit, "family": family, "chunk": chunk}
         self.ranks.control.send_message(words, rank)
         self.ranks.control.receive(into, rank)
 
     def write_chunk(self, unit: int, family: str, chunk: int, num_chunks: int, data: Bytes) -> None:
         """Give a chunk to the rank that holds it."""
-        rank = holder(num_chunks, unit, chunk, self.size)
+        rank = self.share.holder(num_chunks, unit, chunk)
         words = {"do": "write", "unit": unit, "family": family, "chunk": chunk}
         self.ranks.control.send_message(words, rank)
         self.ranks.control.send(data, rank)

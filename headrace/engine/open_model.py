@@ -163,9 +163,12 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         if compute_dtype not in (None, own):
             raise ConfigError(f"compute_dtype: {compute_dtype} was asked for, but the run computes in {own}; leave it out")
         if ranks := identity.get("ranks"):
+            who, how = f"{ranks} ranks", "torchrun ... -m headrace resume"
+            if not str(ranks).isdecimal():
+                who, how = str(ranks), "headrace resume RUN_DIR --stages ..."
             raise RunDirectoryError(
-                f"{run_directory}: {ranks} ranks share out its weights, so that this directory has only a part. Finish it with "
-                "`torchrun ... -m headrace resume`, and read `final`"
+                f"{run_directory}: {who} share out its weights, so that this directory has only a part. Finish it with "
+                f"`{how}`, and read `final`"
             )
         wire = seams.wire
 

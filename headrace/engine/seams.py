@@ -27,7 +27,7 @@ class Seams:
     """How gradients travel, how frozen weights lie on the drives (None: as compute reads them), and where far units live.
 
     `workers` belong to a node, which computes nothing itself. A `fleet` are ranks that share out every unit. `token_loss` is a
-    loss of the whole step (`headrace.losses`). `parted`: frozen experts are parts also where whole blocks have room.
+    loss of the whole step (`headrace.losses`). `parted`: experts are parts also where whole blocks have room.
     """
 
     wire: Wire = field(default_factory=DenseWire)
@@ -45,8 +45,14 @@ class Seams:
         if self.codec and self.codec.digest:  # the same code with other tables counts as another one
             codec = f"{codec} {self.codec.digest[:16]}"
         names = {"wire": self.wire.name, "codec": codec, "site": site, "workers": "node" if self.workers else None}
-        names["ranks"] = str(self.fleet.size) if self.fleet else None
+        names["ranks"] = self.fleet.name if self.fleet else None
+        names |= self.fleet.terms if self.fleet else {}
         return names | ({"loss": self.loss_name} if self.token_loss else {})
+
+    @property
+    def company(self) -> dict[str, Fleet | None]:
+        """With whom a step's parts work: ranks that share out every unit, or stages."""
+        return {"line" if self.fleet and self.fleet.by_stages else "peers": self.fleet}
 
     @property
     def loss_name(self) -> str:
@@ -66,7 +72,10 @@ class Seams:
             RunDirectoryError: it was begun with another wire, codec or site; or one was begun by a node and the other is not.
         """
         for name, asked in ({"loss": None} | self.names).items():
-            if (found := store.manifest.identity.get(name)) != asked:
+            found = store.manifest.identity.get(name)
+            if name == "ranks" and str(found).isdecimal() and str(asked).isdecimal():
+                continue  # another number of ranks shares out the state anew
+            if found != asked:
                 raise RunDirectoryError(
                     f"{name}: the run was begun with {found or 'none'}, asked for is {asked or 'none'}. Its state means "
                     "something else there: resume it with what it was begun with"

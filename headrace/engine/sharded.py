@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.ask.planner import RunPlanner, WaysToPlan
-from headrace.engine.beginning import Run, first_record
+from headrace.engine.beginning import Run, first_record, on_machine
 from headrace.engine.fleet import Fleet
 from headrace.engine.seams import seams_of
 from headrace.engine.sharing import Introduction, be_introduced, own_part, planned_options
@@ -27,12 +27,10 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail
 from headrace.store import ShardStore
-from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.events import Evaluation, Sink, StepResult
-from headrace.terms.options import Options
-from headrace.terms.row_table import DENSE, Table
 from headrace.terms.saving import Saved, Saving
+from headrace.update.combinations import refuse_in_ranks
 
 
 class ShardedEngine(Engine):
@@ -47,21 +45,7 @@ class ShardedEngine(Engine):
         self._told_already = False
         self._closers.callback(self._fleet.ranks.close)
 
-    @classmethod
-    def _check(cls, options: Options) -> None:
-        """Refuse what ranks cannot share out yet.
-
-        Raises:
-            ConfigError: it is asked for.
-        """
-        if options.gradient.partition(":")[0] == "lsp":
-            raise ConfigError("gradient: lsp changes its subspaces by whole matrices, which ranks do not have; leave it out")
-        if options.adapter and isinstance(table := adapter_of(options.adapter), Table) and table.policy != DENSE:
-            raise ConfigError("adapter: table: ranks do not share out rows; give policy=dense, or train on one machine")
-        if options.loss:
-            raise ConfigError(
-                f"loss: {options.loss} needs all rows in one place, and ranks share them out; train on one machine"
-            )
+    _check = staticmethod(refuse_in_ranks)
 
     @property
     def _fleet(self) -> Fleet:
@@ -220,39 +204,54 @@ class ShardedEngine(Engine):
                     return False
 
 
-def join(fleet: Fleet, place: Callable[[Mapping[str, Any]], Path], sink: Sink) -> ShardedEngine:
+def join(
+    fleet: Fleet,
+    place: Callable[[Mapping[str, Any]], Path],
+    sink: Sink,
+    kind: type[ShardedEngine] = ShardedEngine,
+    own: Mapping[str, Any] = MappingProxyType({}),
+) -> ShardedEngine:
     """Return the engine of a rank that follows rank 0; `place` says where its part lies (`be_introduced`).
+
+    `own` are options that it has itself, such as its budgets, if it has any.
 
     Raises:
         PeerLost: rank 0 is gone.
         InputError, DiskFull: the run cannot be shared out here.
     """
     told = be_introduced(fleet, place)
+    told = replace(told, options=on_machine(replace(told.options, **own))[0])
     with contextlib.ExitStack() as closers:
         seams = replace(seams_of(told.options, told.wire), fleet=fleet)
-        subject = Subject(told.model, planned_options(told.options), seams)
+        subject = Subject(told.model, planned_options(told.options, fleet), seams)
         closers.callback(subject.close)
-        store = _begun(fleet, told, subject, sink) if told.at is None else _resumed(fleet, told, sink)
+        planner = RunPlanner(planned_options(told.options, fleet), subject.planned, WaysToPlan())
+        fleet.follow_plan(planner, told.plan, subject.chain)
+        store = _begun(fleet, told, subject, planner, sink) if told.at is None else _resumed(fleet, told, sink)
         closers.callback(store.close)
-        planner = RunPlanner(planned_options(told.options), subject.planned, WaysToPlan())
-        run = Run(told.options, subject, planner, store, told.plan, sink, closers)
+        plan = Plan.from_json(store.record["plan"]) if fleet.by_stages else told.plan
+        run = Run(told.options, subject, planner, store, plan, sink, closers)
         run.settle()
         run.closers = closers.pop_all()
-        return ShardedEngine(run)
+        return kind(run)
 
 
-def _begun(fleet: Fleet, told: Introduction, subject: Subject, sink: Sink) -> ShardStore:
+def _begun(fleet: Fleet, told: Introduction, subject: Subject, planner: RunPlanner, sink: Sink) -> ShardStore:
     """Make this rank's store, fill it with what rank 0 sends, and commit."""
     directory = told.base / "run"
     directory.mkdir(parents=True, exist_ok=True)
-    store = subject.create_store(directory, told.options.budget.ssd or (directory,), None, told.plan, sink)
+    directories = told.options.budget.ssd or (directory,)
+    if fleet.by_stages:
+        batch = told.plan.batch
+        told = replace(told, plan=planner.plan(batch.tokens_per_step, batch.sequence_length, state=directories))
+    store = subject.create_store(directory, directories, None, told.plan, sink)
     assert isinstance(store, ShardStore), "a rank's store"
     try:
         tune(store, told.options)
         fleet.adopt(store)
         while (words := fleet.hear()[0])["do"] == "write":
             fleet.answer(store, words)
-        store.commit(first_record(told.options, told.plan, subject))
+        store.commit(told.record or first_record(told.options, told.plan, subject))
     except BaseException:
         store.remove()
         raise

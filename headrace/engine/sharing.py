@@ -32,9 +32,22 @@ _PIECE_BYTES = 16 * MIB
 _CONFIGURATION = ("config.json", "model.safetensors.index.json")
 
 
-def planned_options(options: Options) -> Options:
-    """Return the options under which a rank plans: its gradients are rounded after they are added, not before."""
-    return replace(options, gradient_dtype="float32")
+def refuse_without_stages(options: Options, fleet: Fleet | None) -> None:
+    """Refuse options that a run without stages would pass over.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    given = [key for key in ("cuts", "stage_dtype") if getattr(options, key)]
+    if given and not (fleet and fleet.by_stages):
+        raise ConfigError(
+            f"{', '.join(given)}: only a run in stages has that; give --stages HOST:PORT,HOST:PORT, or leave it out"
+        )
+
+
+def planned_options(options: Options, fleet: Fleet) -> Options:
+    """Return the options under which a rank plans. Gradients that ranks add are rounded afterwards, not before."""
+    return options if fleet.by_stages else replace(options, gradient_dtype="float32")
 
 
 def share_of_step(
@@ -45,6 +58,8 @@ def share_of_step(
     Raises:
         ConfigError: a step has fewer micro-batches than there are ranks.
     """
+    if fleet.by_stages:
+        return step
     tokens, length = step
     sequences = tokens // length
     if planner.grouping is None:
@@ -64,8 +79,11 @@ def share_of_step(
     return most * rows * length, length
 
 
-def shared_plan(plan: Plan, num_ranks: int) -> Plan:
-    """Return a plan whose chunks are so small that every rank has some of each block."""
+def shared_plan(plan: Plan, fleet: Fleet) -> Plan:
+    """Return a plan whose chunks are so small that every rank has some of each block. A stage has whole units."""
+    if fleet.by_stages:
+        return plan
+    num_ranks = fleet.size
     largest = max(
         unit.update_elements if unit.update_elements else unit.num_elements for unit in plan.units[1:-1] or plan.units
     )
@@ -77,7 +95,10 @@ def shared_plan(plan: Plan, num_ranks: int) -> Plan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
     """What rank 0 tells the others: the options and the plan, where they find or make their part, and the commit to open
-    (None: it begins). `model` is a directory with the model's configuration, and weight files of holes.
+    (None: it begins).
+
+    `record` is what the first commit of a part says, None for that of a run without steps. `model` is a directory with the
+    model's configuration, and weight files of holes.
     """
 
     options: Options
@@ -86,6 +107,7 @@ class Introduction:
     base: Path
     model: Path
     at: int | None
+    record: Mapping[str, Any] | None
     wire: str
 
     @property
@@ -94,8 +116,17 @@ class Introduction:
         return f"headrace-{self.run_id}"
 
 
-def introduce(fleet: Fleet, subject: Subject, store: StateStore, options: Options, plan: Plan | None) -> None:
-    """Tell the other ranks about the run that begins, or goes on, in `store`; from here on they take part.
+def introduce(
+    fleet: Fleet,
+    subject: Subject,
+    store: StateStore,
+    options: Options,
+    plan: Plan | None,
+    *,
+    record: Mapping[str, Any] | None = None,
+) -> None:
+    """Tell the other ranks about the run that begins, or goes on, in `store`; from here on they take part. With a `record` the
+    run goes on in a new store, whose first commit that is.
 
     Raises:
         ConfigError: there is no plan, because the size of a step is not given.
@@ -111,8 +142,10 @@ def introduce(fleet: Fleet, subject: Subject, store: StateStore, options: Option
         "ssd": list(map(str, options.budget.ssd)),
         "output": str(options.output or store.manifest.directories[0]),
         "plan": plan.to_json(),
+        "record": record,
         "run_id": store.manifest.run_id,
         "wire": subject.seams.wire.name,
+        "terms": fleet.terms,
         "texts": {
             name: (subject.directory / name).read_text(encoding="utf-8")
             for name in _CONFIGURATION
@@ -145,6 +178,7 @@ def be_introduced(fleet: Fleet, place: Callable[[Mapping[str, Any]], Path]) -> I
     options = Options.from_record(words["options"])
     options = replace(options, output=base / "run", ssd=tuple(map(Path, words["ssd"])))
     fleet.dtype = TORCH_DTYPES[options.gradient_dtype or options.compute_dtype]
+    fleet.agree(words["terms"], options)
     return Introduction(
         options=options,
         plan=Plan.from_json(words["plan"]),
@@ -152,6 +186,7 @@ def be_introduced(fleet: Fleet, place: Callable[[Mapping[str, Any]], Path]) -> I
         base=base,
         model=model,
         at=words["at"],
+        record=words["record"],
         wire=words["wire"],
     )
 

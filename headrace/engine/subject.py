@@ -18,18 +18,20 @@ from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.row_files import open_rows
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, file_systems, measured_weights
-from headrace.flow.buffers import GRADIENT_VIEWS
+from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.completing import read_trained
+from headrace.flow.expert_loads import ExpertLoads
 from headrace.flow.expert_source import ExpertSource
 from headrace.flow.load import UnitReader, import_model
 from headrace.flow.make import Maker
-from headrace.flow.parted_base import PartedBase
+from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.flow.settle import PROPOSED, changed, settle
 from headrace.flow.step_state import Verdict
+from headrace.flow.trained_experts import TrainedExperts
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
-from headrace.model import exact_units
+from headrace.model import Chain, exact_units
 from headrace.model.adapters import Adapters
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
@@ -86,6 +88,7 @@ class Subject:
     ) -> None:
         self.directory = directory
         self._sequence_length = options.sequence_length if options.tokens_per_step else None
+        self._gradient_sum = options.gradient_sum
         self._gradient_dtype = options.gradient_dtype or options.compute_dtype
         self.optimizer = optimizer_of(options)
         rule = rule_of(self.optimizer, options.compute_dtype)
@@ -107,14 +110,13 @@ class Subject:
         self._closers = ExitStack()
         self.lent = LentBase({})
         self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
-        self.parted: PartedBase | None = None
+        self.parted: PartedUnits | None = None
         self.experts: ExpertSource | None = None
         files = [tensor.path for tensor in self.checkpoint.tensors.values()]
         self._lends = seams.wire.is_beside and seams.codec is None and lends(files)
+        self._find_forms()
         if parted:
             self.part_experts()
-        else:
-            self._find_forms()
         own = any(form.has_own_family for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
         if own_rule is not None:
@@ -133,33 +135,45 @@ class Subject:
         self.use_wire(self.seams.wire)
 
     def part_experts(self) -> None:
-        """Have experts be parts from here on, which are read in the model's files. To be called before there is a store.
+        """Have experts be parts from here on: frozen ones are read in the model's files. To be called before there is a store.
 
         Raises:
             NotStoredSingly: they cannot be; nothing has changed.
         """
-        seams = self.seams
-        if not isinstance(self.chain.adapters, Adapters) or seams.codec or seams.site or seams.workers or seams.fleet:
-            raise NotStoredSingly("experts are trained, coded by the run, or shared out among machines")
+        refuse_dense(self.chain)
+        seams, separate = self.seams, self.machine.separate_device
+        if seams.codec or seams.site or seams.workers or seams.fleet:
+            raise NotStoredSingly("experts are coded by the run, or shared out among machines")
         if self.chain.runs_by_samples(self._sequence_length or 0):
             raise NotStoredSingly("rows are run sample by sample")
-        parted = PartedBase.of(self.chain, self.weights, on_cpu=not self.machine.separate_device)
-        parted.install(self.chain)
-        self.parted = parted
+        if isinstance(self.chain.adapters, Adapters):
+            base = PartedBase.of(self.chain, self.weights, on_cpu=not separate)
+            base.install(self.chain)
+            self.parted = base
+        else:
+            refuse_trained_parts(self.forms, self._gradient_sum)
+            units = TrainedUnits.of(self.chain, separate=separate)
+            units.install(self.chain)
+            self.parted = units
         self._find_forms()
+
+    @property
+    def kept(self) -> Chain:
+        """The chain with units as a state has them, not to be run."""
+        return self.parted.kept(self.chain) if self.parted else self.chain
 
     def use_wire(self, wire: Wire) -> None:
         """Let gradients travel by `wire`. To be called before there is a plan or a store."""
         self.seams = seams = replace(self.seams, wire=wire)
         on_host = self.machine.device.type == "cpu"
-        forms = forms_of(self.chain, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
+        forms = forms_of(self.kept, seams, self.rule, self.optimizer, self.stored, on_host=on_host)
         self.forms = tuple(replace(form, is_lent=unit in self.lent.units) for unit, form in enumerate(forms))
         codecs = {**seams.codecs, **self.stored.codecs}
         self.maker = Maker(self.forms, wire, self.chain.compute_dtype, codecs, self.stored.readers)
 
     def choose_wire(self, suits: Callable[[tuple[Form, ...]], bool]) -> None:
         """Use the first wire, among those that this one leaves open, whose forms suit; if none does, the last."""
-        choices = self.seams.wire.choices(self.chain.layouts[1 : self.chain.num_blocks + 1])
+        choices = self.seams.wire.choices(self.kept.layouts[1 : self.chain.num_blocks + 1])
         for choice in choices if len(choices) > 1 else ():
             self.use_wire(choice)
             if suits(self.forms):
@@ -215,7 +229,7 @@ class Subject:
         Raises:
             DiskFull: there is no space for both; nothing has been written.
         """
-        largest_unit = max(layout.num_elements for layout in self.chain.layouts)
+        largest_unit = max(layout.num_elements for layout in self.kept.layouts)
         planes = self.rule.planes
         own_planes = self.own_rule.planes if self.own_rule else planes
         usual = max(min(_CHUNK_ELEMENTS, largest_unit), *(least_chunk_elements(form.cuts) for form in self.forms))
@@ -251,7 +265,7 @@ class Subject:
     @property
     def _parts(self) -> dict[str, Any]:
         """The files of experts that are parts, where there are some."""
-        return {PARTED: marks_of(self.parted.paths)} if self.parted else {}
+        return {PARTED: marks_of(self.parted.paths)} if isinstance(self.parted, PartedBase) else {}
 
     @property
     def _groups(self) -> dict[str, str]:
@@ -273,7 +287,7 @@ class Subject:
         """Write the newest weights of `store` as an ordinary Hugging Face directory, with `notes` as files; or what the run's
         wire has instead.
         """
-        exact = exact_units(self.chain, self.weights)
+        exact = exact_units(self.kept, self.weights)
         readers = partial(UnitReader, store, self.maker, self.seams.site, exact), partial(read_trained, store)
         chain = self.parted.whole(self.chain) if self.parted else self.chain
         self.seams.wire.export(Content(self.checkpoint, chain, self.weights, *readers, notes), directory)
@@ -294,12 +308,21 @@ class Subject:
 
     def use_lent(self, store: StateStore, sink: Sink) -> StateStore:
         """Have `store` read what lies in the model's files, and return it."""
-        if self.lent.units or self.parted:
-            reader = self.lent.open(sink, self.parted.paths if self.parted else ())
+        base = self.parted if isinstance(self.parted, PartedBase) else None
+        if self.lent.units or base:
+            reader = self.lent.open(sink, base.paths if base else ())
             store.lend(reader)
-            if self.parted:
-                self.experts = self.parted.source(self.chain, self.weights, reader.reader)
+            if base:
+                self.experts = base.source(self.chain, self.weights, reader.reader)
         return store
+
+    def expert_loads(self, plan: Plan, buffers: Buffers) -> ExpertLoads | TrainedExperts | None:
+        """Return what brings experts that are parts of `plan`; None where there are none."""
+        if plan.experts is None or self.parted is None:
+            return None
+        if plan.experts.is_trained:
+            return TrainedExperts(plan.experts, self.parted.layouts, self.parted.blocks, buffers, self.machine)
+        return ExpertLoads(plan.experts, self.experts, buffers, self.machine) if self.experts else None
 
     def check_layouts(self, store: StateStore) -> None:
         """Refuse to read one model's state as that of another.
@@ -313,8 +336,8 @@ class Subject:
                 "this run began under a version that padded samples of similar length together, which changes this model's "
                 "results. This version groups them by exact length: resume with that version, or start a new run"
             )
-        if store.manifest.layouts != tuple(self.chain.layouts):
-            _refuse_other_kinds(store.manifest.layouts, self.chain.layouts)
+        if store.manifest.layouts != tuple(self.kept.layouts):
+            _refuse_other_kinds(store.manifest.layouts, self.kept.layouts)
             raise RunDirectoryError(
                 f"{self.directory}: its parameters are not those of this run's state ({len(store.manifest.layouts)} units in "
                 f"the run, {len(self.chain.layouts)} in the model). Restore the model that the run was started with"

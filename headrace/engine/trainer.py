@@ -41,6 +41,7 @@ class Engine(Scoring, Closing):
 
     _search: Callable[[Problem, Ceilings | None], Plan] | None = None
     _schedule = Schedule()
+    _kind_of_steps = Steps
 
     def __init__(self, run: Run) -> None:
         """Step with the parts of `run`, and close them at the end. `open` and `resume` make them."""
@@ -166,7 +167,9 @@ class Engine(Scoring, Closing):
             self._meter.tell(self._heap.look)
         parts = self._run.parts(plan)
         heard = None if self._emit is _unheard else self._emit
-        return Steps(parts, interpreter_of(self.options.interpreter, self.machine, heard), self._hits, self._schedule)
+        return self._kind_of_steps(
+            parts, interpreter_of(self.options.interpreter, self.machine, heard), self._hits, self._schedule
+        )
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:
@@ -330,6 +333,10 @@ class Engine(Scoring, Closing):
             return self._saver.begin(Path(out_dir), notes)
         self.save_pretrained(out_dir, notes)
         return Saved()
+
+    def heed(self, check: Callable[[], None]) -> None:
+        """Call `check` while a write waits for space; what it raises ends the wait, and the step fails."""
+        self.store.heed(check)
 
     def remove_state(self) -> None:
         """Close the engine and delete its files on the SSDs. Exported models stay."""

@@ -19,6 +19,7 @@ from headrace.files.directory_facts import on_drives_of as on_drives_of
 from headrace.files.extents import Extent as Extent
 from headrace.files.extents import ExtentReader as ExtentReader
 from headrace.files.extents import Reader as Reader
+from headrace.files.patience import Patience as Patience
 from headrace.files.space import Beside as Beside
 from headrace.files.space import default_ssd_bytes as default_ssd_bytes
 from headrace.files.threads import PieceTicket as PieceTicket

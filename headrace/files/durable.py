@@ -107,20 +107,36 @@ def appearing(out: Path) -> Iterator[Path]:
     Raises:
         OSError: a directory cannot be made or synced, or `out` is there and not empty.
     """
-    target = Path(os.path.realpath(out))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    remove_dead(target.parent, _prefix(target))
-    partial, descriptor = claim(target.parent, _prefix(target))
-    try:
+    with _beside(out) as (partial, target):
         yield partial
         partial.chmod(0o755)  # mkdtemp makes it private
         _sync_tree(partial)
         os.replace(partial, target)
         sync(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+
+@contextlib.contextmanager
+def appearing_file(out: Path) -> Iterator[Path]:
+    """As `appearing`, for one file: give a place for it in a directory of its own, where what it is made of may lie too."""
+    with _beside(out) as (partial, target):
+        place = partial / target.name
+        yield place
+        sync(place)
+        os.replace(place, target)
+        sync(target.parent)
+
+
+@contextlib.contextmanager
+def _beside(out: Path) -> Iterator[tuple[Path, Path]]:
+    """Give a directory beside `out`, which is removed at the end if it is there, and the place to which `out` leads."""
+    target = Path(os.path.realpath(out))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_dead(target.parent, _prefix(target))
+    partial, descriptor = claim(target.parent, _prefix(target))
+    try:
+        yield partial, target
     finally:
+        shutil.rmtree(partial, ignore_errors=True)  # after a rename it is no more
         os.close(descriptor)
 
 

@@ -1,7 +1,7 @@
 """Models of the Hugging Face Hub by name: whether the Hub answers, what is to be fetched, and the directory where it then is.
 
-The Hub's own library keeps them below `HF_HOME`, and finds the user's token. Of a download that stopped, whole files stay.
-Invariant:nobody waits longer than `HUB_SECONDS` to hear that there is no network. Sizes are said before anything is fetched.
+The Hub's own library keeps them below `HF_HOME`, and finds the user's token. A download that stopped goes on (`hub_resume.py`).
+Invariant: nobody waits longer than `HUB_SECONDS` to hear that there is no network. Sizes are said before anything is fetched.
 """
 
 import json
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.files.hub_resume import RemoteFile, fetch
 from headrace.terms.errors import ModelError, in_one_line
 from headrace.terms.sizes import format_bytes
 
@@ -23,10 +24,15 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken
 _CHOSEN: Mapping[str, Any] = {"allow_patterns": _WANTED, "ignore_patterns": ["*/*"]}
 
 
+def is_name(words: str) -> bool:
+    """Return whether `words` are OWNER/NAME."""
+    return bool(_NAME.match(words))
+
+
 def is_hub_name(model: str | Path) -> bool:
     """Return whether `model` looks like OWNER/NAME, and is nothing on this machine."""
     path = Path(model)
-    return bool(_NAME.match(str(model))) and not (path.exists() or path.is_symlink())
+    return is_name(str(model)) and not (path.exists() or path.is_symlink())
 
 
 def hub_name_of(directory: Path) -> str | None:
@@ -92,21 +98,31 @@ def fetched_model(name: str, say: Callable[[str], None]) -> Path:
         files = snapshot_download(name, dry_run=True, **_CHOSEN)
         if not any(file.filename.endswith(".safetensors") for file in files):
             raise ModelError(f"model: {name} on the Hub has no safetensors files; choose a model that has")
-        missing = sum(file.file_size for file in files if file.will_download)
+        wanted = [file for file in files if file.will_download]
+        large = list(filter(None, (_large(name, file) for file in wanted)))
+        there = sum(file.size_bytes - file.missing_bytes for file in large)
+        missing = sum(file.file_size for file in wanted) - there
         _refuse_no_space(name, missing)
         if missing:
             whole = sum(file.file_size for file in files)
             say(f"{name}: fetching {format_bytes(missing)} of {format_bytes(whole)} into {_cache()}")
+        fetch(large)
         return Path(snapshot_download(name, **_CHOSEN))
     except ModelError:
         raise
     except Exception as error:  # no such model, no access, a lost connection: the Hub's library has an error for each
         advice = "Check the name; for a model that asks for access, log in with `hf auth login`"
         if type(error).__name__ not in ("RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError"):
-            advice = "The same command goes on: files that are whole stay"
+            advice = "The same command goes on where it stopped"
         raise ModelError(
             f"model: {name} could not be fetched from the Hub ({type(error).__name__}: {in_one_line(error)}). {advice}"
         ) from error
+
+
+def _large(name: str, file: Any) -> RemoteFile | None:
+    """Return a file of weights; the library fetches the others."""
+    weights = file.filename.endswith(".safetensors")
+    return RemoteFile.of(name, file.filename, file.commit_hash, _cache()) if weights else None
 
 
 def _cache() -> Path:

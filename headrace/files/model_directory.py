@@ -4,7 +4,6 @@ Invariant: nothing is refused here that could be read: these are reasons for wha
 """
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.terms.errors import ModelError
+from headrace.terms.json_text import parse_json
 
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 _LFS = b"version https://git-lfs"
@@ -50,10 +50,10 @@ def read_configuration(path: Path) -> dict[str, Any]:
         ModelError: it cannot be read, is no JSON object, or asks for more layers or experts than any model has.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror}); give a Hugging Face model directory") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ModelError(f"{path}: not JSON ({error}); fetch the file again") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path}: expected a JSON object, found a {type(values).__name__}; fetch the file again")
@@ -113,7 +113,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 def _base_of(directory: Path) -> str:
     try:
-        base = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = parse_json((directory / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
     return f": it belongs to {base}" if base else ""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headrace.files.durable import sync
 from headrace.terms.errors import CorruptData, HeadraceError, StorageError
+from headrace.terms.json_text import parse_json
 
 _LENGTH_BYTES = 8
 
@@ -117,7 +118,7 @@ class NumberFile:
                 raise CorruptData(f"{self.path}: {size} bytes, expected another number; the drive damaged it")
             file.seek(-_LENGTH_BYTES - length, os.SEEK_END)
             try:
-                found: dict[str, Any] = json.loads(file.read(length))
+                found: dict[str, Any] = parse_json(file.read(length))
             except ValueError as error:
                 raise CorruptData(f"{self.path}: what lies behind its numbers is no note; the drive damaged it") from error
             return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes
+from headrace.files.patience import Patience
 from headrace.terms.closing import Closing
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
@@ -89,7 +90,7 @@ class PieceTicket:
     def _blamed(self) -> str:
         with self._lock:
             piece = next(iter(self._open), None)
-        return "transfer" if piece is None else f"{piece.file.path}: {self._lane.verb} at offset {piece.offset}"
+        return "transfer" if piece is None else f"ssd-{self._lane.verb}: {piece.file.path} at offset {piece.offset}"
 
     def _raise_stalled(self, waited_seconds: float, limit_seconds: float) -> None:
         raise DeviceStalled(
@@ -102,14 +103,21 @@ class _Lane:
     """One direction: a queue, its threads, and a count of what went through and of the CPU time that it took."""
 
     def __init__(
-        self, verb: str, num_threads: int, *, stall_warning_seconds: float, deadline_seconds: float, sink: Sink
+        self,
+        verb: str,
+        num_threads: int,
+        *,
+        stall_warning_seconds: float,
+        deadline_seconds: float,
+        sink: Sink,
+        patience: Patience,
     ) -> None:
         self.verb = verb
         self.stall_warning_seconds = stall_warning_seconds
         self.deadline_seconds = deadline_seconds
         self.moved_bytes = 0
         self.cpu_seconds = 0.0
-        self._sink = sink
+        self._sink, self._patience = sink, patience
         self._moved_seconds = time.monotonic()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
@@ -177,7 +185,7 @@ class _Lane:
                 if self.verb == "read":
                     piece.file.read_into(piece.offset, piece.buffer)
                 else:
-                    piece.file.write_from(piece.offset, piece.buffer)
+                    self._patience(lambda: self._try_write(piece))
             except BaseException as raised:  # whatever it is, it belongs to the one who waits
                 error = raised
         cpu_seconds = time.thread_time()
@@ -189,6 +197,12 @@ class _Lane:
         piece.ticket.finish(piece, error)
         return cpu_seconds
 
+    def _try_write(self, piece: _Piece) -> None:
+        try:
+            piece.file.write_from(piece.offset, piece.buffer)
+        finally:
+            self._moved_seconds = time.monotonic()  # a wait for space is no stall
+
 
 def _ignore(event: object) -> None:
     """Sink of an engine that was given none."""
@@ -197,7 +211,8 @@ def _ignore(event: object) -> None:
 class ThreadEngine(Closing):
     """Separate pools of reader and writer threads; requests are served first come, first served, in pieces.
 
-    A wait warns (to `sink`) when nothing moved for `stall_warning_seconds`, and fails after `deadline_seconds`.
+    A wait warns (to `sink`) when nothing moved for `stall_warning_seconds`, and fails after `deadline_seconds`. With
+    `patience` writes wait for space.
     """
 
     def __init__(
@@ -209,9 +224,16 @@ class ThreadEngine(Closing):
         stall_warning_seconds: float = 10.0,
         deadline_seconds: float = 120.0,
         sink: Sink = _ignore,
+        patience: Patience | None = None,
     ) -> None:
-        self._piece_bytes = piece_bytes
-        lane = partial(_Lane, stall_warning_seconds=stall_warning_seconds, deadline_seconds=deadline_seconds, sink=sink)
+        self._piece_bytes, self.patience = piece_bytes, patience or Patience.none()
+        lane = partial(
+            _Lane,
+            stall_warning_seconds=stall_warning_seconds,
+            deadline_seconds=deadline_seconds,
+            sink=sink,
+            patience=self.patience,
+        )
         self._read, self._write = lane("read", readers), lane("write", writers)
 
     @property
@@ -253,6 +275,10 @@ class ThreadEngine(Closing):
         return self._write.submit(transfers, self._piece_bytes)
 
     def close(self) -> None:
-        """Finish what was asked for, then end the threads; leave a stalled one behind. A second call does nothing."""
+        """Finish what was asked for, then end the threads; leave a stalled one behind. A second call does nothing.
+
+        What waits for space fails.
+        """
+        self.patience.close()
         self._read.close()
         self._write.close()

@@ -24,8 +24,8 @@ GRADIENT_VIEWS: dict[str, np.dtype[Any]] = {
 class Buffers(WeightBuffers):
     """All buffers of a run, in handlers' types: NumPy on the host, torch for compute. Index them by an operation's slots.
 
-    `states[slot]`, `gradients[slot]` and `stash[slot]` are uint8 arrays. On the device `device_states[slot]`, each for all
-    planes and the gradient of one chunk, are uint8 tensors.
+    `states[slot]`, `gradients[slot]`, `stash[slot]` and `parked[unit]` are uint8 arrays. On the device `device_states[slot]`,
+    each for all planes and the gradient of one chunk, are uint8 tensors.
     """
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
@@ -35,11 +35,15 @@ class Buffers(WeightBuffers):
         self.states = self.take_host("states")
         self.stash = self.take_host("stash")
         self.host_stash = {block: self.take_host(f"stash.{block}") for block in plan.blocks_stashed_on("host")}
+        self.between = self.take_host("between")
+        self.parked = {unit: self.take_host(f"parked.{unit}")[0] for unit in plan.parked_units}
         self.gradients = self._take_gradients()
         self.resident_states = {unit: self.take_host(f"resident_states.{unit}")[0] for unit in plan.updates.resident_states}
         self.device_states = self.take_compute("device_states")
         summed = torch.float32 if plan.gradients.accumulate else self.gradient_dtype
         self._accumulator = [each.view(summed) for each in self.take_compute("accumulator")]
+        self.expert_sums = [each.view(summed) for each in self.take_compute("expert_sums")]
+        self.parked_experts = [torch.from_numpy(each).view(summed) for each in self.take_host("parked_experts")]
         self._resident_accumulator = [each.view(torch.float32) for each in self.take_compute("resident_accumulator")]
 
     def accumulator(self, unit: int, slot: int, partial: int = 0) -> torch.Tensor | None:
@@ -55,7 +59,7 @@ class Buffers(WeightBuffers):
             return None
         whole = self._resident_accumulator[partial] if unit in plan.ends else self._accumulator[slot + partial]
         start = plan.units[0].gradient_elements if unit in plan.ends and unit and plan.tied else 0
-        return whole[start : start + plan.units[unit].gradient_elements]
+        return whole[start : start + plan.summed_elements(unit)]
 
     def gradient(self, unit: int, slot: int) -> NDArray[Any]:
         """Return a drained gradient in NumPy's types (bfloat16 as bits)."""

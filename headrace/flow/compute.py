@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from headrace.flow.stash import leave_hosted
 from headrace.flow.step_state import Package, StepState
 from headrace.flow.whole_loss import read_log_probs, spans_of, take_loss
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
@@ -58,6 +59,9 @@ def _left_behind(state: StepState, op: Op, result: BlockResult, package: Package
     """Note what a block leaves for its backward."""
     if result.asides:
         state.asides[op.unit, op.micro] = result.asides
+    if state.plan.hosted and not state.plan.stash.kept_bytes[op.unit - 1]:
+        leave_hosted(state, op, package)
+        return
     waiting = state.recalled if state.plan.stash.tiers[op.unit - 1] == "device" else state.packages
     waiting[op.unit, op.micro] = package
 
@@ -102,7 +106,8 @@ def epilogue(state: StepState, op: Op) -> None:
 
 def log_probs(state: StepState, op: Op) -> None:
     """Final hidden states -> log-probabilities of labels; with the last micro-batch the loss of the whole step is called."""
-    hidden = state.inputs[state.plan.num_blocks + 1, op.micro]
+    place = state.plan.num_blocks + 1, op.micro
+    hidden = state.inputs.pop(place) if state.plan.hosted else state.inputs[place]
     seed(state, state.plan.num_blocks + 1, op.micro)
     with torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
         state.scored[op.micro] = read_log_probs(state, op.micro, hidden)
@@ -140,16 +145,21 @@ def backward(state: StepState, op: Op) -> None:
     with torch.enable_grad(), catching(state, op, op.unit):
         if (call := state.calls[op.micro][op.unit - 1]).samples:
             seed(state, op.unit, op.micro)
-            found = state.parts.chain.block_gradient(op.unit - 1, package.hidden, call, gradients)
-            state.hidden_gradients[op.micro] = found
+            _hand_back(state, op, state.parts.chain.block_gradient(op.unit - 1, package.hidden, call, gradients))
             return
         hidden, result = _recomputed(state, op, package)
         del package
         outputs = [result.hidden, *result.asides]
         del result
         torch.autograd.backward(outputs[: len(gradients)], gradients)
-    assert hidden.grad is not None
-    state.hidden_gradients[op.micro] = hidden.grad
+    _hand_back(state, op, hidden.grad)
+
+
+def _hand_back(state: StepState, op: Op, gradient: torch.Tensor | None) -> None:
+    """Leave the gradient of a block's input for what comes before it, unless nothing there is trained."""
+    assert gradient is not None
+    if op.unit > 1 or state.plan.units[0].is_trained:
+        state.hidden_gradients[op.micro] = gradient
 
 
 def _backward_around_experts(state: StepState, op: Op) -> None:
@@ -159,8 +169,7 @@ def _backward_around_experts(state: StepState, op: Op) -> None:
     with torch.enable_grad(), caught(state, op, op.unit) as found:
         block.sink.to = found.sink if found else None
         torch.autograd.backward(block.outputs, block.gradients)
-    assert block.hidden.grad is not None
-    state.hidden_gradients[op.micro] = block.hidden.grad
+    _hand_back(state, op, block.hidden.grad)
 
 
 def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tensor, BlockResult]:
@@ -229,7 +238,7 @@ def caught(state: StepState, op: Op, unit: int) -> Iterator[Caught | None]:
     if unit >= len(state.plan.units) or not state.plan.units[unit].is_trained:
         yield None
         return
-    form, trained, flat = parts.forms[unit], state.trained_layout(unit), _weights(state, op, unit)
+    form, trained, flat = parts.forms[unit], state.summed_layout(unit), _weights(state, op, unit)
     wire, moment = parts.wire if form.has_own_family else _DENSE, _moment(state, op, unit, flat.device)
     with (
         state.sums.leaf(op, unit, trained) as (total, delivered),

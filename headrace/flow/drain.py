@@ -4,10 +4,12 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headrace.flow.shards import add_norms, own_elements
 from headrace.flow.step_state import StepState
+from headrace.flow.trained_experts import TrainedExperts
 from headrace.plan.buffer_sizes import held_gradient_bytes, held_gradient_offset
 from headrace.terms.program import Op, Pool
 from headrace.update import clip_factor, square_sum
@@ -25,20 +27,30 @@ def drain(state: StepState, op: Op) -> None:
     slot = op.slot(Pool.GRADIENT)
     gradient = parts.buffers.gradient(op.unit, slot)
     if accumulator is not None:
-        into = parts.buffers.gradient_tensor(op.unit, slot)
-        if plan.separate_device:
-            piece = _CONVERT_ELEMENTS if accumulator.device.type == "cpu" else _DEVICE_CONVERT_ELEMENTS
-            for start in range(0, into.numel(), piece):
-                part = slice(start, start + piece)
-                parts.machine.copy(into[part], accumulator[part].to(into.dtype))
-            event = parts.machine.record(op.lane)
-            if event is not None:
-                event.synchronize()  # the square sum below reads it on the host
-        else:
-            for start in range(0, into.numel(), _CONVERT_ELEMENTS):
-                into[start : start + _CONVERT_ELEMENTS].copy_(accumulator[start : start + _CONVERT_ELEMENTS])
+        whole, at = parts.buffers.gradient_tensor(op.unit, slot), 0
+        for start, stop in plan.summed_runs(op.unit):
+            _convert(state, accumulator[at : at + stop - start], whole[start:stop])
+            at += stop - start
+        event = parts.machine.record(op.lane) if plan.separate_device else None
+        if event is not None:
+            event.synchronize()  # the square sum below reads it on the host
+    if isinstance(parts.experts, TrainedExperts):
+        parts.experts.finish(op, len(state.batch.micro_batches))
+        state.sums.delivered[op.unit] |= parts.experts.names(op.unit)
     _zero_the_rest(state, op.unit, gradient)
     state.square_sums[op.unit] = square_sum(gradient)
+
+
+def _convert(state: StepState, total: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy a sum to the host in the drained dtype, piece by piece."""
+    apart = state.plan.separate_device
+    piece = _CONVERT_ELEMENTS if total.device.type == "cpu" else _DEVICE_CONVERT_ELEMENTS
+    for start in range(0, into.numel(), piece):
+        part = slice(start, start + piece)
+        if apart:
+            state.parts.machine.copy(into[part], total[part].to(into.dtype))
+        else:
+            into[part].copy_(total[part])
 
 
 def hold(state: StepState, op: Op) -> None:
@@ -61,15 +73,17 @@ def decide(state: StepState, op: Op) -> None:
     """Global norm over all units -> clip factor, or skip. The sum has a fixed order, and so the same bits."""
     if state.parts.peers is not None:
         add_norms(state)
+    if state.parts.line is not None:
+        state.square_sums = state.parts.line.all_square_sums(state.square_sums)
     _decide(state)
     if (rows := state.parts.rows) is not None:
         again = state.verdict.missed and state.plan.updates.policy == "rerun"
         void = again or state.verdict.skipped is not None
         rows.conclude(None if void else state.verdict.scalars_of)
-    if state.plan.far_units:
+    if state.parts.site is not None:
         verdict, far = state.verdict, state.plan.far_units
         skipped = verdict.skipped is not None
-        state.parts.far_site.conclude(None if skipped else {unit: verdict.scalars_of(unit) for unit in far})
+        state.parts.site.conclude(None if skipped else {unit: verdict.scalars_of(unit) for unit in far})
 
 
 def _decide(state: StepState) -> None:

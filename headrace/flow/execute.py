@@ -7,10 +7,12 @@ forever: each dependency points to an earlier operation, and the first failure a
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from headrace.flow.watch import Watch
 from headrace.machine.protocol import DeviceEvent, Machine
 from headrace.terms.errors import StepFailed
 from headrace.terms.events import OpDone, Sink
@@ -83,6 +85,7 @@ class Interpreter:
 
     def __init__(self, machine: Machine, sink: Sink | None = None) -> None:
         self._machine, self._sink = machine, sink
+        self._watch = None if sink is None else Watch(sink)
         self._last: Run | None = None
         self._issued: dict[Lane, deque[_Issued]] = {lane: deque() for lane in Lane}  # each is used by its lane's thread alone
         self.failure: BaseException | None = None
@@ -110,6 +113,8 @@ class Interpreter:
 
     def close(self) -> None:
         """End the interpreter's threads."""
+        if self._watch is not None:
+            self._watch.close()
 
     def _begin(self, program: Program, perform: Perform, step: int) -> Run:
         self.check()
@@ -130,11 +135,12 @@ class Interpreter:
                     self._machine.wait(completion.device_event, op.lane)
             if self.failure is not None:
                 return
-            self._finish(op.lane, _IN_FLIGHT - 1)
-            begin, start = self._machine.record(op.lane), time.perf_counter()
-            with self._machine.lane(op.lane):
-                run.perform(op)
-                done.device_event = self._machine.record(op.lane)
+            with self._watched(op):
+                self._finish(op.lane, _IN_FLIGHT - 1)
+                begin, start = self._machine.record(op.lane), time.perf_counter()
+                with self._machine.lane(op.lane):
+                    run.perform(op)
+                    done.device_event = self._machine.record(op.lane)
             if begin is not None and done.device_event is not None:
                 self._issued[op.lane].append(_Issued(run, op, begin, done.device_event))
             else:
@@ -145,6 +151,17 @@ class Interpreter:
                 raise
         finally:
             done.set(done.device_event)
+
+    @contextmanager
+    def _watched(self, op: Op) -> Iterator[None]:
+        if self._watch is None:
+            yield
+            return
+        self._watch.begin(op)
+        try:
+            yield
+        finally:
+            self._watch.end()
 
     def _finish(self, lane: Lane, remaining: int = 0) -> None:
         """Wait until at most `remaining` operations of `lane` are under way on the device; report those that ended."""
@@ -242,6 +259,7 @@ class OverlappedInterpreter(Interpreter):
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+        super().close()
 
     def _serve(self, lane: Lane) -> None:
         queue = self._queues[lane]

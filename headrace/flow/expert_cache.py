@@ -9,7 +9,7 @@ Invariant: between two choices an expert in the cache is neither moved nor overw
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from headrace.machine.host_memory import Bytes
 
@@ -17,12 +17,16 @@ Expert = tuple[int, int]  # unit and number
 
 
 class ExpertCache:
-    """Places for experts. `find` and `admit` may be called from several threads."""
+    """Places for experts. `find`, `admit` and `arrived` may be called from several threads.
+
+    Whoever admits an expert reads it into its place, and says when it has arrived. Until then others do not find it.
+    """
 
     def __init__(self, places: Sequence[Bytes]) -> None:
         self._places = tuple(places)
         self._free = list(range(len(places)))
         self._held: dict[Expert, int] = {}
+        self._coming: set[Expert] = set()
         self._kept: frozenset[Expert] | None = None  # None: before the first choice, whatever comes first is kept
         self._lock = threading.Lock()
         self._passes, self._next = 0, 1
@@ -36,16 +40,24 @@ class ExpertCache:
     def find(self, expert: Expert) -> Bytes | None:
         """Return the place of an expert, None if it is not there."""
         with self._lock:
-            index = self._held.get(expert)
+            index = self._held.get(expert) if expert not in self._coming else None
         return None if index is None else self._places[index]
 
     def admit(self, expert: Expert) -> Bytes | None:
-        """Return a place for an expert that is being read, if it is to be kept and there is room; else None."""
+        """Return a place for an expert that is to be read, if it is to be kept and there is room, and nobody reads it; else
+        None.
+        """
         with self._lock:
-            if not self._free or (self._kept is not None and expert not in self._kept):
+            if not self._free or expert in self._held or (self._kept is not None and expert not in self._kept):
                 return None
             index = self._held[expert] = self._free.pop()
+            self._coming.add(expert)
         return self._places[index]
+
+    def arrived(self, experts: Iterable[Expert]) -> None:
+        """Say that experts lie in their places, if they were admitted."""
+        with self._lock:
+            self._coming.difference_update(experts)
 
     def after_pass(self) -> None:
         """Count a pass, and choose again after some. Nothing may be reading or computing."""

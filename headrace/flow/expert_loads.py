@@ -33,12 +33,14 @@ class ExpertLoads:
     def fetch(self, op: Op, wanted: Sequence[int]) -> int:
         """Read the round's experts, of all that are `wanted`; return how many of them were in host memory."""
         slot, first, found = op.slot(Pool.EXPERTS), op.part * self.plan.in_round, 0
-        read, tickets = [], []
+        read, tickets, admitted = [], [], []
         for place, expert in enumerate(wanted[first : first + self.plan.in_round]):
             there = self.cache.find((op.unit, expert))
             if there is None:
                 there = self.cache.admit((op.unit, expert))
-                if there is None:
+                if there is not None:
+                    admitted.append((op.unit, expert))
+                else:
                     there = self._buffers.experts[slot * self.plan.in_round + place]
                 tickets.append(self.source.read_expert(op.unit, expert, there))
             else:
@@ -46,6 +48,7 @@ class ExpertLoads:
             read.append((expert, there[: self.source.expert(op.unit, expert).num_bytes]))
         for ticket in tickets:
             ticket.wait()
+        self.cache.arrived(admitted)
         self._read[slot] = read
         return found
 

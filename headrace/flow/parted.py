@@ -17,7 +17,9 @@ import torch
 from headrace.flow.compute import OF_EXPERTS, bound, seed
 from headrace.flow.expert_loads import ExpertLoads
 from headrace.flow.step_state import StepState
-from headrace.model.parted_experts import PartedExperts, Recompute, Visit, Walk, alone
+from headrace.flow.trained_experts import TrainedExperts
+from headrace.model.banks import Weights
+from headrace.model.parted_experts import PartedExperts, Recompute, Walk, alone
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Verb
@@ -72,7 +74,9 @@ def route(state: StepState, op: Op) -> None:
 
 def visit(state: StepState, op: Op) -> None:
     """Take all micro-batches that wait through some experts."""
-    _through(state, op, [walk.visit for walk in state.at_experts.walks.values()], Visit.forward)
+    for expert, weights in _weights(state, op).items():
+        for walk in state.at_experts.walks.values():
+            walk.visit.forward(expert, alone(weights))
 
 
 def recompute(state: StepState, op: Op) -> None:
@@ -82,8 +86,8 @@ def recompute(state: StepState, op: Op) -> None:
         package = package.like(torch.clone)  # another micro-batch gets the buffer before this one's backward
     gradients = [state.hidden_gradients[op.micro], *state.aside_gradients.pop((op.unit, op.micro), ())]
     again, sink = Recompute(package.kept[OF_EXPERTS][1]), _Later()
-    trained = state.plan.units[op.unit].is_trained
-    found = Caught(sink, lambda spec: False) if trained else None
+    unit = state.plan.units[op.unit]
+    found = Caught(sink, lambda spec: unit.in_place) if unit.is_trained else None
     hidden = package.hidden.detach().requires_grad_()
     del package
     seed(state, op.unit, op.micro)
@@ -96,19 +100,43 @@ def recompute(state: StepState, op: Op) -> None:
 
 
 def revisit(state: StepState, op: Op) -> None:
-    """Take all recomputed micro-batches back through some experts."""
-    _through(state, op, [each.again.visit for each in state.at_experts.recomputed.values()], Visit.backward)
+    """Take all recomputed micro-batches back through some experts. What is trained of these is summed, in the order of
+    micro-batches.
+    """
+    for expert, weights in _weights(state, op).items():
+        for each in state.at_experts.recomputed.values():
+            gradients = each.again.visit.backward(expert, alone(weights))
+            if gradients:
+                _trained(state).add(op, expert, gradients)
 
 
-def _through(state: StepState, op: Op, visits: Sequence[Visit], way: Callable[..., None]) -> None:
-    for expert, weights in _loads(state).weights(op).items():
-        for each in visits:
-            way(each, expert, alone(weights))
+def drain(state: StepState, op: Op) -> None:
+    """Bring the gradients of a round of experts into the drained gradient of their unit."""
+    _trained(state).drain(op, _wanted(state, op))
+
+
+def _weights(state: StepState, op: Op) -> dict[int, Weights]:
+    experts = state.parts.experts
+    if isinstance(experts, TrainedExperts):
+        return experts.weights(op, _wanted(state, op))
+    return _loads(state).weights(op)
+
+
+def _wanted(state: StepState, op: Op) -> tuple[int, ...]:
+    return state.at_experts.wanted[op.unit, op.micro]
 
 
 def _fetch(state: StepState, op: Op) -> None:
     """Read the experts of a round, of those that a group wants."""
-    _loads(state).fetch(op, state.at_experts.wanted[op.unit, op.micro])
+    _loads(state).fetch(op, _wanted(state, op))
+
+
+def _upload(state: StepState, op: Op) -> None:
+    experts = state.parts.experts
+    if isinstance(experts, TrainedExperts):
+        experts.upload(op, _wanted(state, op))
+    else:
+        _loads(state).upload(op)
 
 
 def _parts(state: StepState) -> PartedExperts:
@@ -117,13 +145,21 @@ def _parts(state: StepState) -> PartedExperts:
 
 
 def _loads(state: StepState) -> ExpertLoads:
-    assert state.parts.experts is not None, "experts of the plan are parts"
+    assert isinstance(state.parts.experts, ExpertLoads), "frozen experts of the plan are parts"
     return state.parts.experts
 
 
-# What brings rounds of experts.
-BRINGING: Mapping[Verb, Callable[[StepState, Op], None]] = {
+def _trained(state: StepState) -> TrainedExperts:
+    assert isinstance(state.parts.experts, TrainedExperts), "trained experts of the plan are parts"
+    return state.parts.experts
+
+
+# What brings rounds of experts, and takes their gradients away.
+OF_ROUNDS: Mapping[Verb, Callable[[StepState, Op], None]] = {
     Verb.FETCH: _fetch,
-    Verb.UPLOAD: lambda state, op: _loads(state).upload(op),
+    Verb.UPLOAD: _upload,
     Verb.MAKE: lambda state, op: _loads(state).make(op),
+    Verb.PARK: lambda state, op: _trained(state).park(op, _wanted(state, op)),
+    Verb.UNPARK: lambda state, op: _trained(state).unpark(op),
+    Verb.DRAIN: drain,
 }

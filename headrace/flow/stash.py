@@ -1,58 +1,52 @@
 """What forward keeps for backward: a block's input and chosen operator outputs, on the device, in host memory or on SSD.
 
-In host memory all of it lies in one buffer, so that it is one transfer. Invariant: what comes back has the bits, shapes and
-strides that it had.
+In host memory all of it lies in one buffer, so that it is one transfer. Where hidden states wait in host memory between blocks
+(`hosted`), the input is there already. Invariant: what comes back has the bits, shapes and strides that it had.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from headrace.flow.places import Place, in_memory_order, places_of
 from headrace.flow.step_state import HOLE, Package, StepState
 from headrace.machine.host_memory import Bytes
-from headrace.plan.buffer_sizes import TENSOR_ALIGNMENT_BYTES, stash_offset, stash_slot_bytes
+from headrace.plan.buffer_sizes import hidden_pages, stash_offset, stash_slot_bytes
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool
-from headrace.terms.sizes import round_up
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor lies in a stash buffer, and how to restore its shape."""
-
-    start: int
-    num_bytes: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.num_bytes
 
 
 def stash(state: StepState, op: Op) -> None:
-    """Copy what a block leaves for backward from the device to its host buffer."""
+    """Copy what a block leaves for backward from the device to its host buffer; of hosted states all but its input."""
     # Blocks of several sizes may share the buffer: only the part that this block needs is used.
     package, buffer = state.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
-    tensors = _tensors(package)
-    places = _places(tensors)
+    tensors, places = _laid_out(state, package)
     if places[-1].stop > buffer.numel():
         # The device's attention keeps more than was planned: then recomputing, which is exact too, takes its place.
         state.not_kept.add(op.unit)
         package = Package(package.hidden, {}, package.skipped)
-        tensors = _tensors(package)
-        places = _places(tensors)
-    for tensor, place in zip(tensors, places, strict=True):
+        tensors, places = _laid_out(state, package)
+    there = 1 if state.plan.hosted else 0
+    for tensor, place in zip(tensors[there:], places[there:], strict=True):
         state.parts.machine.lend(tensor, op.lane)  # compute made it, and it is dropped once the copy is issued
-        state.parts.machine.copy(buffer[place.start : place.stop].view(place.dtype), _in_memory_order(tensor))
-    state.layouts[op.unit, op.micro] = (package.like(lambda tensor: HOLE), places)
+        state.parts.machine.copy(place.of(buffer), in_memory_order(tensor))
+    _note(state, op, package, places)
+
+
+def leave_hosted(state: StepState, op: Op, package: Package) -> None:
+    """Note where an input lies that is in host memory already, and beside which nothing is kept."""
+    _note(state, op, package, _laid_out(state, package)[1])
 
 
 def spill(state: StepState, op: Op) -> None:
-    """Write a stash buffer to the SSD."""
-    state.parts.store.scratch_write(stash_offset(state.plan, op.unit, op.micro), _pages(state, op)).wait()
+    """Write a stash buffer to the SSD. A hosted input and what is kept beside it come one after the other."""
+    plan, offset = state.plan, stash_offset(state.plan, op.unit, op.micro)
+    if (slot := op.slot(Pool.BETWEEN)) >= 0:
+        pages = state.parts.buffers.between[slot]
+    else:
+        start = hidden_pages(plan) if plan.hosted else 0
+        offset, pages = offset + start, _pages(state, op)[start:]
+    state.parts.store.scratch_write(offset, pages).wait()
 
 
 def unspill(state: StepState, op: Op) -> None:
@@ -74,11 +68,18 @@ def recall(state: StepState, op: Op) -> None:
 def _deliver(state: StepState, op: Op, memory: torch.Tensor) -> None:
     """Put a package back together over `memory`."""
     skeleton, places = state.layouts.pop((op.unit, op.micro))
-    # `.data` gives each tensor a version counter of its own, though they share the buffer.
-    tensors = iter(
-        [memory[place.start : place.stop].view(place.dtype).as_strided(place.size, place.stride).data for place in places]
-    )
+    tensors = iter([place.restored(memory) for place in places])
     state.recalled[op.unit, op.micro] = skeleton.like(lambda _: next(tensors))
+
+
+def _note(state: StepState, op: Op, package: Package, places: list[Place]) -> None:
+    state.layouts[op.unit, op.micro] = (package.like(lambda tensor: HOLE), places)
+
+
+def _laid_out(state: StepState, package: Package) -> tuple[list[torch.Tensor], list[Place]]:
+    """Return the tensors of a package, and where they lie in its buffer."""
+    tensors = _tensors(package)
+    return tensors, places_of(tensors, hidden_pages(state.plan) if state.plan.hosted else 0)
 
 
 def _tensors(package: Package) -> list[torch.Tensor]:
@@ -92,40 +93,12 @@ def _tensors(package: Package) -> list[torch.Tensor]:
     return found
 
 
-def _places(tensors: list[torch.Tensor]) -> list[_Place]:
-    """Return where each tensor lies in a stash buffer: one after the other, each on a cache line."""
-    places: list[_Place] = []
-    for tensor in tensors:
-        start = round_up(places[-1].stop, TENSOR_ALIGNMENT_BYTES) if places else 0
-        places.append(
-            _Place(start, tensor.numel() * tensor.element_size(), tensor.dtype, tuple(tensor.shape), _strides(tensor))
-        )
-    return places
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as a 1-D tensor in the order of their memory, without a copy if they are dense."""
-    return tensor.permute(_memory_order(tensor)).reshape(-1)
-
-
-def _memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return the axes from the one with the largest stride to the one with the smallest."""
-    strides = tensor.stride()
-    return sorted(range(tensor.dim()), key=lambda axis: (-strides[axis], axis))
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides with which the dense copy of `tensor` has its shape."""
-    strides, step = [0] * tensor.dim(), 1
-    for axis in reversed(_memory_order(tensor)):
-        strides[axis] = step
-        step *= tensor.shape[axis]
-    return tuple(strides)
-
-
 def _buffer(state: StepState, op: Op) -> Bytes:
     buffers, slot = state.parts.buffers, op.slot(Pool.STASH)
-    return buffers.stash[slot] if slot >= 0 else buffers.host_stash[op.unit][op.micro]
+    if slot >= 0:
+        return buffers.stash[slot]
+    in_memory = buffers.host_stash[op.unit]
+    return in_memory[op.micro % len(in_memory)]
 
 
 def _pages(state: StepState, op: Op) -> Bytes:

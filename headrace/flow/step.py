@@ -6,10 +6,12 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
     compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
     parted.py    experts come singly     up to the router, through a few experts at a time, and on; backward likewise
     stash.py     block inputs wait       device -> host -> ssd, and back for backward
+    hosted.py    hidden states wait      device -> host between two blocks, and back; their gradients, too
     drain.py     gradients go            device -> host; the global norm decides: clip, or skip
     update.py    states come and go      ssd -> the rule in place, on host or device -> ssd, chunk by chunk
     commit.py    the step is durable     one record
     serve.py     workers compute         rows and weights to them, gradients from them: a node's step
+    parked.py    stages wait         sums of gradients between two groups of micro-batches; those of a tied matrix cross
     shards.py    ranks share out units   what others hold comes here; gradients go to who holds the unit's part
 
 An interpreter (execute.py) performs them: overlapped, with one or more threads per lane, or plain, one after the other. Same
@@ -19,7 +21,7 @@ bits.
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from headrace.flow import commit, compute, drain, parted, serve, shards, stash, update
+from headrace.flow import commit, compute, drain, hosted, parked, parted, serve, shards, stash, update
 from headrace.flow.execute import Interpreter, Run
 from headrace.flow.step_state import StepState
 from headrace.flow.weights import WEIGHT_VERBS
@@ -39,6 +41,10 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.SPILL: stash.spill,
     Verb.UNSPILL: stash.unspill,
     Verb.RECALL: stash.recall,
+    Verb.HIDDEN_OUT: hosted.hidden_out,
+    Verb.HIDDEN_IN: hosted.hidden_in,
+    Verb.HIDDEN_GRADIENT_OUT: hosted.gradient_out,
+    Verb.HIDDEN_GRADIENT_IN: hosted.gradient_in,
     Verb.EPILOGUE: compute.epilogue,
     Verb.LOG_PROBS: compute.log_probs,
     Verb.SCORE: compute.score,
@@ -58,6 +64,10 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.COMMIT: commit.commit,
     Verb.GATHER: shards.gather,
     Verb.SCATTER: shards.scatter,
+    Verb.PARK: parked.park,
+    Verb.UNPARK: parked.unpark,
+    Verb.GIVE: parked.give,
+    Verb.TAKE: parked.take,
     Verb.ANNOUNCE: serve.announce,
     Verb.SEND: serve.send,
     Verb.RECEIVE: serve.receive,
@@ -70,8 +80,8 @@ def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Ru
 
     def perform(op: Op) -> None:
         with state.parts.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
-            if op.part >= 0 and op.verb in parted.BRINGING:
-                parted.BRINGING[op.verb](state, op)
+            if op.part >= 0 and op.verb in parted.OF_ROUNDS:
+                parted.OF_ROUNDS[op.verb](state, op)
             elif (bring := WEIGHT_VERBS.get(op.verb)) is not None:
                 bring(state.parts, op)
             else:

@@ -11,7 +11,9 @@ import torch
 from headrace.flow.buffers import Buffers
 from headrace.flow.expert_loads import ExpertLoads
 from headrace.flow.gradient_sums import SequentialSums, sums_of
+from headrace.flow.places import Place
 from headrace.flow.step_batch import StepBatch
+from headrace.flow.trained_experts import TrainedExperts
 from headrace.flow.weights import WeightSource
 from headrace.losses import Outcome, TokenLoss
 from headrace.machine.protocol import Machine
@@ -50,9 +52,10 @@ class Parts:
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
     workers: Any = None  # at a node (`flow.serve.Workers`)
     peers: Any = None  # where ranks share out every unit (`flow.shards.Peers`)
+    line: Any = None  # where stages have blocks of their own (`flow.stages.Line`)
     token_loss: TokenLoss | None = None  # a loss of the whole step
     rows: TableRows | None = None  # of tables that are updated row by row
-    experts: ExpertLoads | None = None  # brings experts that are parts
+    experts: ExpertLoads | TrainedExperts | None = None  # brings experts that are parts
 
     @property
     def far_site(self) -> Site:
@@ -215,6 +218,11 @@ class StepState:
         """What waits within a block whose experts are parts."""
         return AtExperts()
 
+    @cached_property
+    def on_host(self) -> dict[tuple[int, int], Place]:
+        """How hidden states lie in host memory, by unit and micro-batch (`flow.hosted`)."""
+        return {}
+
     @property
     def plan(self) -> Plan:
         """The run's plan."""
@@ -237,6 +245,11 @@ class StepState:
         trained = self.parts.forms[unit].trained
         assert trained is not None, "a frozen unit has no gradient"
         return trained
+
+    def summed_layout(self, unit: int) -> UnitLayout:
+        """Return the layout of the gradients of a unit that are summed together."""
+        parted = self.plan.experts is not None and self.plan.experts.is_trained
+        return self.parts.chain.layouts[unit] if parted else self.trained_layout(unit)
 
     def verdict_of(self, op: Op) -> Verdict:
         """Return the verdict that counts for an update operation: a late one belongs to the step before."""

@@ -79,11 +79,10 @@ class Steps:
 
     def _run(self, num_micro_batches: int, verdict: Verdict, state_of: Callable[[Verdict | None], StepState]) -> StepState:
         state = state_of(self._pending)
-        program = self._next_program(num_micro_batches, durable=self._pending is None or self._pending.durable)
         may_rerun = self.parts.plan.updates.policy == "rerun"
         # If hardly any step needs no clipping, a first run only finds the norm: nothing is updated or written in vain.
         verdict.missed = may_rerun and bool(self.hits.outcomes) and not self.hits.exceeds(_GUESSING_PAYS)
-        run_step(program, state, self._interpreter)
+        self._perform(state, num_micro_batches, durable=self._pending is None or self._pending.durable)
         self._tell(state.not_kept)
         self._last = verdict
         self.hits = self.hits.after(verdict.is_hit)
@@ -94,6 +93,10 @@ class Steps:
         else:
             self._pending = verdict if self.parts.plan.updates.late_units else None
         return state
+
+    def _perform(self, state: StepState, num_micro_batches: int, *, durable: bool) -> None:
+        """Run the operations of one step; on return its verdict is known."""
+        run_step(self._next_program(num_micro_batches, durable=durable), state, self._interpreter)
 
     def _next_program(self, num_micro_batches: int, *, durable: bool) -> Program:
         key = (num_micro_batches, self._left, durable)
@@ -200,7 +203,7 @@ class Steps:
         self._go_back()
         verdict.missed, verdict.redone = False, True
         state = state_of(None)
-        run_step(self._next_program(num_micro_batches, durable=True), state, self._interpreter)
+        self._perform(state, num_micro_batches, durable=True)
         return state
 
     def _go_back(self) -> None:

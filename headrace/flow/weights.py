@@ -73,7 +73,7 @@ class WeightBuffers:
         if unit in self.residents:
             return self.residents[unit]
         if (slot := op.slot(Pool.DEVICE_WEIGHTS)) >= 0:
-            return self._device_weights[slot][: self._placement.units[unit].num_elements]
+            return self._device_weights[slot][: self._placement.slot_elements(unit)]
         return torch.from_numpy(self.stored(unit, op)).view(self.dtype)
 
     def take_host(self, name: str) -> list[Bytes]:
@@ -179,7 +179,11 @@ def upload(stream: Stream, op: Op) -> None:
     stored = buffers.stored(unit, op)
     parts: list[tuple[torch.Tensor, Bytes]] = []
     if sent < 0 or op.slot(Pool.DEVICE_WEIGHTS) >= 0:
-        parts.append((buffers.computed(unit, op).view(torch.uint8), stored))
+        width, into, at = plan.planes.weight.bytes_per_element, buffers.computed(unit, op).view(torch.uint8), 0
+        for start, stop in plan.slot_runs(unit):
+            size = (stop - start) * width
+            parts.append((into[at : at + size], stored[start * width :][:size]))
+            at += size
     if sent >= 0:
         sources = [buffers.trained[unit]] if plan.units[unit].is_completed else []
         if plan.units[unit].stored_bytes is not None:

@@ -16,6 +16,8 @@ COMPUTE, HOST, SSD = "compute", "host", "ssd"
 # How many of one seat's caches of one block are on their way at once: one is used, the others come and go.
 SLOT_CHOICES = (4, 2)
 _MASK_BYTES = 4  # of a number of a mask
+# Decoding a number takes as long as reading so many times its bytes.
+_DECODING_TIMES = 4
 _PARTS, _SINK_BYTES = 5, 4096  # queries, keys, values, a mask, and a number for each head
 # The number of ways to divide blocks among homes that are tried: between two homes, and among three.
 _MOST_STEPS, _MOST_STEPS_OF_TWO = 8, 4
@@ -52,6 +54,31 @@ class CachePlan:
 def whole_bytes(costs: GenerationCosts, new_tokens: int, block: int) -> int:
     """Return the bytes of a seat's cache of block `block` (from 1) at the end."""
     return costs.cache_bytes[block - 1] + new_tokens * costs.cache_token_bytes[block - 1]
+
+
+def working_bytes(costs: GenerationCosts, new_tokens: int, block: int) -> int:
+    """Return the bytes of the copies that attention gets of such a cache: they have no codes."""
+    whole = whole_bytes(costs, new_tokens, block)
+    if costs.coded is None or not costs.is_coded(block):
+        return whole
+    return whole // costs.cache_token_bytes[block - 1] * costs.coded.decoded_bytes[block - 1]
+
+
+def touched_bytes(costs: GenerationCosts, held_bytes: int, block: int) -> int:
+    """Return the bytes of memory whose reading takes as long as giving attention a cache of `held_bytes`.
+
+    Attention copies keys and values, and reads the copy: they cross compute's memory three times. Codes are decoded, too.
+    """
+    if costs.coded is None or not costs.is_coded(block):
+        return 3 * held_bytes
+    decoded = held_bytes * costs.coded.decoded_bytes[block - 1] // costs.cache_token_bytes[block - 1]
+    return held_bytes + (3 + _DECODING_TIMES) * decoded
+
+
+def resident_blocks(caches: CachePlan, costs: GenerationCosts) -> tuple[int, ...]:
+    """Return the blocks (from 1) whose caches stay where compute is, in buffers of the plan: those that are coded."""
+    blocks = range(1, len(costs.cache_bytes) + 1)
+    return tuple(block for block in blocks if caches.home(block) == COMPUTE and costs.is_coded(block))
 
 
 def prompt_bytes(caches: CachePlan, costs: GenerationCosts, block: int) -> int:
@@ -106,9 +133,11 @@ def cache_buffers(
     caches: CachePlan, costs: GenerationCosts, new_tokens: int, seats: int, *, separate_device: bool
 ) -> dict[str, BufferGroup]:
     """Return by name the groups of buffers for caches elsewhere or on their way."""
-    moving = [*caches.blocks(HOST), *caches.blocks(SSD)]
+    moving, stays = [*caches.blocks(HOST), *caches.blocks(SSD)], resident_blocks(caches, costs)
+    resident = sum(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in stays)
+    coded = BufferGroup("device" if separate_device else "host", "cache", seats, resident)
     if not moving:
-        return {}
+        return {"cache_resident": coded} if resident else {}
     # What is stored begins on a page, behind room for keys and values that are made of inputs.
     slot = max(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in moving) + PAGE_BYTES * bool(
         caches.inputs
@@ -116,6 +145,7 @@ def cache_buffers(
     tails = sum(tail_bytes(caches, costs, new_tokens, block) for block in caches.blocks(SSD))
     kept = sum(round_up(whole_bytes(costs, new_tokens, block), PAGE_BYTES) for block in caches.blocks(HOST))
     groups = {
+        "cache_resident": coded,
         "cache_on_its_way": BufferGroup("host", "cache", caches.slots if tails else 0, slot),
         "cache_tails": BufferGroup("host", "cache", seats, tails),
         "cache_kept": BufferGroup("host", "cache", seats, kept),

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.generate.cache_plan import COMPUTE, SSD, prompt_bytes, query_out_bytes
+from headrace.generate.cache_plan import COMPUTE, SSD, prompt_bytes, query_out_bytes, touched_bytes
 from headrace.generate.plan import GenerationPlan
 from headrace.plan.ledger import Ledger
 from headrace.terms.lanes import Lane
@@ -92,6 +92,11 @@ class Caches:
             op(Verb.CACHE_WRITE, Lane.SSD_WRITE, slots[:1], (home,), **size)
         # At once, so that nothing large comes before it in its lane's queue.
         self._read_until(self._used + self._plan.caches.slots)
+
+    def touched_bytes(self, block: int, seat: int) -> int:
+        """Return what giving a seat's cache to attention takes, as bytes that are read: the host reads it in place."""
+        held = self.held_bytes(block)
+        return held if self.attends(block, seat) else touched_bytes(self._plan.costs, held, block)
 
     def held_bytes(self, block: int) -> int:
         """Return the bytes of a seat's cache of a block halfway through its answers; 0 in the first pass."""

@@ -16,7 +16,7 @@ from headrace.flow.expert_source import ExpertSource
 from headrace.generate.buffers import GenerationBuffers
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
-from headrace.model.banks import Banks
+from headrace.model.banks import Banks, Walker, needed_by
 from headrace.model.seats import Seat
 from headrace.plan.expert_plan import ExpertPlan
 from headrace.terms.errors import StepFailed
@@ -35,25 +35,20 @@ class ExpertCounts:
     router_seconds: float = 0.0
 
 
-class _Visit:
-    """A seat within a block. `wants` is the expert for which it waits."""
+class _Visit(Walker):
+    """A seat within a block."""
 
     def __init__(self, flow: "ExpertFlow", unit: int, seat: Seat) -> None:
-        self.seat, self.needs, self.wants = seat, tuple[int, ...](), -1
-        self._flow, self._unit = flow, unit
+        super().__init__(seat.wait)
+        self.seat, self._flow, self._unit = seat, flow, unit
 
     def announce(self, experts: Mapping[int, int]) -> None:
-        """See `Visitor`. At this point the seat has been to its router."""
-        self.needs = tuple(experts)
+        """See `Walker`. At this point the seat has been to its router."""
+        super().announce(experts)
         for expert, tokens in experts.items():
             self._flow.cache.tokens[self._unit, expert] += tokens
         if experts:
             self.wait_for(self.needs[0])
-
-    def wait_for(self, expert: int) -> None:
-        """See `Visitor`."""
-        self.wants = expert
-        self.seat.wait()
 
 
 class ExpertFlow:
@@ -117,7 +112,7 @@ class ExpertFlow:
 
     def route(self, op: Op) -> None:
         """Note which experts of a block the seats want, in ascending order."""
-        self._routed[op.unit] = tuple(sorted({expert for visit in self._waiting for expert in visit.needs}))
+        self._routed[op.unit] = needed_by(self._waiting)
         self._routed_at = time.perf_counter()
 
     def fetch(self, op: Op) -> None:
@@ -139,12 +134,7 @@ class ExpertFlow:
         """Let seats continue with the experts of a round."""
         if op.part == 0 and not self._ahead:
             self.counts.router_seconds += time.perf_counter() - self._routed_at
-        present = self._banks.present
-        present.update(self.loads.weights(op))
-        try:
-            self._waiting = [visit for visit in self._waiting if not self._served(visit)]
-        finally:
-            present.clear()
+        self._waiting = self._banks.let_pass(self.loads.weights(op), self._waiting, lambda visit: visit.seat.go_on())
 
     def leave(self, op: Op) -> None:
         """End a block: all seats have passed it.
@@ -159,7 +149,3 @@ class ExpertFlow:
                 "not choose"
             )
         self._chain.release(op.unit)
-
-    def _served(self, visit: _Visit) -> bool:
-        """Let a seat go on while the expert that it wants is there; return whether it has passed the block."""
-        return visit.wants in self._banks.present and visit.seat.go_on()

@@ -153,7 +153,7 @@ class Generator(Closing):
             self._copying.settle(model.source, plan)
         self._cache_file = CacheFile.make(plan, self.planner.directories, self._sink or _silent)
         self.plan = plan
-        buffers = GenerationBuffers(plan, model.machine)
+        buffers = GenerationBuffers(plan, model.machine, self._sink or _silent)
         if plan.experts is None:
             packed = PackedBlocks(plan.packed_rows) if plan.packed_rows else None
             self._pass = Pass(plan, model.chain, model.machine, model.source, buffers, packed=packed)
@@ -265,7 +265,7 @@ class Generator(Closing):
         """Return the parts of a seat's cache that are not where compute is; None where all of it stays."""
         assert self._pass is not None, "prepared"
         plan = self._pass.plan
-        if not (plan.caches.moves and isinstance(item, MicroBatch) and isinstance(seat, Seat)):
+        if not ((plan.caches.moves or plan.costs.coded) and isinstance(item, MicroBatch) and isinstance(seat, Seat)):
             return None
         if seat.done or kept_copies(item.settings):
             return None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,10 +27,12 @@ from headrace.data.open_data import open_tokenizer
 from headrace.data.prompt_lines import PromptLine, read_line
 from headrace.data.prompts import Prompts
 from headrace.files.durable import write_whole
-from headrace.generate.answering import answers_of, changes_of
+from headrace.generate.answering import changes_of
 from headrace.generate.compose import composed
 from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated, MicroBatch, kept_copies
+from headrace.generate.job_ranks import Helpers
+from headrace.generate.job_tasks import Answers, Shape, Task, answered, settings_of
+from headrace.generate.micro_batches import kept_copies
 from headrace.generate.plan import GenerationPlan
 from headrace.machine.cpu import processor_name
 from headrace.model.generation_keys import is_assisted
@@ -69,10 +72,13 @@ def run_job(
     sink: Sink,
     tell_plan: Callable[[GenerationPlan], None],
     progress: Callable[[JobProgress], None],
+    helpers: Helpers | None = None,
 ) -> int:
-    """Answer the lines of `options.input` into `options.output`; return how many of them could not be answered.
+    """Answer the lines of `options.input` into `options.output`; return how many of them could not be answered. `helpers` are
+    other ranks that take their share of the micro-batches.
 
     Raises:
+        PeerLost: one of them is gone.
         InputError: the input cannot be read or is empty; the output exists; or a job with other options is under way there.
         StorageError: something cannot be written; what is done is kept.
     """
@@ -85,23 +91,31 @@ def run_job(
     day = options.template_date or generator.model.template_date or _day_of(folder, tokenizer)
     lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day))
     lines = [_fitting(line, generator, changes) for line in lines]
-    answered = [line for line in lines if not line.error]
+    left = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
-    if answered:
-        begun = _begun(folder, answered, generator.model.generation_config.max_length is not None)
-        plan = _plan(generator, answered, options, changes, begun)
-        job = _job(folder, digest, replace(options, template_date=day), answered, plan, begun, sink)
+    work = _Work(folder, {line.number: line for line in left}, answers, progress)
+    tasks: list[Task] = []
+    shape = Shape(0, 0, 0, {})
+    if left:
+        begun = _begun(folder, left, generator.model.generation_config.max_length is not None)
+        plan, shape = _plan(generator, left, options, changes, begun)
+        job = _job(folder, digest, replace(options, template_date=day), left, plan, begun, sink)
         tell_plan(plan)
         lost = format_seconds(_micro_batch_seconds(plan))
         sink(Notice(text=f"a kill costs at most the answers under way: about {lost} of work", level="info"))
-        by_number = {line.number: line for line in answered}
-        for number, found in _done(folder).items():
-            answers |= {line: by_number[line].answered(each) for line, each in zip(job[number][0], found, strict=True)}
-        _run(generator, tokenizer, changes, job, by_number, answers, folder, progress)
+        tasks = work.begin(job)
+    with work.keeping() as keep:
+        own = helpers.deal(tasks, shape, keep) if helpers else tasks
+        for number, found in answered(generator, options, tokenizer, own) if own else ():
+            keep(number, found)
+            if helpers is not None:
+                helpers.look()
+        if helpers is not None:
+            helpers.finish()
     with _writing(output):
         write_whole(output, "".join(_written(answers[line.number]) + "\n" for line in lines))
         shutil.rmtree(folder, ignore_errors=True)
-    return len(lines) - len(answered)
+    return len(lines) - len(left)
 
 
 def _written(answer: Mapping[str, Any]) -> str:
@@ -135,15 +149,10 @@ def _fitting(line: PromptLine, generator: Generator, changes: Mapping[str, Any])
         return line
     try:
         generator.model.check_tokens(line.ids)
-        _settings(line, generator, changes, len(line.ids))
+        settings_of(line.settings, generator, changes, len(line.ids))
     except InputError as error:
         return PromptLine(line.number, line.values, error=f"line {line.number}: {error}")
     return line
-
-
-def _settings(line: PromptLine, generator: Generator, changes: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    own = {key: value for key, value in line.settings.items() if key != "seed"}
-    return generator.model.settings(longest, None, {**changes, **own})
 
 
 def _plan(
@@ -152,12 +161,13 @@ def _plan(
     options: GenerateOptions,
     changes: Mapping[str, Any],
     begun: Mapping[str, Any] | None,
-) -> GenerationPlan:
-    """Return a plan whose micro-batches take no longer than may be lost, if there is one. Of a job that was `begun` it has the
-    rows, the chunks of prompts, packed weights or none, and the place of attention.
+) -> tuple[GenerationPlan, Shape]:
+    """Return, and use, a plan whose micro-batches take no longer than may be lost, if there is one; and what it follows from.
+
+    Of a job that was `begun` it has the rows, the chunks of prompts, packed weights or none, and the place of attention.
     """
     longest = max(len(line.ids) for line in lines)
-    settings = [_settings(line, generator, changes, len(line.ids)) for line in lines]
+    settings = [settings_of(line.settings, generator, changes, len(line.ids)) for line in lines]
     new = max(int(each["generation_config"].max_new_tokens) for each in settings)
     copies = max(map(kept_copies, settings))
     prompts, least = len(lines), 1
@@ -166,12 +176,15 @@ def _plan(
         least = max(map(len, begun["micro_batches"]))
         fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
         fixed["packed"], fixed["attention"] = begun.get("packed_rows", 0) > 0, begun.get("attention", ON_DEVICE)
-    plan = generator.plan_only(prompts, longest, new, copies, **fixed)
+    shape = Shape(longest, new, copies, fixed)
+    plan = shape.plan(generator, prompts)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
         prompts = max(least, plan.rows * plan.seats // 2)
-        plan = generator.plan_only(prompts, longest, new, copies, **fixed)
+        plan = shape.plan(generator, prompts)
     generator.use(plan)
-    return plan
+    place = ON_HOST if plan.caches.attends else ON_DEVICE
+    same = {"rows": plan.rows, "prefill_chunk": plan.costs.prefill_chunk, "packed": plan.packed_rows > 0, "attention": place}
+    return plan, replace(shape, fixed=same)
 
 
 def _micro_batch_seconds(plan: GenerationPlan) -> float:
@@ -275,52 +288,61 @@ def _done(folder: Path) -> dict[int, list[dict[str, Any]]]:
     return {line["micro_batch"]: line["answers"] for line in lines}
 
 
-def _run(
-    generator: Generator,
-    tokenizer: Any,
-    changes: Mapping[str, Any],
-    job: Job,
-    lines: Mapping[int, PromptLine],
-    answers: dict[int, dict[str, Any]],
-    folder: Path,
-    progress: Callable[[JobProgress], None],
-) -> None:
-    """Generate what has not been generated yet."""
-    left = {number: batch for number, batch in job.items() if batch[0][0] not in answers}
-    start, tokens = time.monotonic(), 0
-    places = sum(len(batch) * max(len(lines[line].ids) for line in batch) for batch, _ in job.values())
-    padding = 1 - sum(len(line.ids) for line in lines.values()) / places
-    with _writing(folder), (folder / "done.jsonl").open("ab") as file:
-        for done in generator.run(_micro_batches(generator, changes, left, lines)):
-            number = done.batch.number
-            found = list(_found(tokenizer, done, number))
-            file.write(json.dumps({"micro_batch": number, "answers": found}, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-            answers |= {line: lines[line].answered(each) for line, each in zip(job[number][0], found, strict=True)}
-            tokens += sum(each["completion_tokens"] for each in found)
-            progress(JobProgress(sum(line in answers for line in lines), len(lines), tokens, time.monotonic() - start, padding))
+class _Work:
+    """What a job has answered, and what is left. `answers`, by line, gets what is kept."""
 
+    def __init__(
+        self,
+        folder: Path,
+        lines: Mapping[int, PromptLine],
+        answers: dict[int, dict[str, Any]],
+        progress: Callable[[JobProgress], None],
+    ) -> None:
+        self._folder, self._lines, self._answers, self._progress = folder, lines, answers, progress
+        self._job: Job = {}
+        self._padding = 0.0
 
-def _micro_batches(
-    generator: Generator, changes: Mapping[str, Any], left: Job, lines: Mapping[int, PromptLine]
-) -> Iterator[MicroBatch]:
-    for number, (members, seed) in left.items():
-        rows = tuple(lines[line].ids for line in members)
-        settings = _settings(lines[members[0]], generator, changes, max(map(len, rows)))
-        yield MicroBatch(number, rows, seed, settings)
+    def begin(self, job: Job) -> list[Task]:
+        """Take the answers that an earlier process has kept, and return the micro-batches that are left."""
+        self._job = job
+        for number, found in _done(self._folder).items():
+            self._take(number, found)
+        lines, batches = self._lines, [members for members, _ in job.values()]
+        places = sum(len(members) * max(len(lines[line].ids) for line in members) for members in batches)
+        self._padding = 1 - sum(len(line.ids) for line in lines.values()) / places
+        return [
+            Task(number, tuple(lines[line].ids for line in members), seed, lines[members[0]].settings)
+            for number, (members, seed) in job.items()
+            if members[0] not in self._answers
+        ]
 
+    @contextmanager
+    def keeping(self) -> Iterator[Callable[[int, Answers], None]]:
+        """Give what keeps a micro-batch's answers, from any thread: on return they are durable."""
+        start, tokens, lock = time.monotonic(), 0, threading.Lock()
+        if not self._job:
+            yield lambda number, found: None
+            return
+        with _writing(self._folder), (self._folder / "done.jsonl").open("ab") as file:
 
-def _found(tokenizer: Any, done: Generated, number: int) -> Iterator[dict[str, Any]]:
-    for answer in answers_of(tokenizer, done):
-        yield {
-            "completion": answer.text,
-            "finish_reason": answer.finish_reason,
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
-            "micro_batch": number,
-            "seed": done.batch.seed,
-        }
+            def keep(number: int, found: Answers) -> None:
+                nonlocal tokens
+                with lock:
+                    content = json.dumps({"micro_batch": number, "answers": found}, ensure_ascii=False)
+                    file.write(content.encode() + b"\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                    self._take(number, found)
+                    tokens += sum(each["completion_tokens"] for each in found)
+                    done = sum(line in self._answers for line in self._lines)
+                    seconds = time.monotonic() - start
+                    self._progress(JobProgress(done, len(self._lines), tokens, seconds, self._padding))
+
+            yield keep
+
+    def _take(self, number: int, found: Answers) -> None:
+        members = self._job[number][0]
+        self._answers |= {line: self._lines[line].answered(each) for line, each in zip(members, found, strict=True)}
 
 
 @contextmanager

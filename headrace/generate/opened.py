@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,9 +12,12 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.ask.model_config import position_limit
+from headrace.ask.place import Place, runtime_bytes
 from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
+from headrace.generate.embedding import without_embedding
 from headrace.generate.sources import GenerationSource, RunSource, ShardSource
 from headrace.machine.here import this_machine
+from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, WeightMap
 from headrace.model.beside import StoredBeside
@@ -26,6 +28,7 @@ from headrace.model.generation_keys import SettingError, check_file, resolved, t
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, DataError, ModelError, in_one_line
 from headrace.terms.events import Event, Sink
+from headrace.terms.json_text import parse_json
 
 # New tokens of an answer where neither the model nor the user says how many.
 _NEW_TOKENS = 512
@@ -80,8 +83,10 @@ class GenerationModel:
             stored = adapters(chain, weights) if adapters is not None else None
             if stored is not None:
                 closers.enter_context(chain.adapted(stored.adapters))
+            place = Place.here(machine, runtime_bytes(anonymous_bytes()), torch.get_num_threads())
+            notes = without_embedding(chain, weights, place, budget)
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
-            found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes))
+            found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes, *notes))
             found.closers = closers.pop_all()
             if beside is not None and (beside / _CONFIG).exists():
                 found.generation_config = read_generation_config(beside, chain.model)
@@ -246,7 +251,7 @@ def read_generation_config(directory: Path, model: Any) -> Any:
             setattr(found, name, None)  # config.json asks training for these
         return found
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ModelError(f"{path}: expected an object, found {type(values).__name__}")
         check_file(values)

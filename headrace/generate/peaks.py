@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from headrace.generate.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes
+from headrace.generate.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes, working_bytes
 from headrace.generate.plan import GenerationPlan, generation_buffers
 from headrace.plan.allowance import Allowance
 from headrace.plan.results import Results
@@ -21,17 +21,15 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     costs, threads = plan.costs, plan.seats
     rows = peak_rows(generation_buffers(plan), allowance.runtime_bytes, separate_device=plan.separate_device)
     compute = rows["device" if plan.separate_device else "host"]
-    stays = [block for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) == COMPUTE]
-    kept = sum(whole_bytes(costs, plan.new_tokens, block) for block in stays)
+    blocks = range(1, plan.num_blocks + 1)
+    grows = [block for block in blocks if plan.caches.home(block) == COMPUTE and not costs.is_coded(block)]
+    kept = sum(whole_bytes(costs, plan.new_tokens, block) for block in grows)
     compute["cache"] = compute.get("cache", 0) + plan.seats * kept
     passing = max(costs.first.call_bytes + 2 * costs.first.hidden_bytes, costs.next.call_bytes + 2 * costs.next.hidden_bytes)
     again = costs.recomputing.call_bytes if costs.recomputing is not None and plan.caches.inputs else 0
     compute["activations"] = plan.seats * (passing + again)
     # A block's cache is copied when it grows, and both exist for a moment. A cache that is lent memory exists once.
-    last = (
-        whole_bytes(costs, plan.new_tokens, block) * (2 if plan.caches.home(block) == COMPUTE else 1)
-        for block in range(1, plan.num_blocks + 1)
-    )
+    last = (working_bytes(costs, plan.new_tokens, block) * (2 if block in grows else 1) for block in blocks)
     before = costs.first.call_bytes + 3 * costs.first.hidden_bytes
     compute["workspace"] = max(costs.first.workspace_bytes, costs.next.workspace_bytes + max(last), costs.head_bytes, before)
     making = max(unit.making_bytes for unit in plan.units)
@@ -43,8 +41,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     if making:
         compute["decoding"] = making
     if plan.packed_rows:
-        blocks = plan.units[1 : plan.num_blocks + 1]
-        compute["packed"] = sum(unit.packed_bytes for unit in blocks) + max(unit.packing_bytes for unit in blocks)
+        packed = plan.units[1 : plan.num_blocks + 1]
+        compute["packed"] = sum(unit.packed_bytes for unit in packed) + max(unit.packing_bytes for unit in packed)
     if plan.adapter_bytes:
         compute["adapters"] = plan.adapter_bytes
     on_cpu = not allowance.device_overhead_bytes

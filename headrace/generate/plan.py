@@ -117,7 +117,7 @@ class GenerationPlan(Placement):
             prompt_length <= self.prompt_length
             and prompt_length + new_tokens <= self.prompt_length + self.new_tokens
             and prompts <= self.prompts
-            and kept_copies <= max(self.kept_copies, 0 if self.caches.moves else 1)
+            and kept_copies <= max(self.kept_copies, 0 if self.caches.moves or self.costs.coded else 1)
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -125,6 +125,8 @@ class GenerationPlan(Placement):
         values = Placement.to_json(self)
         if self.costs.recomputing is None:
             del values["costs"]["recomputing"]
+        if self.costs.coded is None:
+            del values["costs"]["coded"]
         if not self.caches.inputs:
             del values["caches"]["inputs"]
         return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
@@ -204,6 +206,13 @@ class GenerationPlan(Placement):
             lines.append(f"codes    {codes}")
         if self.packed_rows:
             lines.append(f"products of up to {self.packed_rows} rows with four-bit weights, packed once beside decoded ones")
+        if (coded := self.costs.coded) is not None:
+            share = sum(
+                self.costs.cache_token_bytes[block - 1] for block in range(1, self.num_blocks + 1) if self.costs.is_coded(block)
+            )
+            lines.append(
+                f"caches   in {coded.name}, lossy: {share / sum(coded.decoded_bytes):.2f} of the bytes of {self.compute_dtype}"
+            )
         if self.caches.moves:
             elsewhere = ((HOST, "in host memory"), (SSD, "on the drives"))
             places = [f"{len(self.caches.blocks(home))} {words}" for home, words in elsewhere if self.caches.blocks(home)]

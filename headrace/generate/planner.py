@@ -9,21 +9,25 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 
 from headrace.ask.model_config import open_coded, read_parts
 from headrace.ask.place import Place, multiplies, runtime_bytes
-from headrace.codec.table import CODES
-from headrace.files import default_ssd_bytes, on_drives_of
+from headrace.codec.cache_codes import CACHE_CODES
+from headrace.files import default_ssd_bytes
 from headrace.generate.coded import units_if_compressed, units_of_files
+from headrace.generate.embedding import without_embedding
 from headrace.generate.plan import GenerationPlan
+from headrace.generate.plan_notes import of_copying, of_twice, why_not
 from headrace.generate.search import GenerationQuestion, make_generation_plan
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
 from headrace.model.banks import find_experts
+from headrace.model.embedding_rows import take_back
 from headrace.model.generation_check import (
     check_generation,
     ready_to_generate,
@@ -35,17 +39,15 @@ from headrace.model.generation_check import (
 from headrace.model.generation_costs import generation_costs
 from headrace.model.stored_experts import expert_layout, without
 from headrace.plan.allowance import Allowance
-from headrace.plan.decoding import why_no_gain
 from headrace.plan.expert_plan import ExpertFigures
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import UnitFigures, home_of
-from headrace.terms.generate_options import AUTO, ON_DEVICE, ON_HOST, GenerateOptions
+from headrace.terms.generate_options import AUTO, NO_COPIES, ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.layout import UnitLayout
 from headrace.terms.optimizer import Optimizer
-from headrace.terms.sizes import format_bytes, format_seconds
 
 # Tokens of a prompt that may go through the model together. Small chunks compute at lower rates, and read weights more often.
 PREFILL_CHUNKS = (512, 2048, 8192)
@@ -86,7 +88,8 @@ class GenerationPlanner:
         self._chain, self._units, self._machine, self._options = chain, units, machine, options
         self._ceilings = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
         self._budget, self._chunks, self._most_rows = options.budget, passes.chunks, passes.most_rows
-        self._costs = cache(partial(passes.costs, chain))
+        self._code = CACHE_CODES.get(options.cache_dtype or "")
+        self._costs = cache(partial(passes.costs, chain, **({"code": self._code} if self._code is not None else {})))
         self._has_drives = bool(self._budget.ssd) or (isinstance(machine, Place) and machine.has_drives)
 
     @property
@@ -130,9 +133,11 @@ class GenerationPlanner:
             return replace(found, tiered=()) if reason else found
 
         allowance = self._allowance(lambda: costs_of(1))
-        if (self._has_drives or allowance.device_bytes is not None) and any(costs_of(1).tiered) and not kept_copies:
+        moves = self._code is not None or self._has_drives or allowance.device_bytes is not None
+        if moves and any(costs_of(1).tiered) and not kept_copies:
             reason = why_not_tiered(self._chain.config)
             not_by_inputs = why_not_recomputed(self._chain.config) if costs_of(1).recomputing is not None else ""
+        self._check_code(costs_of(1), kept_copies, reason)
         notes: list[str] = []
         places = self._places_of_attention(
             attention or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
@@ -169,6 +174,20 @@ class GenerationPlanner:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
         return plan.with_notes((*self._units.notes, *self._chain.notes, *notes))
 
+    def _check_code(self, costs: GenerationCosts, kept_copies: int, not_tiered: str) -> None:
+        """Refuse a code of caches that was asked for where it cannot be had.
+
+        Raises:
+            ConfigError: rows are exchanged, or this architecture has no caches that may be coded.
+        """
+        if self._code is not None and kept_copies:
+            raise ConfigError(f"cache_dtype: {NO_COPIES}")
+        if self._code is not None and not any(costs.tiered):
+            why = not_tiered or "it has no caches of full attention"
+            raise ConfigError(
+                f"cache_dtype: caches of this architecture are not kept in {self._code.name}: {why}; leave it out"
+            )
+
     def _places_of_attention(
         self,
         asked: str,
@@ -183,7 +202,11 @@ class GenerationPlanner:
         Without being asked the host attends beside a GPU alone: on one processor nothing is gained by it that bits are worth.
         """
         separate, on_gpu = allowance.device_bytes is not None, allowance.device_overhead_bytes > 0
-        if asked == ON_DEVICE or (asked == AUTO and not (on_gpu and costs.attends and not kept_copies)):
+        if (
+            self._code is not None
+            or asked == ON_DEVICE
+            or (asked == AUTO and not (on_gpu and costs.attends and not kept_copies))
+        ):
             return (False,)
         if kept_copies:
             why = "beams, several answers a row and drafts keep their caches where compute is"
@@ -212,23 +235,31 @@ class GenerationPlanner:
         return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 
+class Asked(TypedDict):
+    """What is to be generated: prompts of up to `prompt_length` tokens, with up to `new_tokens` for each."""
+
+    prompts: int
+    prompt_length: int
+    new_tokens: int
+
+
 def plan_generation(
     model: str,
     options: GenerateOptions,
     ceilings: Ceilings | None,
     *,
     here: bool,
-    prompts: int,
-    prompt_length: int,
-    new_tokens: int,
     compress: str | None = None,
+    say_twice: bool = False,
+    **asked: Unpack[Asked],
 ) -> GenerationPlan:
     """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
 
     For a directory with coded weights, the headers of its files are read. With `compress` the plan is for the model that
     compression to that code would write. Either says what a plan for the weights in the compute dtype would take, too.
 
-    `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine.
+    `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine. With `say_twice` a note
+    says what twice the host memory would give, where passes read weights.
 
     Raises:
         InputError: the model, its architecture or a number cannot be used.
@@ -249,19 +280,25 @@ def plan_generation(
     has_device = place.device_bytes is not None or options.device_memory is not None
     if not has_device and not multiplies(dtype, ceilings, here=here):
         chain.multiply_wide()
-    plain = GenerationUnits(_frozen(chain.layouts, chain.num_blocks), _experts_of(chain))
+    weights = None if checkpoint is None else chain.attach(checkpoint)
+    by_rows = without_embedding(chain, weights, place, options.budget)
     options = replace(options, machine=ceilings)
     if not here:  # another machine's instructions are not known
         options = replace(options, packed_products=False)
 
     def planned(units: GenerationUnits) -> GenerationPlan:
-        return GenerationPlanner(chain, units, place, options).plan(prompts, prompt_length, new_tokens)
+        return GenerationPlanner(chain, units, place, options).plan(**asked)
 
-    coded: GenerationUnits | None = None
-    if compress is not None:
-        coded = GenerationUnits(*units_if_compressed(chain, compress, plain.figures, plain.experts, on_cpu=not has_device))
-    elif checkpoint is not None:
-        coded = GenerationUnits(*units_of_files(chain, checkpoint, on_cpu=not has_device))
+    def units_of() -> tuple[GenerationUnits, GenerationUnits | None]:
+        plain = GenerationUnits(_frozen(chain.layouts, chain.num_blocks), _experts_of(chain))
+        if compress is not None:
+            coded = units_if_compressed(chain, compress, plain.figures, plain.experts, on_cpu=not has_device)
+            return plain, GenerationUnits(*coded)
+        if checkpoint is not None:
+            return plain, GenerationUnits(*units_of_files(chain, checkpoint, on_cpu=not has_device))
+        return plain, None
+
+    plain, coded = units_of()
     plan = planned(coded or plain)
     if checkpoint is not None:
         plan = replace(plan, unused_tensors=chain.unused_tensors)
@@ -271,46 +308,19 @@ def plan_generation(
         except PlanInfeasible:
             plan = plan.with_notes((f"in plain {dtype} it would not fit",))
         else:
-            why = _why_not(compress, plan, other, ceilings)
+            why = why_not(compress, plan, other, ceilings)
             plan = other.with_notes((why,)) if why else replace(plan, uncoded=other.forecast)
-    return plan.with_notes(_of_copying(plan, options, ceilings, Path(model), here=here))
-
-
-def _why_not(name: str | None, coded: GenerationPlan, plain: GenerationPlan, ceilings: Ceilings | None) -> str:
-    """Return why the lossless code `name`, which was asked for, is not planned: it would not be faster. "" where it is."""
-    code = CODES.get(name or "")
-    if code is None or not code.lossless or coded.forecast is None or plain.forecast is None:
-        return ""
-    now, then = plain.forecast.tokens_per_second, coded.forecast.tokens_per_second
-    if then > now:
-        return ""
-    why = why_no_gain(code.kind, ceilings) if ceilings is not None and plain.forecast.read_bytes else ""
-    reason = why or ("decoding takes more than it saves" if plain.forecast.read_bytes else "no weights are read in passes")
-    return f"{code.name} is not used: {reason}. It would give {then:.3g} tokens/s, plain {plain.compute_dtype} {now:.3g}"
-
-
-def _of_copying(
-    plan: GenerationPlan, options: GenerateOptions, ceilings: Ceilings | None, model: Path, *, here: bool
-) -> tuple[str, ...]:
-    """Return what there is to say of a copy of the weights on the drives, where passes read weights."""
-    drives = () if here or ceilings is None else ceilings.drives
-    directories = options.budget.ssd
-    if plan.forecast is None or not plan.forecast.read_bytes or not (directories or len(drives) > 1):
-        return ()
-    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
-    if here and files and options.copy_weights is None and on_drives_of(files, directories):
-        return ("weights are read from the model's files: the named drives have them already",)
-    num_bytes = sum(map(plan.stored_bytes, range(len(plan.units))))
-    where = _drives(len(directories) or len(drives)) + (", if these read faster," if here and not options.copy_weights else "")
-    found = f"weights are copied to {where} once: {format_bytes(num_bytes)}"
-    if ceilings is None:
-        return (found,)
-    seconds = num_bytes / ceilings.ssd_write_bytes_per_second + num_bytes / ceilings.ssd_read_bytes_per_second
-    return (f"{found}, about {format_seconds(seconds)}",)
-
-
-def _drives(count: int) -> str:
-    return f"{count} drives, striped" if count > 1 else "a drive"
+    if say_twice and plan.forecast is not None and plan.forecast.read_bytes:
+        given = options.budget.host_bytes
+        more = options if given is None else replace(options, host_memory=2 * given)
+        if take_back(chain):
+            without_embedding(chain, weights, place.with_twice_host(), more.budget)
+            plain, coded = units_of()
+        units = plain if plan.uncoded is None and coded is not None else coded or plain
+        twice = GenerationPlanner(chain, units, place.with_twice_host(), more)
+        faster = twice.plan(**asked, rows=plan.rows).forecast
+        plan = plan.with_notes((of_twice(faster),) if faster is not None else ())
+    return plan.with_notes(by_rows).with_notes(of_copying(plan, options, ceilings, Path(model), here=here))
 
 
 def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures, ...]:

@@ -71,13 +71,11 @@ class _Pass(PagedWeights):
             for ahead in range(block, block + plan.prefetch + 1):
                 self.acquire((ahead - 1) % self.blocks + 1)
             self.settle(block)
-            # Attention copies keys and values, and reads the copy: they cross compute's memory three times. On the host it
-            # reads them in place.
             weights = (self.acquired.pop(block)[1],)
             weight_bytes = plan.block_bytes(block, self.rows)
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
             if self.experts is not None and self.experts.has(block):
-                touched = weight_bytes + 3 * caches.held_bytes(block)
+                touched = weight_bytes + caches.touched_bytes(block, 0)
                 self.experts.block(
                     block, weights, seats=num_seats, flops=flops, num_bytes=touched, calls=calls, caches=caches, pages=self
                 )
@@ -93,7 +91,7 @@ class _Pass(PagedWeights):
                     caches.result(block, seat, _CARRIED + seat)
                     waiting.append(seat)
                     continue
-                in_place, brought = caches.attends(block, seat), caches.bring(block, seat)
+                brought = caches.bring(block, seat)
                 caches.recompute(block, seat, weights, plan.block_bytes(block, plan.rows * plan.costs.first_tokens) // 4)
                 op(
                     Verb.FORWARD,
@@ -102,7 +100,7 @@ class _Pass(PagedWeights):
                     brought,
                     unit=block,
                     micro=seat,
-                    num_bytes=weight_bytes + (1 if in_place else 3) * caches.held_bytes(block),
+                    num_bytes=weight_bytes + caches.touched_bytes(block, seat),
                     flops=flops,
                     calls=calls,
                 )

@@ -4,18 +4,21 @@ A seat that comes in takes a *place*: bytes for each block at that block's home,
 On the drives that is a scratch file without a name, whose space is free again when its process ends, however that happens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import DirectFile, ThreadEngine, Volume, measured_weights
-from headrace.generate.cache_plan import COMPUTE, HOST, SSD, drive_bytes, tail_bytes, whole_bytes
+from headrace.generate.cache_plan import COMPUTE, HOST, SSD, drive_bytes, resident_blocks, tail_bytes, whole_bytes
 from headrace.generate.plan import GenerationPlan
 from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
+from headrace.model.attention_errors import AttentionErrors
 from headrace.model.host_attention import Away, attending_here, named, using
 from headrace.model.seats import Seat
 from headrace.model.stored_layer import RunBlock, StoredLayer
@@ -26,6 +29,8 @@ from headrace.terms.events import Sink
 from headrace.terms.program import Op, Pool
 from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
 
+_Flat = TypeVar("_Flat", Bytes, torch.Tensor)
+
 
 class CacheBuffers:
     """The buffers of `plan.caches.cache_buffers`: arrays in host memory, tensors on a device."""
@@ -34,18 +39,22 @@ class CacheBuffers:
         self,
         plan: GenerationPlan,
         host: dict[str, list[Bytes]],
-        on_device: Sequence[torch.Tensor],
-        carried: Sequence[torch.Tensor],
+        on_compute: Mapping[str, Sequence[torch.Tensor]],
+        errors: AttentionErrors | None,
     ) -> None:
         costs, new = plan.costs, plan.new_tokens
         self.carried_host: list[Bytes] = host.get("cache_carried_host", [])
-        self.carried = tuple(carried)
-        self.on_its_way, self.on_device = host.get("cache_on_its_way", []), tuple(on_device)
+        self.carried, self.on_device = on_compute["cache_carried"], on_compute["cache_on_device"]
+        self.on_its_way, self.errors = host.get("cache_on_its_way", []), errors
         tails = {block: tail_bytes(plan.caches, costs, new, block) for block in plan.caches.blocks(SSD)}
-        kept = {block: round_up(whole_bytes(costs, new, block), PAGE_BYTES) for block in plan.caches.blocks(HOST)}
-        # By place and block: bytes that wait for a full page, and caches that live in host memory.
+        kept, resident = (
+            {block: round_up(whole_bytes(costs, new, block), PAGE_BYTES) for block in blocks}
+            for blocks in (plan.caches.blocks(HOST), resident_blocks(plan.caches, costs))
+        )
+        # By place and block: bytes that wait for a full page, caches that live in host memory, coded ones where compute is.
         self.tails = [_cut(flat, tails) for flat in host.get("cache_tails", [])]
         self.kept = [_cut(flat, kept) for flat in host.get("cache_kept", [])]
+        self.resident = [_cut(flat, resident) for flat in on_compute["cache_resident"]]
 
 
 class CacheFile:
@@ -106,9 +115,11 @@ class SeatCache:
     def __init__(self, seat: Seat, place: int, plan: GenerationPlan, buffers: CacheBuffers, file: CacheFile | None) -> None:
         self.place, self._seat, self._plan, self._buffers, self._file = place, seat, plan, buffers, file
         away = [block - 1 for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) != COMPUTE]
+        coded = [block - 1 for block in range(1, plan.num_blocks + 1) if plan.costs.is_coded(block)]
+        code = CACHE_CODES[plan.costs.coded.name] if plan.costs.coded is not None else None
         self._layers: dict[int, StoredLayer] = {
             block + 1: StoredLayer(found, by_inputs=block + 1 in plan.caches.inputs)
-            for block, found in tier_layers(seat.calls, away).items()
+            for block, found in tier_layers(seat.calls, coded or away, code).items()
         }
         self._on_drive = dict.fromkeys(self._layers, 0)
         self._away: dict[int, Away] = {}
@@ -129,6 +140,8 @@ class SeatCache:
         memory = self._at_compute(op)
         if self.attends and op.slot(Pool.CACHE_DEVICE) < 0:
             return attending_here(block, stored.layer, memory)
+        if (errors := self._buffers.errors) is not None and errors.wants(op.unit):
+            return errors.of(op.unit, block, stored.layer, memory)
         return stored.used(memory, *self._called(op))
 
     def recompute(self, op: Op, run: RunBlock) -> None:
@@ -239,6 +252,8 @@ class SeatCache:
         if slot >= 0:
             return self._buffers.on_device[slot]
         slot = op.slot(Pool.CACHE_HOST)
+        if slot < 0 and self._plan.caches.home(op.unit) == COMPUTE:
+            return self._buffers.resident[self.place][op.unit]
         return torch.from_numpy(self._buffers.on_its_way[slot] if slot >= 0 else self._buffers.kept[self.place][op.unit])
 
     def _called(self, op: Op) -> tuple[torch.Tensor, BlockCall]:
@@ -256,9 +271,9 @@ def _starts(plan: GenerationPlan) -> tuple[dict[int, int], int]:
     return starts, end
 
 
-def _cut(flat: Bytes, sizes: dict[int, int]) -> dict[int, Bytes]:
-    """Cut an array into consecutive parts."""
-    found, start = {}, 0
+def _cut(flat: _Flat, sizes: dict[int, int]) -> dict[int, _Flat]:
+    """Cut an array or a tensor into consecutive parts."""
+    found, start = dict[int, Any](), 0
     for block, size in sizes.items():
         found[block] = flat[start : start + size]
         start += size

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from headrace.generate.cache_plan import COMPUTE, SSD, moved_bytes, whole_bytes
+from headrace.generate.cache_plan import COMPUTE, SSD, moved_bytes, touched_bytes, whole_bytes
 from headrace.generate.expert_search import rough_expert_seconds
 from headrace.generate.plan import GenerationPlan, PassForecast
 from headrace.generate.schedule import build_pass
@@ -100,7 +100,8 @@ def rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
     touched = (
         sum(plan.block_bytes(block, plan.rows) for block in blocks)
         + plan.multiplied_bytes(plan.head_bytes, plan.rows)
-        + 3 * (sum(caches.values()) - (away if attending else 0)) / plan.seats
+        + (sum(touched_bytes(plan.costs, caches[block], block) for block in blocks) - (3 * away if attending else 0))
+        / plan.seats
     )
     flops = sum(plan.costs.next.flops) + plan.costs.head_flops
     computing = plan.seats * rates.compute_seconds(flops, touched, sum(plan.costs.next.calls))

@@ -101,7 +101,7 @@ class ShardSource(FileSource):
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know about how weights are read."""
-        whole = sum(not unit.extents for unit in self._units)
+        whole = sum(not unit.extents and unit.layout.num_elements > 0 for unit in self._units)
         coded = [number for number, unit in enumerate(self._units) if unit.decodings]
         notes = [f"experts come with their whole block: {self.why_whole}"] if self.why_whole else []
         if whole:

@@ -22,14 +22,15 @@ _RESOURCES = {"Max address space": "VmSize", "Max data size": "VmData"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """A control group that this process belongs to, itself or through a group below."""
+class Group:
+    """A control group that this process belongs to, itself or through a group below: its limit, and what is taken for good."""
 
     limit_bytes: int
     used_bytes: int
 
     @property
     def rest_bytes(self) -> int:
+        """What may still be taken."""
         return max(0, self.limit_bytes - self.used_bytes)
 
 
@@ -53,6 +54,11 @@ def control_group_limit_bytes(root: Path = _HERE) -> int | None:
     return min((group.limit_bytes for group in _groups(root)), default=None)
 
 
+def nearest_group(root: Path = _HERE) -> Group | None:
+    """Return that control group of this process, or above it, which leaves least; None where none limits memory."""
+    return min(_groups(root), key=lambda group: group.rest_bytes, default=None)
+
+
 def pinnable_memory_bytes(root: Path = _HERE) -> int | None:
     """Return what a GPU's driver lets a process pin: half of the memory under WSL; None where no cap is known.
 
@@ -69,7 +75,7 @@ def default_host_bytes(root: Path = _HERE, *, pins: bool) -> int:
     return allowed if pinnable is None else min(allowed, pinnable)
 
 
-def _groups(root: Path) -> Iterator[_Group]:
+def _groups(root: Path) -> Iterator[Group]:
     """Yield the groups with a limit, of both versions: a machine may have the memory controller in either."""
     for version, directories in groups_of("memory", root):
         if version == 2:
@@ -84,7 +90,7 @@ def _groups(root: Path) -> Iterator[_Group]:
             yield from _limited(counting, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 
-def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[_Group]:
+def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[Group]:
     for directory in directories:
         texts = [text_of(directory / name) or "" for name in limits]
         found = [int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED_BYTES]
@@ -92,7 +98,7 @@ def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefi
         if found:
             statistics = _pairs(directory / "memory.stat")
             reclaimable = sum(statistics.get(prefix + name, 0) for name in _RECLAIMABLE)
-            yield _Group(min(found), max(0, int(used) - reclaimable) if used.isdigit() else 0)
+            yield Group(min(found), max(0, int(used) - reclaimable) if used.isdigit() else 0)
 
 
 def _resource_rests(root: Path) -> Iterator[int]:

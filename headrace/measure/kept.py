@@ -22,6 +22,7 @@ from headrace.files.durable import write_whole
 from headrace.machine.cpu import CpuMachine, processor_name
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
+from headrace.terms.json_text import parse_json
 from headrace.terms.layout import COMPUTE_DTYPES
 
 _FOLDER = "machines"
@@ -75,7 +76,7 @@ def find_kept(cache: Path, wanted: Wanted) -> Ceilings | None:
     """Return what was kept in `cache` for `wanted`, a drive for each of its directories; None where there is nothing."""
     key = wanted.key
     with contextlib.suppress(OSError, ValueError, RecursionError, ConfigError):
-        values = json.loads(_path(cache, key).read_text(encoding="utf-8"))
+        values = parse_json(_path(cache, key).read_text(encoding="utf-8"))
         if isinstance(values, dict) and values.get("key") == key:
             return wanted.of_directories(Ceilings.from_json(values.get("ceilings")))
     return None

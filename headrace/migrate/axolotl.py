@@ -20,6 +20,7 @@ from headrace.migrate.training_arguments import (
     take_rows,
     take_saving,
     take_schedule,
+    take_streaming,
 )
 
 NAME = "axolotl"
@@ -119,6 +120,7 @@ def translate(source: Source) -> None:
     refuse_methods(source, _REFUSED)
     source.rename("base_model", "model")
     _take_data(source)
+    take_streaming(source, "streaming", "streaming_multipack_buffer_size")
     length = int(source.take("sequence_len", 512))
     source.set("sequence_length", length, "sequence_len")
     source.set("packing", bool(source.take("sample_packing", False)), "sample_packing")

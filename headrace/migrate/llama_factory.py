@@ -17,6 +17,7 @@ from headrace.migrate.training_arguments import (
     refuse_other_tasks,
     set_data,
     take_adapter,
+    take_streaming,
     take_training_arguments,
 )
 
@@ -81,6 +82,7 @@ def translate(source: Source) -> None:
     refuse_methods(source, _REFUSED)
     source.rename("model_name_or_path", "model")
     _take_data(source)
+    take_streaming(source, "streaming", "buffer_size")
     length = int(source.take("cutoff_len", 2048))
     source.set("sequence_length", length, "cutoff_len")
     pretrains = source.values.get("stage") == "pt"

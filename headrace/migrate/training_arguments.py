@@ -35,13 +35,13 @@ REASONS = {
     "eval_accumulation_steps": PLANNED,
     "fsdp*": PLANNED,
     "gradient_checkpointing*": PLANNED,
-    "hub_*": "`headrace export` writes a directory that can be uploaded",
+    "hub_*": "`headrace export RUN_DIR OUT --push-to-hub OWNER/NAME` sends a run's model",
     "log_level": LOGGED,
     "logging_*": LOGGED,
     "low_cpu_mem_usage": PLANNED,
     "overwrite_output_dir": "a run directory that is not empty is refused",
     "per_device_eval_batch_size": PLANNED,
-    "push_to_hub": "`headrace export` writes a directory that can be uploaded",
+    "push_to_hub": "`headrace export RUN_DIR OUT --push-to-hub OWNER/NAME` sends a run's model",
     "remove_unused_columns": "unused columns are ignored, and named",
     "resume_from_checkpoint": "`headrace resume RUN_DIR` resumes a run",
     "save_only_model": "kept models are model directories; the state stays on the SSDs",
@@ -243,6 +243,15 @@ def leave_bases(source: Source, adapter_key: str, coded_keys: Sequence[str]) -> 
 def set_data(source: Source, rows: list[dict[str, Any]], origin: str, option: str = "data") -> None:
     """Set the data: entries that say nothing but a path are written as one."""
     source.set(option, [row["path"] if set(row) == {"path"} else row for row in rows], origin)
+
+
+def take_streaming(source: Source, key: str, size_key: str) -> None:
+    """Take data that are read as they come, and the rows of a buffer, which mean nothing otherwise."""
+    size = source.take(size_key)
+    if source.take(key):
+        source.set("streaming", True, key)
+        if size is not None:
+            source.set("buffer_size", size, size_key)
 
 
 def note_coded_base(source: Source, key: str) -> None:

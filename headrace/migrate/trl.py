@@ -14,6 +14,7 @@ from headrace.migrate.training_arguments import (
     names_of,
     set_data,
     take_adapter,
+    take_streaming,
     take_training_arguments,
 )
 
@@ -61,6 +62,7 @@ def translate(source: Source) -> None:
     pairs = _take_loss(source)
     source.rename("model_name_or_path", "model")
     _take_data(source)
+    take_streaming(source, "dataset_streaming", "buffer_size")
     length = int(source.take("max_length", source.take("max_seq_length", 1024)))
     source.set("sequence_length", length, "max_length")
     source.set("packing", bool(source.take("packing", False)), "packing")

@@ -3,7 +3,6 @@
 Invariant: a key that changes the result is computed, or its value is refused by name; so is an unknown key.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from headrace.model.adapter_targets import is_target
 from headrace.terms.adapter import ALL_LINEAR, Dora, Lora
 from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.json_text import parse_json
 from headrace.terms.named import plain_number
 
 CONFIG_NAME = "adapter_config.json"
@@ -184,7 +184,7 @@ def read_adapter_json(directory: Path) -> dict[str, Any]:
     """
     path = directory / CONFIG_NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{directory}: no adapter: {CONFIG_NAME} cannot be read ({error}); give a directory of peft"

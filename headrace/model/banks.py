@@ -10,9 +10,9 @@ order, and only for announced ones.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -33,13 +33,41 @@ class BlockExperts:
 
 
 class Visitor(Protocol):
-    """What runs a block in a thread."""
+    """What runs a block."""
 
     def announce(self, experts: Mapping[int, int]) -> None:
         """Take which experts will be asked for, ascending, and for how many tokens. Called before the first is."""
 
     def wait_for(self, expert: int) -> None:
         """Return when the expert may be there; this is called again if it is not."""
+
+
+class Walker:
+    """What runs a block in a thread, which `park` stops until it is told to go on.
+
+    `needs` are the experts that it will ask for, ascending; `wants` is the one for which it waits.
+    """
+
+    def __init__(self, park: Callable[[], None]) -> None:
+        self.needs, self.wants = tuple[int, ...](), -1
+        self._park = park
+
+    def announce(self, experts: Mapping[int, int]) -> None:
+        """See `Visitor`."""
+        self.needs = tuple(experts)
+
+    def wait_for(self, expert: int) -> None:
+        """See `Visitor`."""
+        self.wants = expert
+        self._park()
+
+
+def needed_by(walkers: Iterable[Walker]) -> tuple[int, ...]:
+    """Return the experts that any walker needs, ascending."""
+    return tuple(sorted({expert for walker in walkers for expert in walker.needs}))
+
+
+_W = TypeVar("_W", bound=Walker)
 
 
 class _Own(threading.local):
@@ -91,6 +119,17 @@ class Banks:
                 raise ModelError(f"expert {number} is asked for, and nothing is there to load it")
             visitor.wait_for(number)
         return weights[attribute]
+
+    def let_pass(self, weights: Mapping[int, Weights], walkers: Sequence[_W], go_on: Callable[[_W], bool]) -> list[_W]:
+        """Bring experts to walkers that wait for one of them, in their order; return those that are still in the block.
+
+        `go_on` lets one run until it waits again or has passed the block, and returns whether it has. Experts come ascending.
+        """
+        self.present.update(weights)
+        try:
+            return [walker for walker in walkers if not (walker.wants in self.present and go_on(walker))]
+        finally:
+            self.present.clear()
 
     def _announcing(self, num_experts: int) -> Callable[..., None]:
         def announce(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

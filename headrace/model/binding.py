@@ -42,7 +42,8 @@ class Binding:
         rows: RowSink | None = None,
         as_loaded: bool = False,
     ) -> None:
-        """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements.
+        """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements. One
+        number that is repeated stands for weights that are not here.
 
         With a `sink`, each gradient is handed over once it is complete for the running backward, and then dropped. A parameter
         used in several backwards of a step is handed over in each. A parameter needs no gradient if there is no sink or it is
@@ -53,8 +54,8 @@ class Binding:
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
         """
-        layout = self._layouts[unit]
-        if flat.dtype != self._dtype or flat.dim() != 1 or flat.numel() != layout.num_elements or not flat.is_contiguous():
+        layout, dense = self._layouts[unit], flat.is_contiguous() or flat.stride() == (0,)
+        if flat.dtype != self._dtype or flat.dim() != 1 or flat.numel() != layout.num_elements or not dense:
             raise ModelError(
                 f"unit {unit} ({layout.name}): expected a contiguous 1-D tensor of {layout.num_elements} x {self._dtype}, "
                 f"found shape {tuple(flat.shape)} of {flat.dtype}"

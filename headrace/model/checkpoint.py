@@ -3,7 +3,6 @@
 Only headers are read. Invariant: an opened checkpoint has every tensor that its index promises, whole.
 """
 
-import json
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,11 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from headrace.files.model_directory import read_configuration, refuse_no_model, why_unreachable
 from headrace.model.coded import decoded_tensors
 from headrace.model.find_blocks import quantisation_of
+from headrace.model.gguf_tensors import gguf_tensors, is_gguf_directory
 from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_header
 from headrace.model.text_part import text_part
 from headrace.terms.errors import ModelError, in_one_line, shortened
+from headrace.terms.json_text import parse_json
 
 # What safetensors calls the dtypes of weights, by their names in configurations; and dtypes of tensors that are no weights.
 _STORED_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -57,7 +58,8 @@ class Checkpoint:
         Raises:
             ModelError: none are of a dtype that is computed in.
         """
-        found = {name: sum(t.num_bytes for t in self.tensors.values() if t.dtype == own) for name, own in _STORED_NAMES.items()}
+        dtypes = [(_computed(tensor), tensor.num_bytes) for tensor in self.tensors.values()]
+        found = {name: sum(size for dtype, size in dtypes if dtype == own) for name, own in _STORED_NAMES.items()}
         if not any(found.values()):
             raise ModelError(
                 f"{self.directory}: no tensor is {', '.join(_STORED_NAMES.values())}; weights of other dtypes are not read"
@@ -78,6 +80,10 @@ class Checkpoint:
         directory = Path(directory)
         refuse_no_model(directory)
         config = read_config(directory)
+        if is_gguf_directory(directory):
+            if decode and getattr(config, "quantization_config", None) is not None:
+                del config.quantization_config
+            return cls(directory, config, gguf_tensors(directory))
         tensors: dict[str, StoredTensor] = {}
         index = _read_index(directory)
         for name in dict.fromkeys(index.values()) if index else [_SINGLE]:
@@ -103,6 +109,11 @@ class Checkpoint:
         return cls(directory, config, tensors, whole, notes)
 
 
+def _computed(tensor: StoredTensor) -> str:
+    """Return the dtype in which a tensor is computed if nobody says otherwise: codes that stand for float32 have fewer bits."""
+    return "BF16" if tensor.coded is not None and tensor.dtype == "F32" else tensor.dtype
+
+
 def read_config(directory: Path) -> Any:
     """Return the configuration in `directory`.
 
@@ -119,7 +130,7 @@ def read_config(directory: Path) -> Any:
 def _refusal(directory: Path, error: Exception) -> str:
     """Return why transformers does not accept the configuration; the usual reason is said in fewer words than its own."""
     try:
-        model_type = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
+        model_type = parse_json((directory / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):
         model_type = None
     if isinstance(model_type, str) and model_type not in CONFIG_MAPPING:
@@ -161,13 +172,13 @@ def _read_index(directory: Path) -> dict[str, str]:
     if not path.is_file():
         others = sorted(file.name for file in directory.iterdir() if file.suffix in (".bin", ".pt", ".safetensors", ".gguf"))
         if any(name.endswith(".gguf") for name in others):
-            raise ModelError(f"{directory}: holds GGUF, which is not read; give the model as safetensors")
+            raise ModelError(f"{directory}: holds GGUF; give the file itself, such as {directory / others[0]}")
         raise ModelError(
             f"{directory}: neither {_SINGLE} nor {_INDEX}; found {', '.join(others[:5]) or 'no weight files'}; "
             "save the model with save_pretrained(safe_serialization=True)"
         )
     try:
-        mapping = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        mapping = parse_json(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(key): str(value) for key, value in mapping.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path}: expected a JSON object with a weight_map, found {error!r}") from error

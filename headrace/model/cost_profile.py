@@ -92,19 +92,27 @@ def _quiet(log: logging.Logger) -> Iterator[None]:
 
 
 class Profiles:
-    """What `profile` returns for one chain, by the size of a micro-batch. Each is made once, with the help of another."""
+    """What `profile` returns for one chain, by the size of a micro-batch. Each is made once, with the help of another: the
+    first with `other`, of a chain with the same epilogue.
+    """
 
-    def __init__(self, chain: Chain, *, for_gpu: bool = False, huge_pages: bool | None = None) -> None:
-        self._chain, self._for_gpu, self._huge_pages = chain, for_gpu, huge_pages
+    def __init__(
+        self, chain: Chain, *, for_gpu: bool = False, huge_pages: bool | None = None, other: ModelCosts | None = None
+    ) -> None:
+        self._chain, self._for_gpu, self._huge_pages, self._other = chain, for_gpu, huge_pages, other
         self._costs: dict[tuple[int, int], ModelCosts] = {}
+
+    @property
+    def any(self) -> ModelCosts | None:
+        """Costs of some micro-batch, if there are any yet."""
+        return next(iter(self._costs.values()), self._other)
 
     def of(self, sequences: int, length: int) -> ModelCosts:
         """Return the costs on micro-batches of `sequences` rows of `length` tokens."""
         key = (sequences, length)
         if key not in self._costs:
-            other = next(iter(self._costs.values()), None)
             self._costs[key] = profile(
-                self._chain, sequences, length, for_gpu=self._for_gpu, huge_pages=self._huge_pages, other=other
+                self._chain, sequences, length, for_gpu=self._for_gpu, huge_pages=self._huge_pages, other=self.any
             )
         return self._costs[key]
 

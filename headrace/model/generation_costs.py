@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
+from headrace.codec.cache_codes import CacheCode
 from headrace.model.banks import chosen_among, find_experts
 from headrace.model.call_tensors import call_bytes, tensors_of
 from headrace.model.chain import Chain
@@ -22,18 +23,20 @@ from headrace.model.on_shapes import either_answer
 from headrace.model.runner import left_as_found
 from headrace.model.stored_layer import can_be_called_again, keys_and_values, without_mask
 from headrace.model.taps import BlockCall, Kept, Taps
-from headrace.model.tiered_cache import TieredLayer, can_be_tiered, tier_layers
-from headrace.terms.costs import CALLS_OF_EXPERT, GenerationCosts, PassCosts, RecomputeCosts, touched
+from headrace.model.tiered_cache import TieredLayer, can_be_tiered, tier_layers, token_bytes_of
+from headrace.terms.costs import CALLS_OF_EXPERT, CodedCaches, GenerationCosts, PassCosts, RecomputeCosts, touched
 from headrace.terms.errors import refusing
 
 # How many float32 copies of a step's logits processors, sorting and sampling make (counted in transformers 5.23).
 _COPIES_OF_LOGITS = 8
 
 
-def generation_costs(chain: Chain, rows: int, prompt_length: int, chunk: int = 0) -> GenerationCosts:
+def generation_costs(
+    chain: Chain, rows: int, prompt_length: int, chunk: int = 0, code: CacheCode | None = None
+) -> GenerationCosts:
     """Return the costs of a seat of `rows` prompts of `prompt_length` tokens, taken in chunks of `chunk` (0: all at once).
 
-    The chain must be ready to generate.
+    With a `code` caches are coded that may be. The chain must be ready to generate.
 
     Raises:
         ModelError: the model's code asks for values, which fake tensors do not have.
@@ -47,7 +50,7 @@ def generation_costs(chain: Chain, rows: int, prompt_length: int, chunk: int = 0
         torch.no_grad(),
         ends_bound(chain),
     ):
-        found = _costs(chain, rows, prompt_length, chunk if chunk < prompt_length else 0)
+        found = _costs(chain, rows, prompt_length, chunk if chunk < prompt_length else 0, code)
         found = replace(found, choices=max(choices, default=0), widens=chain.wide_products)
         first, following = _looped(found.first, chain, found, found.first_tokens), _looped(found.next, chain, found, 1)
         return replace(found, first=first, next=following)
@@ -113,7 +116,7 @@ def ends_bound(chain: Chain) -> Iterator[None]:
             chain.release(unit)
 
 
-def _costs(chain: Chain, rows: int, prompt_length: int, chunk: int) -> GenerationCosts:
+def _costs(chain: Chain, rows: int, prompt_length: int, chunk: int, code: CacheCode | None) -> GenerationCosts:
     cache = DynamicCache(config=chain.model.config.get_text_config(decoder=True))
     if chunk:  # the last chunk costs most: it sees all that came before
         _pass(chain, cache, rows, prompt_length - chunk, prompt_length - chunk)
@@ -125,19 +128,35 @@ def _costs(chain: Chain, rows: int, prompt_length: int, chunk: int) -> Generatio
         index < len(cache.layers) and can_be_tiered(cache.layers[index]) and after_first[index] > 0
         for index in range(chain.num_blocks)
     )
+    token_bytes = tuple(max(0, then - now) for now, then in zip(after_first, after_next, strict=True))
     head = chain.model.get_output_embeddings().weight
-    return GenerationCosts(
+    found = GenerationCosts(
         rows=rows,
         prompt_length=prompt_length,
         prefill_chunk=chunk,
         first=first,
         next=following,
         cache_bytes=tuple(after_first),
-        cache_token_bytes=tuple(max(0, then - now) for now, then in zip(after_first, after_next, strict=True)),
+        cache_token_bytes=token_bytes,
         head_flops=2.0 * rows * head.numel(),
         head_bytes=rows * head.shape[0] * 4 * _COPIES_OF_LOGITS,
         tiered=tiered,
-        recomputing=_recomputing(chain, rows, first, prompt_length, chunk or prompt_length, tiered, after_first),
+    )
+    if code is not None:
+        return _coded(found, cache.layers, code)
+    again = _recomputing(chain, rows, first, prompt_length, chunk or prompt_length, tiered, after_first)
+    return replace(found, recomputing=again)
+
+
+def _coded(costs: GenerationCosts, layers: Sequence[Any], code: CacheCode) -> GenerationCosts:
+    """Return `costs` with the bytes of coded caches, where these may lie elsewhere: they keep tokens and nothing else."""
+    own = [token_bytes_of(layers[block], code) if may else 0 for block, may in enumerate(costs.tiered)]
+    decoded = tuple(size if may else 0 for size, may in zip(costs.cache_token_bytes, costs.tiered, strict=True))
+    return replace(
+        costs,
+        cache_bytes=tuple(costs.prompt_length * each or size for each, size in zip(own, costs.cache_bytes, strict=True)),
+        cache_token_bytes=tuple(each or size for each, size in zip(own, costs.cache_token_bytes, strict=True)),
+        coded=CodedCaches(name=code.name, decoded_bytes=decoded),
     )
 
 

@@ -16,14 +16,14 @@ from headrace.model.cost_meter import CostMeter
 from headrace.model.parted_experts import PartedExperts, Recompute, Visit
 
 
-def part_experts(chain: Chain, blocks: Sequence[BlockExperts | None]) -> None:
-    """Have blocks of a chain stop at these experts from here on."""
+def part_experts(chain: Chain, blocks: Sequence[BlockExperts | None], *, trained: bool = False) -> None:
+    """Have blocks of a chain stop at these experts from here on; `trained`: they are trained themselves."""
     names = {id(module): name for name, module in chain.model.named_modules()}
 
     def beside(module: nn.Module) -> BesideExperts | None:
         return chain.adapters.beside_experts(names[id(module)]) if isinstance(chain.adapters, Adapters) else None
 
-    chain.parts = PartedExperts(blocks, beside)
+    chain.parts = PartedExperts(blocks, beside, trained=trained)
     chain.parts.install()
 
 

@@ -42,13 +42,21 @@ class BesideThem(Protocol):
 class Visit:
     """One micro-batch at a block's experts: what their module was called with, and what comes of it expert by expert.
 
-    `beside` is what is trained beside the experts, None where nothing is.
+    `beside` is what is trained beside the experts, None where nothing is. `trained`: their own weights are.
     """
 
     def __init__(
-        self, experts: BlockExperts, hidden: Tensor, chosen: Tensor, weights: Tensor, beside: BesideThem | None
+        self,
+        experts: BlockExperts,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        beside: BesideThem | None,
+        *,
+        trained: bool = False,
     ) -> None:
         self.experts, self.hidden, self.weights, self.beside = experts, hidden, weights, beside
+        self.trained = trained
         self.choices = chosen.shape[-1]
         ids, self._order = torch.sort(chosen.reshape(-1))  # as transformers sorts: equal numbers come in its order
         counts = torch.zeros(experts.num_experts, dtype=torch.int64, device=ids.device)
@@ -99,10 +107,10 @@ class Visit:
         self._of_weights = torch.zeros_like(self.weights)
         self._of_beside = [torch.zeros_like(each) for each in self.beside.tensors] if self.beside is not None else []
 
-    def backward(self, expert: int, weights: Weights) -> None:
-        """Make an expert's gradients, if it has tokens."""
+    def backward(self, expert: int, weights: Weights) -> Weights | None:
+        """Make an expert's gradients, if it has tokens; return those of its weights (1, ...), None where it has no tokens."""
         if (places := self._places.get(expert)) is None:
-            return
+            return None
         assert self._gradient is not None, "backward has begun"
         assert self._rows is not None
         assert self._of_weights is not None
@@ -112,6 +120,9 @@ class Visit:
         hidden = self.hidden[tokens].requires_grad_()
         scale = self.weights.reshape(-1)[rows, None].requires_grad_()
         own: list[Tensor] = []
+        if self.trained:
+            weights = {name: each.detach().requires_grad_() for name, each in weights.items()}
+            own = list(weights.values())
         with torch.enable_grad():
             if beside is not None:
                 own = [part.detach().requires_grad_() for part in beside.of_expert(expert, beside.tensors)]
@@ -123,6 +134,7 @@ class Visit:
         if beside is not None:
             for into, found in zip(beside.of_expert(expert, self._of_beside), of_own, strict=True):
                 into.copy_(found)
+        return dict(zip(weights, of_own, strict=True)) if self.trained else {}
 
     def gradients(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the gradients of hidden states, of the router's weights, and of what is trained beside."""
@@ -175,12 +187,18 @@ class _Own(threading.local):
 
 
 class PartedExperts:
-    """While installed, modules of experts ask who runs their block. `beside` gives what is trained beside a module."""
+    """While installed, modules of experts ask who runs their block. `beside` gives what is trained beside a module; `trained`:
+    experts are trained themselves.
+    """
 
     def __init__(
-        self, experts: Sequence[BlockExperts | None], beside: Callable[[nn.Module], BesideThem | None] = lambda module: None
+        self,
+        experts: Sequence[BlockExperts | None],
+        beside: Callable[[nn.Module], BesideThem | None] = lambda module: None,
+        *,
+        trained: bool = False,
     ) -> None:
-        self._experts, self._beside = [each for each in experts if each is not None], beside
+        self._experts, self._beside, self._trained = [each for each in experts if each is not None], beside, trained
         self._own = _Own()
 
     def install(self) -> None:
@@ -211,7 +229,8 @@ class PartedExperts:
         def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             if self._own.visitor is None:
                 raise ModelError(f"{type(experts.module).__name__} runs, and nothing is there to bring its experts")
-            return self._own.visitor.at_experts(Visit(experts, hidden, chosen, weights, self._beside(experts.module)))
+            beside = self._beside(experts.module)
+            return self._own.visitor.at_experts(Visit(experts, hidden, chosen, weights, beside, trained=self._trained))
 
         return forward
 

@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from headrace.model.banks import BlockExperts, find_experts
+from headrace.model.banks import BlockExperts, Weights, find_experts
 from headrace.model.instance import tiny_samples
 from headrace.model.parted_experts import GROUPED, PartedExperts, Recompute, Visit
 from headrace.model.probe import tiny_runner
@@ -18,24 +18,28 @@ from headrace.model.thresholds import architecture_key
 from headrace.terms.errors import in_one_line
 
 
-def why_not_parted(config: Any) -> str:
-    """Return why experts of the architecture of `config` are trained beside with their whole block; "" where not."""
-    return _parting_check(cast(Hashable, type(config)), architecture_key(config))
+def why_not_parted(config: Any, *, trained: bool = False) -> str:
+    """Return why experts of the architecture of `config` are trained, or trained beside, with their whole block; "" where
+    they need not be.
+    """
+    return _parting_check(cast(Hashable, type(config)), architecture_key(config), trained)
 
 
 @lru_cache(maxsize=64)
-def _parting_check(config_class: type, key: str) -> str:
+def _parting_check(config_class: type, key: str, trained: bool) -> str:
     runner = tiny_runner(config_class, key)
     model = runner.model.requires_grad_(False)
     experts = find_experts(model, runner.blocks)
+    for weight in _stacks(experts) if trained else ():
+        weight.requires_grad_()
     if not any(experts):
         return "it has no stacked experts"
     if model.config._experts_implementation != GROUPED:
         return "its experts are summed in a way of its own"
     samples = tiny_samples(model)
     try:
-        expected = [found for sample in samples for found in _results(model, sample.input_ids)]
-        with _Trial(experts) as trial:
+        expected = [found for sample in samples for found in _results(model, sample.input_ids, experts)]
+        with _Trial(experts, trained=trained) as trial:
             made = [found for sample in samples for found in trial.results(model, sample.input_ids)]
     except Exception as error:  # whatever code raises that is called otherwise than it expects
         return in_one_line(error)
@@ -43,20 +47,26 @@ def _parting_check(config_class: type, key: str) -> str:
     return "" if same else "its gradients differ where experts come one at a time"
 
 
-def _results(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits of a row, and the gradient of its embedding."""
+def _stacks(experts: Sequence[BlockExperts | None]) -> list[nn.Parameter]:
+    return [getattr(each.module, name) for each in experts if each is not None for name in each.names]
+
+
+def _results(model: Any, ids: Tensor, experts: Sequence[BlockExperts | None]) -> list[Tensor]:
+    """Return the logits of a row, and the gradients of its embedding, and of experts that are trained."""
     hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
     out = model(inputs_embeds=hidden, use_cache=False).logits
     out.backward(torch.cos(out.detach()))
     assert hidden.grad is not None
-    return out.detach(), hidden.grad
+    found = [out.detach(), hidden.grad, *(weight.grad for weight in _stacks(experts) if weight.grad is not None)]
+    model.zero_grad()
+    return found
 
 
 class _Trial:
     """Brings the experts of tiny blocks one at a time: ascending in forward, descending in backward."""
 
-    def __init__(self, experts: Sequence[BlockExperts | None]) -> None:
-        self._parts = PartedExperts(experts)
+    def __init__(self, experts: Sequence[BlockExperts | None], *, trained: bool) -> None:
+        self._parts, self._experts = PartedExperts(experts, trained=trained), experts
         self._outputs: list[Tensor] = []
         self._again: list[Recompute] = []
 
@@ -67,7 +77,7 @@ class _Trial:
     def __exit__(self, *exception: object) -> None:
         self._parts.remove()
 
-    def results(self, model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def results(self, model: Any, ids: Tensor) -> list[Tensor]:
         """As `_results`."""
         self._outputs, self._again = [], []
         with self._parts.visited_by(self), torch.no_grad():
@@ -80,12 +90,14 @@ class _Trial:
         for again in reversed(self._again):
             again.begin_backward((out,), (gradient,))
             for expert in reversed(again.visit.route()):
-                again.visit.backward(expert, _weights(again.visit.experts, expert))
+                _note(again.visit.experts, expert, again.visit.backward(expert, _weights(again.visit.experts, expert)) or {})
             found = again.visit.gradients()
             again.visit.gradients = lambda found=found: found  # type: ignore[method-assign,misc]
         out.backward(gradient)
         assert hidden.grad is not None
-        return (expected if torch.equal(expected, out) else torch.full_like(expected, torch.nan)), hidden.grad
+        own = [weight.grad for weight in _stacks(self._experts) if weight.grad is not None]
+        model.zero_grad()
+        return [expected if torch.equal(expected, out) else torch.full_like(expected, torch.nan), hidden.grad, *own]
 
     def at_experts(self, visit: Visit) -> Tensor:
         """See `Visitor`."""
@@ -97,6 +109,13 @@ class _Trial:
             visit.forward(expert, _weights(visit.experts, expert))
         self._outputs.append(visit.output())
         return self._outputs[-1].clone()
+
+
+def _note(experts: BlockExperts, expert: int, gradients: Weights) -> None:
+    for name, gradient in gradients.items():
+        whole = getattr(experts.module, name)
+        whole.grad = torch.zeros_like(whole) if whole.grad is None else whole.grad
+        whole.grad[expert] = gradient[0]
 
 
 def _weights(experts: BlockExperts, expert: int) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ It is parsed here (8 bytes of length, JSON, data), because nothing of a file may
 model counts as resident memory when it is touched. Invariant: a tensor is only described if the file holds all of its bytes.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from headrace.files.model_directory import is_lfs_pointer
-from headrace.terms.errors import ModelError
+from headrace.terms.errors import ModelError, shortened
+from headrace.terms.json_text import parse_json
 from headrace.terms.sizes import MIB, format_bytes
 
 # safetensors name -> bytes per element; names that are not here have unknown size and are refused.
@@ -83,7 +83,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     f"{path}: expected a safetensors file, found {found_bytes} bytes that begin with a header length of "
                     f"{header_bytes}. The file is truncated or of another kind: fetch it again"
                 )
-            header = json.loads(file.read(header_bytes))
+            header = parse_json(file.read(header_bytes))
     except OSError as error:
         raise ModelError(f"{path}: cannot read weights: {error.strerror}") from error
     except ValueError as error:
@@ -104,10 +104,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 def _describe(path: Path, key: str, entry: Any, start: int) -> StoredTensor:
     try:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise ValueError("expected whole numbers")
         expected_bytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"{path}: tensor {key} has a header entry that is not understood: {entry!r}") from error
-    if end - begin != expected_bytes or begin < 0:
+        words = shortened(repr(entry))
+        raise ModelError(f"{path}: tensor {key} has a header entry that is not understood: {words}") from error
+    if end - begin != expected_bytes:
         raise ModelError(f"{path}: tensor {key} ({dtype} {shape}) needs {expected_bytes} bytes, its entry holds {end - begin}")
     return StoredTensor(key, path, start + begin, expected_bytes, dtype, shape)
 

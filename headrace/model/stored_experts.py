@@ -33,7 +33,7 @@ class StoredExperts:
 
 
 class NotStoredSingly(Exception):
-    """Why experts cannot be read one at a time."""
+    """Why experts cannot be read one at a time; "" where there are none."""
 
 
 def stored_experts(

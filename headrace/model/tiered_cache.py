@@ -8,6 +8,9 @@ is given copies in the layout that `DynamicLayer` gets by its own concatenation,
 Or attention of a new token is computed where the past lies (`model.host_attention`). Then nothing is copied, and the block gets
 stand-ins for keys and values.
 
+With a code (`codec.cache_codes`) tokens lie coded. Attention is given decoded ones of the past, and a pass's own tokens as they
+are. So what a pass computes depends on the code and on the passes before it, and not on where caches lie.
+
 Windows, states of recurrent blocks and other kinds of layers stay transformers' own, in memory.
 """
 
@@ -21,10 +24,12 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from headrace.codec.cache_codes import CacheCode
 from headrace.model.taps import BlockCall
 from headrace.terms.errors import ModelError
 
 Shape = tuple[int, ...]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,65 @@ class _Form:
         keys, values = (part.view(tokens, *shape) for part, shape in zip(parts, (self.key, self.value), strict=True))
         return keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3)
 
+    def put(self, lent: torch.Tensor, before: int, new: Pair) -> None:
+        """Put the keys and values of new tokens behind the first `before` ones."""
+        for place, each in zip(self.views(lent, before + new[0].shape[2]), new, strict=True):
+            place[:, :, before:] = each
+
+    def read(self, lent: torch.Tensor, tokens: int) -> Pair:
+        """Return copies of the keys and values of the first `tokens` tokens."""
+        keys, values = (each.clone(memory_format=torch.contiguous_format) for each in self.views(lent, tokens))
+        return keys, values
+
+    def with_new(self, lent: torch.Tensor, before: int, new: Pair) -> Pair:
+        """Return what attention gets: keys and values of all tokens, once new ones have been `put` there."""
+        return self.read(lent, before + new[0].shape[2])
+
+
+@dataclass(frozen=True, slots=True)
+class _CodedForm(_Form):
+    """How one token lies coded: the keys of a row after those of another, then the values."""
+
+    code: CacheCode
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(self._line_bytes)
+
+    @property
+    def _line_bytes(self) -> tuple[int, int]:
+        keys, values = (rows * self.code.coded_bytes(heads * width) for rows, heads, width in (self.key, self.value))
+        return keys, values
+
+    def views(self, lent: torch.Tensor, tokens: int) -> Pair:
+        raise AssertionError("coded tokens are read as copies alone")
+
+    def put(self, lent: torch.Tensor, before: int, new: Pair) -> None:
+        for line, each in zip(self._lines(lent, before, before + new[0].shape[2]), new, strict=True):
+            self.code.encode(each, line)
+
+    def read(self, lent: torch.Tensor, tokens: int) -> Pair:
+        return self._decoded(lent, tokens, tokens)
+
+    def with_new(self, lent: torch.Tensor, before: int, new: Pair) -> Pair:
+        found = self._decoded(lent, before, before + new[0].shape[2])
+        for every, each in zip(found, new, strict=True):
+            every[:, :, before:] = each
+        return found
+
+    def _decoded(self, lent: torch.Tensor, tokens: int, of: int) -> Pair:
+        """Return keys and values with room for `of` tokens; the first `tokens` are decoded."""
+        rows_of = ((*shape[:2], of, shape[2]) for shape in (self.key, self.value))
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=lent.device) for shape in rows_of)
+        for line, into in zip(self._lines(lent, 0, tokens), (keys, values), strict=True):
+            self.code.decode(line, into)
+        return keys, values
+
+    def _lines(self, lent: torch.Tensor, start: int, stop: int) -> Sequence[torch.Tensor]:
+        """Return the coded keys and the coded values of these tokens (tokens, bytes)."""
+        table = lent[start * self.token_bytes : stop * self.token_bytes].view(stop - start, self.token_bytes)
+        return torch.split(table, list(self._line_bytes), dim=1)
+
 
 class Elsewhere(Protocol):
     """Computes attention of a new token where the past lies, which is not where the block is run."""
@@ -55,10 +119,14 @@ class Elsewhere(Protocol):
 
 
 class TieredLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer without tensors of its own. `length` is how many tokens it has, `before` how many it had before the last use."""
+    """A layer without tensors of its own. `length` is how many tokens it has, `before` how many it had before the last use.
 
-    def __init__(self) -> None:
+    With a `code` they lie coded.
+    """
+
+    def __init__(self, code: CacheCode | None = None) -> None:
         super().__init__()
+        self.code = code
         self.length = self.before = 0
         self._form: _Form | None = None
         self._lent: torch.Tensor | None = None
@@ -101,8 +169,13 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         if self._elsewhere is not None:
             return self._elsewhere.take(key_states, value_states)
         assert self._lent is not None, "a block is run with its cache at hand"
-        self.append(self._lent, key_states, value_states)
-        return tuple(each.clone(memory_format=torch.contiguous_format) for each in self.views(self._lent))
+        return self.taken(self._lent, key_states, value_states)
+
+    def taken(self, memory: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
+        """Do as `append`, and return what attention gets: keys and values of all tokens."""
+        self.append(memory, key_states, value_states)
+        assert self._form is not None, "it has tokens"
+        return self._form.with_new(memory, self.before, (key_states, value_states))
 
     def append(self, memory: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Put new keys and values (rows, heads, new tokens, dimension) behind the others in `memory`.
@@ -113,7 +186,8 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         if self._form is None:
             rows, heads, _, width = key_states.shape
             value_rows, value_heads, _, value_width = value_states.shape
-            self._form = _Form(key_states.dtype, (rows, heads, width), (value_rows, value_heads, value_width))
+            shapes = (rows, heads, width), (value_rows, value_heads, value_width)
+            self._form = _CodedForm(key_states.dtype, *shapes, self.code) if self.code else _Form(key_states.dtype, *shapes)
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.before, self.length = self.length, self.length + key_states.shape[-2]
         if self.num_bytes > memory.numel():
@@ -121,14 +195,17 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
                 f"generation: {self.length} tokens of a block's keys and values take {self.num_bytes} bytes, "
                 f"{memory.numel()} are planned; a row grew longer than planned"
             )
-        keys, values = self.views(memory)
-        keys[:, :, self.before :] = key_states
-        values[:, :, self.before :] = value_states
+        self._form.put(memory, self.before, (key_states, value_states))
 
-    def views(self, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, memory: torch.Tensor) -> Pair:
         """Return its keys and values (rows, heads, tokens, dimension) in `memory`, without copying them."""
         assert self._form is not None, "it has tokens"
         return self._form.views(memory, self.length)
+
+    def read(self, memory: torch.Tensor) -> Pair:
+        """Return copies of its keys and values as the next pass gets them."""
+        assert self._form is not None, "it has tokens"
+        return self._form.read(memory, self.length)
 
     def get_seq_length(self) -> int:
         """Return how many tokens it has."""
@@ -150,7 +227,7 @@ def can_be_tiered(layer: Any) -> bool:
     return type(layer) in (DynamicLayer, TieredLayer)
 
 
-def tier_layers(calls: Sequence[BlockCall], blocks: Sequence[int]) -> dict[int, TieredLayer]:
+def tier_layers(calls: Sequence[BlockCall], blocks: Sequence[int], code: CacheCode | None = None) -> dict[int, TieredLayer]:
     """Put tiered layers into the cache with which blocks are called, which is still empty; return them by block (from 0).
 
     `blocks` are the blocks to do this for. Those that are called without a layer, or with one of another kind, keep theirs.
@@ -159,8 +236,13 @@ def tier_layers(calls: Sequence[BlockCall], blocks: Sequence[int]) -> dict[int, 
     for block in blocks:
         cache = cache_of(calls[block])
         if cache is not None and block < len(cache.layers) and type(cache.layers[block]) is DynamicLayer:
-            found[block] = cache.layers[block] = TieredLayer()
+            found[block] = cache.layers[block] = TieredLayer(code)
     return found
+
+
+def token_bytes_of(layer: DynamicLayer, code: CacheCode) -> int:
+    """Return the bytes of a token of all rows that code gives, of a layer like this, which has tokens."""
+    return sum(each.shape[0] * code.coded_bytes(each.shape[1] * each.shape[3]) for each in (layer.keys, layer.values))
 
 
 def cache_of(call: BlockCall) -> Any:

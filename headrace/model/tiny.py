@@ -22,6 +22,8 @@ _NUM_HEADS = 4
 _HIDDEN = _HEAD_DIM * _NUM_HEADS
 _VOCABULARY = 97
 _MAX_LAYERS = 4
+# How configurations call the number of experts of a block.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 # Canonical keys of transformers 5 configurations and the size that each gets. A value that is smaller already is kept.
 _SIZES = {
@@ -35,7 +37,7 @@ _SIZES = {
     r"(num_attention_heads|n_heads?)": _NUM_HEADS,
     r"(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length)": 128,
     r"(sliding_window|attention_chunk_size|window_size)": 8,
-    r"(num_experts|num_local_experts|n_routed_experts|moe_num_experts)": 4,
+    "|".join(EXPERT_COUNTS): 4,
     r"(num_experts_per_tok(en)?|moe_topk|moe_k)": 2,
     r"(n_group|num_expert_group)": 2,
     r"topk_group": 1,

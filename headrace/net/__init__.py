@@ -9,3 +9,4 @@ from headrace.net.listener import TOGETHER as TOGETHER
 from headrace.net.listener import Listener as Listener
 from headrace.net.member import Member as Member
 from headrace.net.ranks import Ranks as Ranks
+from headrace.net.relay import Relay as Relay

@@ -17,6 +17,7 @@ from headrace.net.exchange import PIECE_ELEMENTS, add_in_order
 from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all
 from headrace.terms.closing import Closing
 from headrace.terms.errors import PeerLost
+from headrace.terms.launch import Launch
 from headrace.terms.summing import Order
 
 # One lane for each thread that may use it: weights, gradients, norms, commits, and what is said between steps.
@@ -27,18 +28,30 @@ _JOIN_SECONDS = 600.0
 class Ranks(Closing):
     """Rank `rank` of `size`, which all meet at `store`. `host` is the IPv4 number of this machine that others reach.
 
+    `names` are those of the peers, `lanes` those of the lanes between them.
+
     Raises:
         PeerLost: not every rank came.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, host: str, piece_seconds: float = 300.0) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        host: str,
+        piece_seconds: float = 300.0,
+        names: Sequence[str] = (),
+        lanes: Sequence[str] = _LANES,
+    ) -> None:
         self.rank, self.size = rank, size
-        names = tuple(f"rank {each}" for each in range(size))
+        names = tuple(names) or tuple(f"rank {each}" for each in range(size))
         self._reason: str | None = None
         self._store = store  # lives as long as its connections are wanted
         self.lanes = {
             name: Lane(store, f"ranks/{name}", host=host, rank=rank, names=names, why=self._why, piece_seconds=piece_seconds)
-            for name in _LANES
+            for name in lanes
         }
 
     @classmethod
@@ -59,6 +72,11 @@ class Ranks(Closing):
             probe.connect((address, port or 1))
             host = str(probe.getsockname()[0])
         return cls(PrefixStore(f"headrace/{prefix}", store), rank, size, host=host)
+
+    @classmethod
+    def of(cls, launch: Launch) -> "Ranks":
+        """Meet the other ranks of a launch. Raises as `meet`."""
+        return cls.meet(launch.address, launch.port, launch.rank, launch.size, prefix=launch.meeting, hosts=launch.hosts)
 
     @property
     def others(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from headrace.plan.expert_plan import expert_buffers
+from headrace.plan.expert_plan import ROUNDS_SUMMED, expert_buffers
 from headrace.plan.plan import Plan
 from headrace.plan.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS, largest_item_elements
@@ -26,6 +26,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     groups = weight_groups(plan) | {"states": states}
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
+        groups |= expert_sums(plan)
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
     sums = partial_sums(plan.batch.num_micro_batches, plan.gradients.order)
     if any(ends):
@@ -40,10 +41,10 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
                 plan.updates.chunk_elements
             )
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
-        groups["staging"] = BufferGroup("host", "weights", 1, max(map(plan.stored_bytes, residents)))
+        groups["staging"] = BufferGroup("host", "weights", 1, max(map(plan.stored_bytes, residents), default=0))
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:
-        summed = largest * (4 if plan.gradients.accumulate else gradient)
+        summed = plan.largest(plan.summed_elements) * plan.summed_bytes_per_element
         groups["accumulator"] = BufferGroup(compute_tier, "gradients", max(plan.gradients.accumulators, sums), summed)
     held = plan.held_in_memory
     for unit in held:
@@ -54,16 +55,30 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if any(unit in residents for unit in passing):
         resident_gradient = max(plan.gradient_bytes(unit) for unit in residents)
         groups["resident_gradient"] = BufferGroup("host", "gradients", 1, resident_gradient)
+    for unit in plan.parked_units:
+        groups[f"parked.{unit}"] = BufferGroup("host", "gradients", 1, 4 * plan.units[unit].gradient_elements)
     for unit in plan.updates.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
+    if plan.hosted:
+        groups["between"] = BufferGroup("host", "activations", plan.batch.num_micro_batches, hidden_pages(plan))
     for block in plan.blocks_stashed_on("host"):
-        groups[f"stash.{block}"] = BufferGroup(
-            "host", "activations", plan.batch.num_micro_batches, stash_slot_bytes(plan, block)
-        )
+        groups[f"stash.{block}"] = BufferGroup("host", "activations", plan.micros_in_flight, stash_slot_bytes(plan, block))
     spilled = plan.blocks_stashed_on("ssd")
     if spilled:
         largest = max(stash_slot_bytes(plan, block) for block in spilled)
         groups["stash"] = BufferGroup("host", "activations", plan.stash.slots, largest)
+    return groups
+
+
+def expert_sums(plan: Plan) -> dict[str, BufferGroup]:
+    """Return the groups for gradients of trained experts: where a round is summed, and where sums wait for another group."""
+    experts = plan.experts
+    if experts is None or not experts.commons:
+        return {}
+    sum_bytes = experts.figures.elements * plan.summed_bytes_per_element
+    groups = {"expert_sums": BufferGroup("device", "gradients", ROUNDS_SUMMED * experts.in_round, sum_bytes)}
+    if experts.together < plan.batch.num_micro_batches:
+        groups["parked_experts"] = BufferGroup("host", "gradients", 1, max(experts.figures.num_experts) * sum_bytes)
     return groups
 
 
@@ -108,21 +123,31 @@ def scratch_bytes(plan: Plan) -> int:
 
 def stash_scratch_bytes(plan: Plan) -> int:
     """Return the bytes of all block inputs of a step on the SSD."""
-    return sum(plan.batch.num_micro_batches * stash_slot_bytes(plan, block) for block in plan.blocks_stashed_on("ssd"))
+    return sum(plan.micros_in_flight * stash_slot_bytes(plan, block) for block in plan.blocks_stashed_on("ssd"))
 
 
 def stash_slot_bytes(plan: Plan, block: int) -> int:
-    """Return the bytes of one micro-batch's input and kept outputs of `block`, each tensor on a cache line, in whole pages."""
+    """Return the bytes of one micro-batch's input and kept outputs of `block`, each tensor on a cache line, in whole pages. A
+    hosted input has pages of its own.
+    """
     tensors = 2 * len(plan.stash.kept[block - 1]) + 1  # attention keeps a second output
+    if plan.hosted:
+        kept = plan.stash.kept_bytes[block - 1]
+        return hidden_pages(plan) + (round_up(kept + tensors * TENSOR_ALIGNMENT_BYTES, PAGE_BYTES) if kept else 0)
     return round_up(plan.stash_bytes(block) + tensors * TENSOR_ALIGNMENT_BYTES, PAGE_BYTES)
+
+
+def hidden_pages(plan: Plan) -> int:
+    """Return the bytes of a micro-batch's hidden states in whole pages."""
+    return round_up(plan.hidden_bytes, PAGE_BYTES)
 
 
 def stash_offset(plan: Plan, block: int, micro: int) -> int:
     """Return where a block's stash lies in the scratch space."""
     before = sum(
-        plan.batch.num_micro_batches * stash_slot_bytes(plan, other) for other in plan.blocks_stashed_on("ssd") if other < block
+        plan.micros_in_flight * stash_slot_bytes(plan, other) for other in plan.blocks_stashed_on("ssd") if other < block
     )
-    return before + micro * stash_slot_bytes(plan, block)
+    return before + micro % plan.micros_in_flight * stash_slot_bytes(plan, block)
 
 
 def held_scratch_bytes(plan: Plan) -> int:

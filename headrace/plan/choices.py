@@ -40,6 +40,17 @@ class Stash:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hosted:
+    """Hidden states that wait in host memory between two units, and their gradients. The device has slots for those that come,
+    and for those that go, with what their block keeps. In a coarse plan a block stands for so many `blocks`.
+    """
+
+    coming: int
+    going: int
+    blocks: float = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
     """How gradients are summed and drained. Those that are held wait in tier `held`.
 

@@ -31,7 +31,8 @@ def coarsened(plan: Plan, ceilings: Ceilings, most_operations: int) -> Plan:
         return plan
     plan = _merged(plan, ceilings, most_operations // (_PER_CHUNK * _LEAST_CHUNKS + _PER_MICRO_BATCH * _LEAST_MICRO_BATCHES))
     per_micro = _PER_MICRO_BATCH * plan.num_blocks
-    joined = max(1, plan.batch.num_micro_batches // max(_LEAST_MICRO_BATCHES, most_operations // (3 * per_micro)))
+    least = max(_LEAST_MICRO_BATCHES, plan.stage.groups if plan.stage else 0)  # each group reads weights
+    joined = max(1, plan.batch.num_micro_batches // max(least, most_operations // (3 * per_micro)))
     plan = _joined(plan, -(-plan.batch.num_micro_batches // joined), ceilings)
     left = most_operations - per_micro * plan.batch.num_micro_batches
     pieces = max(_LEAST_CHUNKS, left // (_PER_CHUNK * len(plan.units)))
@@ -79,6 +80,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
                 *_around(plan, plan.updates.late_units, len(groups)),
             ),
         ),
+        hosted=replace(plan.hosted, blocks=plan.num_blocks / len(groups)) if plan.hosted else None,
         stash=replace(
             plan.stash,
             tiers=tuple(plan.stash.tiers[group[0]] for group in groups),
@@ -116,7 +118,11 @@ def _merged_experts(experts: ExpertParts | None, groups: list[list[int]]) -> Exp
     larger = {
         name: round(getattr(figures, name) * factor) for name in ("elements", "stored_bytes", "num_parameters", "making_like")
     }
-    return replace(experts, figures=replace(figures, num_experts=(0, *counts, 0), **larger))
+    sizes = [sum(stop - start for start, stop in runs) for runs in experts.commons]
+    commons = [sum(sizes[block + 1] for block in group) for group in groups] if sizes else []
+    figures = replace(figures, num_experts=(0, *counts, 0), **larger)
+    runs = ((), *(((0, size),) if size else () for size in commons), ()) if sizes else ()
+    return replace(experts, figures=figures, commons=runs, cached=round(experts.cached / factor))
 
 
 def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:

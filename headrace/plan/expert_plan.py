@@ -16,11 +16,13 @@ from headrace.plan.weight_sizes import BufferGroup
 from headrace.terms.coding import Decodes
 from headrace.terms.costs import touched
 from headrace.terms.forms import UnitFigures
-from headrace.terms.layout import Plane
+from headrace.terms.layout import Plane, Runs
 from headrace.terms.sizes import PAGE_BYTES, format_bytes, round_up
 
 # Rounds whose experts are in memory: one is computed, two arrive.
 ROUNDS_IN_MEMORY = 3
+# Rounds of trained experts whose gradients are on the device: one is summed, one leaves.
+ROUNDS_SUMMED = 2
 # The most rounds of a block: where it has more experts than this, several come at a time.
 MOST_ROUNDS = 64
 
@@ -124,9 +126,15 @@ class ExpertPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertParts(ExpertPlan):
-    """How experts come in training, where they are parts: once for `together` micro-batches, forward and backward."""
+    """How experts come in training, where they are parts: once for `together` micro-batches, forward and backward.
+
+    Those that are trained belong to the state of their units, and come from their units in host memory. A round is then of
+    certain experts. On a separate device `commons` are, by unit, which elements the slot without experts has.
+    """
 
     together: int = 1
+    is_trained: bool = False
+    commons: tuple[Runs, ...] = ()
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "ExpertParts":
@@ -134,7 +142,8 @@ class ExpertParts(ExpertPlan):
         figures = dict(values["figures"])
         figures |= {"units": (), "num_experts": tuple(figures["num_experts"])}
         figures["decodes"] = tuple(map(tuple, figures["decodes"]))
-        return cls(**{**values, "figures": ExpertFigures(**figures)})
+        commons = tuple(tuple((start, stop) for start, stop in runs) for runs in values.get("commons", ()))
+        return cls(**{**values, "figures": ExpertFigures(**figures), "commons": commons})
 
 
 def note_on_parts(tier: str, needed_bytes: int) -> str:
@@ -147,10 +156,10 @@ def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[s
     """Return by name the groups of buffers for experts. A buffer holds one."""
     figures, count = plan.figures, plan.in_round
     slot_bytes = round_up(weight.num_bytes(figures.elements), PAGE_BYTES)
-    groups = {
-        "experts": BufferGroup("host", "weights", ROUNDS_IN_MEMORY * count, plan.slot_bytes),
-        "cached_experts": BufferGroup("host", "weights", plan.cached, plan.slot_bytes),
-    }
+    groups = {}
+    if not (isinstance(plan, ExpertParts) and plan.is_trained):
+        groups["experts"] = BufferGroup("host", "weights", ROUNDS_IN_MEMORY * count, plan.slot_bytes)
+        groups["cached_experts"] = BufferGroup("host", "weights", plan.cached, plan.slot_bytes)
     if separate or figures.is_made:
         tier = "device" if separate else "host"
         groups["device_experts"] = BufferGroup(tier, "weights", ROUNDS_IN_MEMORY * count, slot_bytes)

@@ -27,6 +27,8 @@ _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
 # Operations of a chunk: read, update, two writes. Of a block and micro-batch: forward, backward, and the ways of an input to a
 # drive and back. Measured: up to 350 bytes for an operation of a program and 140 for its completion, kept for two steps.
 _OPERATIONS_OF_A_CHUNK, _OPERATIONS_OF_A_BLOCK, _OPERATION_BYTES, _COMPLETION_BYTES = 4, 6, 350, 140
+# And the ways of hosted hidden states and their gradients, to the device and back, and of what is kept beside an input.
+_OPERATIONS_OF_HOSTED = 5
 # A micro-batch that waits at its experts is a thread: its stack, and that of the library that multiplies.
 _THREAD_BYTES = MIB
 # Programs that are kept: the steady state repeats one, and rare batch shapes must not pile up.
@@ -65,6 +67,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows["host"]["freed blocks"] = _kept_free_bytes(plan, compute)
     if plan.separate_device and allowance.device_overhead_bytes:
         rows["device"]["libraries"] = _library_bytes(plan, compute, allowance.device_overhead_bytes)
+    if links := _link_bytes(plan):
+        rows["host"]["links"] = links
     if merging := merging_bytes(plan):
         # What compute takes is free between two steps, where it lies in the same memory.
         free = 0 if plan.separate_device else compute["activations"] + compute["workspace"]
@@ -185,7 +189,8 @@ def runtime_row(plan: Plan, runtime_bytes: int) -> int:
 def program_bytes(plan: Plan) -> int:
     """Return the bytes for operations of steps: the programs that are kept, and the marks of completion for two steps."""
     chunks = sum(plan.num_chunks(unit) for unit in range(len(plan.units)))
-    operations = _OPERATIONS_OF_A_CHUNK * chunks + _OPERATIONS_OF_A_BLOCK * plan.num_blocks * plan.batch.num_micro_batches
+    of_a_block = _OPERATIONS_OF_A_BLOCK + (_OPERATIONS_OF_HOSTED if plan.hosted else 0)
+    operations = _OPERATIONS_OF_A_CHUNK * chunks + of_a_block * plan.num_blocks * plan.batch.num_micro_batches
     if plan.experts is not None:  # each round is read, sent, made and computed, forward and backward, for each group
         groups = -(-plan.batch.num_micro_batches // plan.experts.together)
         operations += 2 * _OPERATIONS_OF_A_CHUNK * groups * plan.experts.all_rounds
@@ -229,7 +234,7 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
     `pools`: freed memory only serves the stream on which it was made, as in torch's allocator for GPUs. So what comes back for
     backward and what compute makes never use the same place one after the other.
     """
-    count, hidden = plan.batch.num_micro_batches, plan.hidden_bytes
+    count, hidden = plan.micros_together, plan.hidden_bytes
     staying = sum(plan.stash_bytes(block) for block in plan.blocks_stashed_on("device"))
     kept_away = [
         plan.stash.kept_bytes[block - 1] for block in range(1, plan.num_blocks + 1) if plan.stash.tiers[block - 1] != "device"
@@ -237,14 +242,37 @@ def _activation_bytes(plan: Plan, costs: ModelCosts, *, pools: bool) -> int:
     # Forward at block l, micro-batch j: outputs of l up to j, inputs of l, and inputs of l - 1 after j that are not stashed
     # yet. Compute is at most one block ahead of the stash. Kept outputs of the last two blocks count, too.
     forward = (2 * count + 1) * hidden + (count + 1) * max(kept_away, default=0)
+    if plan.hosted:
+        forward = _hosted_bytes(plan, max(kept_away, default=0))
     # Backward: one gradient each, one more that is being made, and what was recalled for this use and the next ones.
-    backward = (count + 1) * hidden
+    backward = (plan.coming_slots + plan.hosted.going if plan.hosted else count + 1) * hidden
     group = plan.experts.together if plan.experts else 1  # that backward takes through a block together
     recalled = (RECALLED_AHEAD + 1 + group) * (hidden + max(kept_away, default=0))
     most = max(forward, backward) + recalled if pools else max(forward, backward + recalled)
     # Of a loss of the whole step: log-probabilities and their gradients, and what the loss makes of them.
     of_loss = (plan.batch.head_passes - 1) * plan.batch.tokens_per_step * _LOSS_TOKEN_BYTES
-    return most + count * (staying + costs.call_bytes) + of_loss
+    # A stage embeds all of a step before it takes the first group.
+    embedded = plan.batch.num_micro_batches * hidden if plan.stage else 0
+    return most + embedded + plan.micros_in_flight * staying + plan.batch.num_micro_batches * costs.call_bytes + of_loss
+
+
+def _link_bytes(plan: Plan) -> int:
+    """Return the bytes of hidden states and gradients on their way between stages. Each way two groups have come and not been
+    taken, and one is taken. All in flight may wait to be sent, and as many gradients as the stage before has in flight.
+    """
+    if plan.stage is None:
+        return 0
+    ways = 2 - (plan.stage.is_first or plan.stage.is_last)
+    return ways * (3 + plan.stage.in_flight + 2) * plan.micros_together * plan.hidden_bytes
+
+
+def _hosted_bytes(plan: Plan, kept_bytes: int) -> int:
+    """Return the bytes in forward where hidden states wait in host memory: what comes, and outputs that go. Beside kept outputs
+    a block's input stays until these have left.
+    """
+    assert plan.hosted is not None, "hidden states wait in host memory"
+    going = plan.hidden_bytes + (plan.hidden_bytes + kept_bytes if kept_bytes else 0)
+    return plan.coming_slots * plan.hidden_bytes + plan.hosted.going * going
 
 
 def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> int:
@@ -257,7 +285,8 @@ def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> i
 
 
 def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
-    epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens)
+    has_loss = plan.stage is None or plan.stage.is_last
+    epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens) if has_loss else 0
     others = min(plan.experts.together, plan.batch.num_micro_batches) - 1 if plan.experts else 0  # that wait at the experts
     blocks = max(
         max(block.forward_workspace_bytes + others * forward, block.backward_workspace_bytes + others * backward)

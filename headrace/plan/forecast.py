@@ -18,9 +18,11 @@ from headrace.plan.bound import least_seconds
 from headrace.plan.coarse import coarsened, launch_flops
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
+from headrace.plan.ranks import of_rank, ranks_on
 from headrace.plan.rates import Rates
 from headrace.plan.results import Results
 from headrace.plan.schedules.forward import build_forward
+from headrace.plan.schedules.stage import build_alone
 from headrace.plan.schedules.train import build_program, build_tail, redo
 from headrace.plan.simulate import Timeline, simulate, step_seconds_of
 from headrace.terms.ceilings import Ceilings
@@ -41,8 +43,9 @@ _MOST_OPERATIONS = 6000
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """A step in the steady state. Bytes are per step, over all SSD directories. Operations are those of matrix products;
-    `timeline` also counts everything else that takes compute's time, as operations that would take as long.
+    """A step in the steady state; of a stage, with the time in which it waits for others like it. Bytes are per step, over all
+    SSD directories. Operations are those of matrix products; `timeline` also counts everything else that takes compute's time,
+    as operations that would take as long.
 
     `bottleneck` is the lane that limits the step, `explanation` the same in words. `utilisation` is the share of the step
     for which each lane is busy. `work` has the seconds that each lane's work takes alone. They leave out the time that fresh
@@ -145,8 +148,10 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return the seconds of doing all updates of a step again from the held gradients, with nothing else under way."""
     ceilings = under(plan, ceilings)
     coarse = coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
-    tail, _ = build_tail(coarse, redo(coarse))
-    timeline = simulate([tail] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.updates.threads)
+    tail, _ = build_tail(coarse, redo(coarse), shared=ranks_on(ceilings) > 1)
+    timeline = simulate(
+        [of_rank(tail, ranks_on(ceilings))] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.updates.threads
+    )
     return timeline.step_seconds
 
 
@@ -159,8 +164,9 @@ def scoring_seconds(plan: Plan, ceilings: Ceilings) -> float:
     programs: list[Program] = []
     before = Snapshot()
     while len(programs) < _MOST_PROGRAMS and (len(programs) < 2 or programs[-1] != programs[-2]):
-        program, before = build_forward(simulated, simulated.batch.num_micro_batches, before)
-        programs.append(program)
+        shared = ranks_on(ceilings) > 1
+        program, before = build_forward(simulated, simulated.batch.num_micro_batches, before, shared=shared)
+        programs.append(of_rank(program, ranks_on(ceilings)))
     timeline = simulate(
         [*programs, programs[-1]], machine, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads
     )
@@ -320,22 +326,27 @@ def _simulated(plan: Plan, ceilings: Ceilings) -> _Simulated:
         checkpoint = _timeline_of(plan, ceilings, durable=True)
         seconds += max(0.0, checkpoint.step_seconds - seconds) / plan.updates.checkpoint_every
         written_bytes += (checkpoint.lanes[Lane.SSD_WRITE].bytes - written_bytes) // plan.updates.checkpoint_every
-    return seconds, usual, written_bytes
+    return seconds * _filling(plan), usual, written_bytes
 
 
 def _simulated_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return the seconds alone; they are the same, and found in less time."""
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.updates.threads)
-    seconds = step_seconds_of(programs_of(plan, durable=plan.updates.checkpoint_every == 1), rates)
+    ranks = ranks_on(ceilings)
+    seconds = step_seconds_of(programs_of(plan, durable=plan.updates.checkpoint_every == 1, ranks=ranks), rates)
     if plan.updates.checkpoint_every > 1 and plan.is_lazy:
-        checkpoint = step_seconds_of(programs_of(plan, durable=True), rates)
+        checkpoint = step_seconds_of(programs_of(plan, durable=True, ranks=ranks), rates)
         seconds += max(0.0, checkpoint - seconds) / plan.updates.checkpoint_every
-    return seconds
+    return seconds * _filling(plan)
+
+
+def _filling(plan: Plan) -> float:
+    return plan.stage.filling if plan.stage else 1.0
 
 
 def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
     return simulate(
-        programs_of(plan, durable=durable),
+        programs_of(plan, durable=durable, ranks=ranks_on(ceilings)),
         ceilings,
         compute_dtype=plan.compute_dtype,
         compute_threads=plan.compute_threads,
@@ -343,15 +354,20 @@ def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
     )
 
 
-def programs_of(plan: Plan, *, durable: bool) -> list[Program]:
-    """Return consecutive programs from a cold start until they repeat; the one that repeats comes three times."""
+def programs_of(plan: Plan, *, durable: bool, ranks: int = 1) -> list[Program]:
+    """Return consecutive programs from a cold start until they repeat; the one that repeats comes three times. They are those
+    of one of `ranks` that share out every unit; of a stage those without its neighbours.
+    """
     programs: list[Program] = []
     before = Snapshot()
     while len(programs) < _MOST_PROGRAMS:
-        program, after = build_program(plan, plan.batch.num_micro_batches, before, durable=durable)
+        if plan.stage:
+            program, after = build_alone(plan, before, durable=durable)
+        else:
+            program, after = build_program(plan, plan.batch.num_micro_batches, before, durable=durable, shared=ranks > 1)
         if after == before:
             # Programs built from equal snapshots are equal, and the beginning does not matter to the steady state.
-            return [program] * 3
-        programs.append(program)
+            return [of_rank(program, ranks)] * 3
+        programs.append(of_rank(program, ranks))
         before = after
     return programs

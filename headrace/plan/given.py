@@ -5,7 +5,6 @@ take a mebibyte or two more or less in each process. Rows per micro-batch, token
 decide the order of sums. So runs agree bit for bit only under the same plan.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,9 +13,11 @@ from typing import Any, TypeVar
 from headrace.plan.footprint import runtime_row, with_footprint
 from headrace.plan.plan import Plan
 from headrace.plan.refusal import refusal
+from headrace.plan.replaying import operators_of
 from headrace.plan.results import PLAN_NAME
-from headrace.plan.space import Problem, operators_of, with_groups
+from headrace.plan.space import Problem, with_groups
 from headrace.terms.errors import ConfigError
+from headrace.terms.json_text import parse_json
 from headrace.terms.run_options import RunOptions
 
 _Config = TypeVar("_Config", bound=RunOptions)
@@ -31,7 +32,7 @@ def load_plan(path: Path) -> Plan:
     file = path / PLAN_NAME if path.is_dir() else path
     advice = "give a run directory with a plan.json, or a file with the output of 'headrace plan --json'"
     try:
-        values: Any = json.loads(file.read_bytes())
+        values: Any = parse_json(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"plan {file}: cannot be read ({error.strerror}); {advice}") from error
     except (ValueError, RecursionError) as error:
@@ -121,6 +122,8 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
     for name, (made_for, found) in made_for_and_found.items():
         if made_for != found:
             yield f"{name} differ" if name == "units" else f"{name} {made_for} in the plan, {found} here"
+    if plan.hosted and not problem.may_wait:
+        yield "hidden states wait in host memory in the plan, and stages hand them on"
     if updates.policy not in (*problem.policies, "speculative"):
         yield "clipping no in the plan, yes here"
     if threads > cores:
@@ -152,6 +155,8 @@ def _damaged(plan: Plan, problem: Problem) -> Iterator[str]:
             yield f"{name} of {len(found)} blocks, where there are {plan.num_blocks}"
             return
     yield from (f"block inputs on {tier!r}" for tier in sorted(set(stash.tiers) - set(problem.homes)))
+    if plan.hosted and (min(plan.hosted.coming, plan.hosted.going) < 1 or "device" in stash.tiers):
+        yield "hidden states in host memory without slots, or beside inputs on the device"
     for block, names in enumerate(stash.operators):
         if not {*stash.kept[block], *stash.skipped[block]} <= set(range(len(names))):
             yield f"kept or skipped operators of block {block + 1} beyond its {len(names)}"

@@ -5,7 +5,6 @@
 Invariant: whatever comes from here has passed the checks of `Ceilings.from_json`.
 """
 
-import json
 import re
 from dataclasses import replace
 from importlib.resources import files
@@ -17,6 +16,7 @@ from headrace.codec.table import CODES
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.figures import refuse_unknown
+from headrace.terms.json_text import parse_json
 
 # The numbers of SSDs that are listed; any number up to the limit is understood.
 DRIVE_COUNTS = (1, 4, 12)
@@ -83,7 +83,7 @@ def _load_file(path: Path) -> Ceilings:
 
 def _parse(content: bytes, *, where: str) -> Any:
     try:
-        return json.loads(content)
+        return parse_json(content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"machine profile {where}: not JSON ({error}); make one with 'headrace bench machine'") from error
 

@@ -46,3 +46,14 @@ def _ways(experts: ExpertParts, together: int) -> Iterator[ExpertParts]:
         if together == 1:
             return
         together = -(-together // 2)
+
+
+def with_cached(plan: Plan, spare_bytes: int) -> tuple[Plan, int]:
+    """Return `plan` with as many frozen experts in host memory as have room there, and the bytes that are still spare. Each is
+    then read from the drives once in a run, not once for each group of each pass.
+    """
+    experts = plan.experts
+    if experts is None or experts.is_trained:
+        return plan, spare_bytes
+    more = max(0, min(sum(experts.figures.num_experts) - experts.cached, spare_bytes // experts.slot_bytes))
+    return replace(plan, experts=replace(experts, cached=experts.cached + more)), spare_bytes - more * experts.slot_bytes

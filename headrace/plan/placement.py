@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from headrace.plan.results import Results
-from headrace.terms.forms import DEVICE, UnitFigures
-from headrace.terms.layout import PlaneSet, planes_with
+from headrace.terms.forms import AWAY, DEVICE, UnitFigures
+from headrace.terms.layout import PlaneSet, Runs, planes_with
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
 
@@ -51,7 +51,13 @@ class Placement:
     @property
     def streamed_units(self) -> tuple[int, ...]:
         """The units whose weights are fetched for each pass: blocks, or at a node all units."""
-        return tuple(index for index, unit in enumerate(self.units) if unit.home != DEVICE)
+        return tuple(index for index, unit in enumerate(self.units) if unit.home not in (DEVICE, AWAY))
+
+    @property
+    def own_blocks(self) -> range:
+        """The units of those blocks that are here: all, but for a stage."""
+        here = [block for block in range(1, self.num_blocks + 1) if self.units[block].home != AWAY]
+        return range(here[0], here[-1] + 1)
 
     @property
     def far_units(self) -> tuple[int, ...]:
@@ -68,9 +74,17 @@ class Placement:
         """Parameters of the model."""
         return sum(unit.num_parameters for unit in self.units)
 
+    def slot_runs(self, unit: int) -> Runs:
+        """Which elements of a unit's weights lie, one after another, in the slot that compute reads: all."""
+        return ((0, self.units[unit].num_elements),)
+
+    def slot_elements(self, unit: int) -> int:
+        """Elements of the slot that compute reads."""
+        return sum(stop - start for start, stop in self.slot_runs(unit))
+
     def slot_bytes(self, unit: int) -> int:
         """Bytes of a unit's weights as compute reads them."""
-        return self.planes.weight.num_bytes(self.units[unit].num_elements)
+        return self.planes.weight.num_bytes(self.slot_elements(unit))
 
     def resident_bytes(self, unit: int) -> int:
         """Bytes that a unit takes where it stays: whole pages."""
@@ -78,7 +92,8 @@ class Placement:
 
     def stored_bytes(self, unit: int) -> int:
         """Bytes of a unit's weights on the drive, and so in host memory: these are fetched."""
-        return self.units[unit].stored_bytes or self.slot_bytes(unit)
+        figures = self.units[unit]
+        return figures.stored_bytes or self.planes.weight.num_bytes(figures.num_elements)
 
     def trained_bytes(self, unit: int) -> int:
         """Bytes of the weights of a trained family of its own, float32: 0 where there is none."""
@@ -105,7 +120,9 @@ class Placement:
 
     def sent_bytes(self, unit: int) -> int:
         """Bytes that cross the link for a unit's weights: these, or what they are made of."""
-        return self.stored_bytes(unit) + (self.completing_bytes(unit) if self.units[unit].is_completed else 0)
+        figures = self.units[unit]
+        sent = figures.stored_bytes or self.slot_bytes(unit)
+        return sent + (self.completing_bytes(unit) if figures.is_completed else 0)
 
     def page_bytes(self, unit: int) -> int:
         """Bytes of a piece in which a block's weights cross the link: all of them at once."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from headrace.plan.choices import FLAT_NAMES, GROUPS, Batch, Gradients, Stash, Updates
+from headrace.plan.choices import FLAT_NAMES, GROUPS, Batch, Gradients, Hosted, Stash, Updates
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.flat_names import with_flat_names
 from headrace.plan.placement import Placement
+from headrace.plan.stage_place import StageChoices
 from headrace.plan.stored import PLAN_FORMAT, stored_fields
 from headrace.terms.cuts import (
     chunk_borders,
@@ -23,7 +24,7 @@ from headrace.terms.cuts import (
 )
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import SSD, UnitFigures
-from headrace.terms.layout import PlaneSet
+from headrace.terms.layout import PlaneSet, Runs
 from headrace.terms.rule_figures import RuleFigures
 
 # Staging buffers on the device for chunks that are updated there: while one is updated, another comes or goes.
@@ -59,6 +60,8 @@ class Plan(Placement):
     updates: Updates
     freed_memory: str = "returned"
     experts: ExpertParts | None = None  # how experts come that are parts; None where blocks come whole
+    hosted: Hosted | None = None  # how hidden states wait in host memory between blocks; None where they stay on the device
+    stage: StageChoices | None = None  # which stage of a run this is for, and how a step goes through it
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
     def __post_init__(self) -> None:
@@ -140,6 +143,11 @@ class Plan(Placement):
         return 4 if self.gradients.dtype == "float32" else 2
 
     @property
+    def summed_bytes_per_element(self) -> int:
+        """Bytes of a gradient element of a block where backward sums it."""
+        return 4 if self.gradients.accumulate else self.gradient_bytes_per_element
+
+    @property
     def largest_gradient_elements(self) -> int:
         """Elements of the largest gradient of a block."""
         return max(unit.gradient_elements for unit in self.units[1 : self.num_blocks + 1])
@@ -148,6 +156,21 @@ class Plan(Placement):
     def largest_item_elements(self) -> int:
         """Elements of the largest row or matrix that the rule needs as a whole; 1 where it updates each element alone."""
         return max(largest_item_elements(unit.cuts) for unit in self.units)
+
+    def slot_runs(self, unit: int) -> Runs:
+        """See `Placement.slot_runs`; experts that are trained come beside the others."""
+        return self._commons(unit) or Placement.slot_runs(self, unit)
+
+    def summed_runs(self, unit: int) -> Runs:
+        """Which elements of a unit's gradient lie, one after another, where backward sums them."""
+        return self._commons(unit) or ((0, self.units[unit].gradient_elements),)
+
+    def summed_elements(self, unit: int) -> int:
+        """Elements of a unit's gradient that are summed together; those of trained experts are summed beside them."""
+        return sum(stop - start for start, stop in self.summed_runs(unit))
+
+    def _commons(self, unit: int) -> Runs:
+        return self.experts.commons[unit] if self.experts and self.experts.commons else ()
 
     def gradient_bytes(self, unit: int) -> int:
         """Bytes of a unit's drained gradient."""
@@ -158,6 +181,29 @@ class Plan(Placement):
         """Bytes of the hidden states of one micro-batch."""
         batch = self.batch
         return batch.micro_batch_sequences * batch.sequence_length * batch.hidden_size_bytes
+
+    @property
+    def coming_slots(self) -> int:
+        """Slots on the device for hidden states that come from host memory: those of a group at its experts come together."""
+        return (self.hosted.coming if self.hosted else 0) + (self.experts.together - 1 if self.experts else 0)
+
+    @property
+    def micros_together(self) -> int:
+        """The most micro-batches that go through a block one after another: all of a step, or of a stage's group."""
+        count = self.batch.num_micro_batches
+        return max(map(len, self.stage.groups_of(count))) if self.stage else count
+
+    @property
+    def micros_in_flight(self) -> int:
+        """The most micro-batches that wait for backward at a time."""
+        count = self.batch.num_micro_batches
+        return self.stage.micros_in_flight(count) if self.stage else count
+
+    @property
+    def parked_units(self) -> tuple[int, ...]:
+        """The blocks whose sums of gradients wait in host memory for a stage's next group."""
+        several = self.stage is not None and self.stage.groups > 1
+        return tuple(unit for unit in self.trained_units if unit not in self.ends) if several else ()
 
     @property
     def gradient_in_place(self) -> bool:
@@ -244,9 +290,9 @@ class Plan(Placement):
         return chunk_borders(unit.update_elements, self.updates.chunk_elements, unit.cuts)
 
     def to_json(self) -> dict[str, Any]:
-        """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of experts that come with blocks."""
-        values = {"format": PLAN_FORMAT, **Placement.to_json(self)}
-        return {name: value for name, value in values.items() if name != "experts" or value is not None}
+        """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of what comes with blocks, or stays."""
+        values, left_out = {"format": PLAN_FORMAT, **Placement.to_json(self)}, ("experts", "hosted", "stage")
+        return {name: value for name, value in values.items() if name not in left_out or value is not None}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":

@@ -25,3 +25,11 @@ def refusal(plan: Placement, needs: str, instead: str, found: str = "") -> PlanI
             f"{tier} memory: {asked}, {most} are allowed ({rows}). {found}Give --{tier}-memory {enough} or more, or {instead}"
         )
     return PlanInfeasible(words, tier=tier, needed_bytes=needed, allowed_bytes=allowed)
+
+
+def with_whole_blocks(refused: PlanInfeasible, why: str) -> PlanInfeasible:
+    """Return a refusal that also says `why` experts cannot come one at a time; "": the model has none."""
+    if not why or refused.tier == "ssd":
+        return refused
+    words = f"{refused}. Its experts cannot come one at a time, which would take less: {why}"
+    return PlanInfeasible(words, tier=refused.tier, needed_bytes=refused.needed_bytes, allowed_bytes=refused.allowed_bytes)

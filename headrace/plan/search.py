@@ -54,7 +54,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     """Return the plan that fits and is fastest in the simulator on a machine with `ceilings` (None: a nominal machine).
     `seconds_of` remembers the forecasts that are made here, if they are for that machine.
 
-    Every policy that the question allows is searched, so that a question that asks for less gets no worse answer.
+    Hidden states wait in host memory between blocks where nothing else fits, or where that is faster.
 
     Raises:
         PlanInfeasible: nothing fits; the message names the tier, what the leanest plan needs there, and what takes most of it.
@@ -63,6 +63,45 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     problem = replace(problem, attention_share=machine.attention_share)
     if seconds_of is None or seconds_of.machine != machine:
         seconds_of = StepSeconds(machine)
+    hosted, measured = replace(problem, hosted=problem.can_host), ceilings is not None
+    try:
+        plan = _fastest_plan(problem, seconds_of, measured=measured)
+    except PlanInfeasible as refusal:
+        if not hosted.hosted:
+            raise
+        try:
+            return _fastest_plan(hosted, seconds_of, measured=measured)
+        except PlanInfeasible as least:  # it says what is needed at least
+            raise least if least.tier == refusal.tier else refusal from None
+    if not (hosted.hosted and measured and _may_gain(plan, seconds_of)):
+        return plan
+    try:
+        other = _fastest_plan(hosted, seconds_of, measured=measured)
+    except PlanInfeasible:
+        return plan
+    return _first_of_alike([(seconds_of(each), each) for each in (plan, other)])
+
+
+def _may_gain(plan: Plan, seconds_of: StepSeconds) -> bool:
+    """Return whether a step would be shorter if the device had room for everything: if nothing were recomputed or waited for,
+    while other lanes do what they do.
+    """
+    found, results = seconds_of.forecast(plan), plan.results
+    again = plan.batch.num_micro_batches * (sum(results.forward_flops[1 : plan.num_blocks + 1]) - sum(results.spared_flops))
+    least = max(
+        seconds * (1 - again / found.flops_per_step if lane is Lane.COMPUTE else 1) for lane, seconds in found.work.items()
+    )
+    return found.step_seconds > _WORSE * least
+
+
+def _fastest_plan(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
+    """Return the plan that fits and is fastest, with hidden states where `problem` says.
+
+    Every policy that the question allows is searched, so that a question that asks for less gets no worse answer.
+
+    Raises:
+        PlanInfeasible: see `make_plan`.
+    """
     plans: list[Plan] = []
     refusals = []
     for policy in problem.policies:
@@ -77,9 +116,10 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
             # The only advantage over the usual policy is that states may stay in memory.
             placements = [choice for choice in placements if filled(problem, plan_of(problem, choice)).updates.resident_states]
         if placements:
-            plans.append(_plan_under(problem, policy, placements, seconds_of, measured=ceilings is not None))
+            plans.append(_plan_under(problem, policy, placements, seconds_of, measured=measured))
     if not plans and problem.allowance.saves:  # then steps wait for checkpoints
-        return make_plan(replace(problem, allowance=replace(problem.allowance, saves=False)), ceilings, seconds_of)
+        waiting = replace(problem, allowance=replace(problem.allowance, saves=False))
+        return _fastest_plan(waiting, seconds_of, measured=measured)
     if not plans:
         raise refusals[0]
     return plans[0] if len(plans) == 1 else _first_of_alike([(seconds_of(plan), plan) for plan in plans])
@@ -131,21 +171,21 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     found = seconds.exactly(found)
     best = _first_of_alike(found)
     plan = filled(problem, plan_of(problem, best))
-    if policy == "immediate":
+    if policy == "immediate" and not problem.place:  # all stages commit at the same time
         plan = _balanced(problem, found, best, seconds_of, ("host", "ssd") if measured else ("host",))
         return split(with_two_accumulators(problem, with_device_updates(problem, plan, seconds_of), seconds_of))
-    if policy == "rerun":
+    if policy != "deferred":
         return split(with_device_updates(problem, plan, seconds_of))
-    candidates = [plan]
-    if problem.clips:
+    candidates, guesses = [plan], problem.clips and not problem.place
+    if guesses:
         candidates += speculative_candidate(problem, placements, best, seconds_of)
     if plan.updates.resident_states:
         # States in memory are not read, but each checkpoint writes them.
         costs = problem.costs_of(plan.batch.micro_batch_sequences)
         candidates.insert(0, with_footprint(plan.with_updates(resident_states=()), costs, problem.allowance))
-    plan = min(candidates, key=lambda candidate: expected_seconds(candidate, seconds_of, clips=problem.clips))
+    plan = min(candidates, key=lambda candidate: expected_seconds(candidate, seconds_of, clips=guesses))
     plan = split(with_two_accumulators(problem, with_device_updates(problem, plan, seconds_of), seconds_of))
-    return with_speculation(plan, seconds_of) if problem.clips else plan
+    return with_speculation(plan, seconds_of) if guesses else plan
 
 
 def _first_of_alike(found: Sequence[tuple[float, _Found]]) -> _Found:

@@ -1,4 +1,4 @@
-"""The space that is searched: what a step is, one choice of placement, and the plan that follows from it.
+"""The space that is searched: the question, one choice of placement, and the plan that follows from it.
 
 Pure: no clock, no files, no torch. `search` decides which choice is best, `policy` when updates run.
 """
@@ -9,22 +9,22 @@ from functools import cache, cached_property
 
 from headrace.plan.allowance import Allowance
 from headrace.plan.buffer_sizes import buffer_groups
-from headrace.plan.choices import Batch, Gradients, Stash, Updates
+from headrace.plan.choices import Batch, Gradients, Hosted, Stash, Updates
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.footprint import with_footprint
-from headrace.plan.parting import fitted
+from headrace.plan.parting import fitted, with_cached
 from headrace.plan.plan import AT_ONCE, Plan
+from headrace.plan.replaying import operators_of, replay_order
 from headrace.plan.results import Results
-from headrace.terms.costs import ATTENTION, ModelCosts, OperatorCosts
+from headrace.plan.stage_place import StagePlace
+from headrace.plan.workload import Workload
+from headrace.terms.costs import ModelCosts
 from headrace.terms.cuts import least_chunk_elements
-from headrace.terms.errors import InputError
 from headrace.terms.forms import Form, UnitFigures
-from headrace.terms.grouping import Grouping
 from headrace.terms.layout import UNIT_ALIGNMENT
-from headrace.terms.packed_rows import Groups, PackedRows
+from headrace.terms.packed_rows import Groups
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import MIB, round_up
-from headrace.terms.summing import SEQUENTIAL
 
 # Logits and their gradients of one chunk of positions stay below this; beyond it the head gets no faster.
 _LOSS_CHUNK_BYTES = 96 * MIB
@@ -39,46 +39,12 @@ THRIFTS = tuple(range(len(_STATE_BUFFERS)))
 _OF_GROUPS = "packed rows run in groups of samples of one length"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What a step is: tokens, in rows of `sequence_length`; `clip`: whether the global norm must be known before updates.
-
-    `grouping`: the groups in which sums are taken, where the planner may not choose them. `packed`: the rows with which the
-    run begins, where they are known. `head_passes`: 2 with a loss of the whole step.
-    """
-
-    tokens_per_step: int
-    sequence_length: int
-    clip: bool
-    checkpoint_every: int | None = None
-    grouping: Grouping | None = None
-    gradient_sum: str = SEQUENTIAL
-    packed: PackedRows | None = None
-    head_passes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.sequence_length < 1 or self.tokens_per_step < 1:
-            raise InputError(
-                f"tokens_per_step and sequence_length must be positive, found {self.tokens_per_step} and {self.sequence_length}"
-            )
-        if self.tokens_per_step % self.sequence_length:
-            low = self.tokens_per_step // self.sequence_length * self.sequence_length
-            raise InputError(
-                f"tokens_per_step {self.tokens_per_step} is not a multiple of sequence_length {self.sequence_length}; "
-                f"use {max(low, self.sequence_length)} or {low + self.sequence_length}"
-            )
-
-    @property
-    def sequences(self) -> int:
-        """Rows of a step."""
-        return self.tokens_per_step // self.sequence_length
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A model whose units have these `forms`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`.
 
-    `own_rule` is the rule for trained families of their own, None where no unit has one.
+    `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
+    memory between blocks; where they are `hosted`, they do. `place` is that of a stage, whose part of a model these are.
     """
 
     forms: tuple[Form, ...]
@@ -91,11 +57,15 @@ class Problem:
     gradient_dtype: str | None = None
     experts: ExpertParts | None = None  # experts that are parts; how many come together is left open
     attention_share: float = 1.0  # the share of the matrix rate that attention's products reach (`Ceilings`)
+    may_wait: bool = True
+    hosted: bool = False
+    place: StagePlace | None = None
 
     @cached_property
     def units(self) -> tuple[UnitFigures, ...]:
         """The model's units as plans have them."""
-        return tuple(form.figures for form in self.forms)
+        units = tuple(form.figures for form in self.forms)
+        return self.place.units_of(units) if self.place else units
 
     @cached_property
     def replay_order(self) -> Callable[[int], list[tuple[int, int]]]:
@@ -118,6 +88,11 @@ class Problem:
         return self.allowance.device_bytes is not None
 
     @property
+    def can_host(self) -> bool:
+        """Whether hidden states may wait in host memory between blocks: there are several micro-batches, on a device."""
+        return self.may_wait and self.separate_device and self.workload.sequences > 1
+
+    @property
     def clips(self) -> bool:
         """Whether the global norm must be known before updates count; for float16 also to see whether the step overflowed."""
         return self.workload.clip or self.compute_dtype == "float16"
@@ -126,13 +101,16 @@ class Problem:
     def policies(self) -> tuple[str, ...]:
         """When updates may run, the usual policy first: without clipping they need not wait for the norm, but may (`Plan`)."""
         if not self.clips:
-            return ("immediate", "deferred")
+            return ("immediate",) if self.place else ("immediate", "deferred")  # all stages commit at the same time
         # What lives at another site cannot be taken back by running a step again.
-        return ("rerun",) if self.rule.clips_by_rerun and not any(unit.is_far for unit in self.units) else ("deferred",)
+        far = any(unit.is_far for unit in self.units) and not self.place
+        return ("rerun",) if self.rule.clips_by_rerun and not far else ("deferred",)
 
     @property
     def homes(self) -> tuple[str, ...]:
         """Where block inputs and kept outputs may wait, nearest first."""
+        if self.hosted:
+            return "host", "ssd"
         return ("device", "host", "ssd") if self.separate_device else ("device", "ssd")
 
 
@@ -178,34 +156,6 @@ def placements_of(problem: Problem, policy: str, thrift: int) -> Iterator[Choice
                         chunk_elements=chunk_elements,
                         state_slots=state_slots,
                     )
-
-
-def replay_order(costs: ModelCosts, attention_share: float = 1.0) -> list[tuple[int, int]]:
-    """Return all (block, ordinal) whose output may be kept, best benefit per byte first (Fuyou: OB = FLOP / A).
-
-    An operation of attention counts as so many of a matrix product as take its time: `1 / attention_share`. With equal benefit,
-    deep blocks come first, because theirs wait shortest. Outputs that recompute skips anyway are left out, and so are those of
-    operators that must run again.
-    """
-    pairs = [
-        (block, ordinal)
-        for block, costs_of_block in enumerate(costs.blocks)
-        for ordinal, operator in enumerate(costs_of_block.operators)
-        if ordinal not in costs_of_block.skippable and not operator.must_run
-    ]
-
-    def benefit(operator: OperatorCosts) -> float:
-        weight = 1 / attention_share if operator.name == ATTENTION else 1.0
-        return weight * operator.flops / max(1, operator.output_bytes)
-
-    # Computed once for equal blocks: they share their costs.
-    benefits = {id(block): [benefit(operator) for operator in block.operators] for block in costs.blocks}
-    return sorted(pairs, key=lambda pair: (-benefits[id(costs.blocks[pair[0]])][pair[1]], -pair[0], pair[1]))
-
-
-def operators_of(costs: ModelCosts) -> tuple[tuple[str, ...], ...]:
-    """Return the names of each block's operators, in the order in which plans count them."""
-    return tuple(tuple(operator.name for operator in block.operators) for block in costs.blocks)
 
 
 def groups_of(costs: ModelCosts, workload: Workload) -> tuple[Groups | None, tuple[str, ...]]:
@@ -278,6 +228,8 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         rule=problem.rule,
         own_rule=problem.own_rule,
         freed_memory=choice.freed_memory,
+        hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.hosted else None,
+        stage=problem.place.choices(num_micro) if problem.place else None,
     )
     return fitted(with_groups(plan, problem), problem, costs)
 
@@ -314,7 +266,8 @@ def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
 
 
 def filled(problem: Problem, plan: Plan) -> Plan:
-    """Return `plan` with the rest of host memory used: first for weights (read twice a step), then for states (once).
+    """Return `plan` with the rest of host memory used: first for weights (read twice a step) and experts, then for states
+    (once).
 
     Before both, gradients of updates behind backward get a second buffer: with one, backward waits for each unit's update. A
     worker, all of whose units are far, keeps nothing more: its share of the model does not grow with the number of blocks.
@@ -329,10 +282,10 @@ def filled(problem: Problem, plan: Plan) -> Plan:
     group = buffer_groups(plan)["host_weights"]
     slot_bytes = group.total_bytes // group.count
     more = max(0, min(plan.num_blocks - plan.host_slots, spare // slot_bytes))
-    plan = replace(plan, host_slots=plan.host_slots + more)
+    plan, spare = with_cached(replace(plan, host_slots=plan.host_slots + more), spare - more * slot_bytes)
     # Immediate updates must be able to take a step back without a copy, and states that live only in memory have none.
     if plan.updates.policy == "deferred" and plan.host_slots >= plan.num_blocks:
-        plan = with_resident_states(plan, spare - more * slot_bytes)
+        plan = with_resident_states(plan, spare)
     return with_footprint(plan, problem.costs_of(plan.batch.micro_batch_sequences), problem.allowance)
 
 

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from headrace.plan.choices import FLAT_NAMES, GROUPS
+from headrace.plan.choices import FLAT_NAMES, GROUPS, Hosted
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.results import Results
+from headrace.plan.stage_place import StageChoices
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import UnitFigures
 from headrace.terms.rule_figures import RuleFigures
@@ -37,6 +38,8 @@ def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("resident_states", "late_units", "stash_tiers", "kept_bytes"):
         known[name] = tuple(known[name])
     known["experts"] = ExpertParts.from_json(known["experts"]) if known.get("experts") else None
+    known["hosted"] = Hosted(**known["hosted"]) if known.get("hosted") else None
+    known["stage"] = StageChoices.from_json(known.get("stage"))
     known["results"] = Results.from_json(known["results"])
     for name in ("kept", "skipped", "operators"):
         known[name] = tuple(tuple(items) for items in known[name])

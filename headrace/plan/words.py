@@ -7,7 +7,14 @@ from headrace.terms.sizes import format_bytes
 def _stash_of(plan: Plan) -> str:
     homes = [f"{len(blocks)} on {tier}" for tier in ("device", "host", "ssd") if (blocks := plan.blocks_stashed_on(tier))]
     kept = sum(len(ordinals) for ordinals in plan.stash.kept)
-    return f"inputs of blocks: {', '.join(homes)}; {kept} operator outputs kept ({format_bytes(_kept_total(plan))} a step)"
+    hosted = ", and all hidden states between blocks in host memory" if plan.hosted else ""
+    of_outputs = f"{kept} operator outputs kept ({format_bytes(_kept_total(plan))} a step)"
+    return f"inputs of blocks: {', '.join(homes)}{hosted}; {of_outputs}"
+
+
+def _cached_of(plan: Plan) -> str:
+    experts = plan.experts
+    return f"; {experts.cached} of {sum(experts.figures.num_experts)} experts, too" if experts and experts.cached else ""
 
 
 def explain_update(plan: Plan) -> str:
@@ -47,7 +54,7 @@ def explain_plan(plan: Plan) -> str:
         f"threads  {plan.compute_threads} for compute, {updates.threads} for updates",
         f"slots    {plan.host_slots} blocks in host memory"
         + (f", {plan.device_slots} on the device" if plan.separate_device else "")
-        + f"; states of {len(updates.resident_states)} of {len(plan.units)} units in memory",
+        + f"; states of {len(updates.resident_states)} of {len(plan.units)} units in memory{_cached_of(plan)}",
         f"replay   {_stash_of(plan)}",
     ]
     if plan.freed_memory == "kept":

@@ -21,6 +21,7 @@ from headrace.plan.simulate import union_seconds
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluated, Event, OpDone
+from headrace.terms.json_text import UNSOUND, parse_json
 from headrace.terms.lanes import Lane
 from headrace.terms.program import label_of
 
@@ -213,7 +214,7 @@ def read_recording(path: Path) -> Recording:
         RunDirectoryError: the file is missing, or is no timeline.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         if values["version"] != _VERSION:
             raise RunDirectoryError(
                 f"{path}: timeline version {values['version']!r}, expected {_VERSION}; read it with the program that wrote it"
@@ -223,7 +224,7 @@ def read_recording(path: Path) -> Recording:
         raise RunDirectoryError(
             f"{path}: cannot be read ({error.strerror}); a run writes it when its second step is done"
         ) from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except UNSOUND as error:
         if isinstance(error, RunDirectoryError):
             raise
         raise RunDirectoryError(

@@ -5,7 +5,6 @@ checkpoint that was broken off again before its next step.
 Invariant: a checkpoint is whole or not there. What others put into the run directory stays.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.ask.between_steps import BesideSteps, Keeping
+from headrace.ask.between_steps import BesideSteps, Keeping, Pacing
 from headrace.data.open_data import read_model_config
 from headrace.files.durable import appearing
 from headrace.files.scratch import remove_tree
@@ -24,6 +23,7 @@ from headrace.runs.signals import SaveRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed, ModelError, RunDirectoryError
 from headrace.terms.events import Notice, Sink
+from headrace.terms.json_text import parse_json
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.run_options import RunOptions
 from headrace.terms.saving import Saving
@@ -57,7 +57,8 @@ class Checkpoints:
     def between_steps(self) -> list[BesideSteps]:
         """Return what the run does besides its steps, for its plan."""
         keeping = [keeping_of(self.config, self.count)] if self.config.saves else []
-        return [each for each in (self.evaluations.asked(), *keeping) if each is not None]
+        pacing = Pacing.asked(self.config.max_write_per_day)
+        return [each for each in (self.evaluations.asked(), *keeping, *pacing) if each is not None]
 
     def superseded(self, kept: Collection[int], evaluations: Sequence[Record]) -> set[int]:
         """Return the steps of those `kept` models that go: once the best ones, and those beyond the limit. The best stays."""
@@ -171,7 +172,7 @@ def keeping_of(options: RunOptions, times: int | None = None) -> Keeping:
 def provenance_of(model: Path) -> object:
     """Return what the model in a directory says it is; None if there is none, or it says nothing."""
     try:
-        return json.loads((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
+        return parse_json((model / PROVENANCE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 

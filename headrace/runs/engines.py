@@ -10,9 +10,11 @@ from pathlib import Path
 from headrace.engine.beginning import Whole
 from headrace.engine.crowd import Crowd
 from headrace.engine.fleet import Fleet
+from headrace.engine.line import Line
 from headrace.engine.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.engine.sharded import ShardedEngine
+from headrace.engine.staged import StagedEngine
 from headrace.engine.trainer import Engine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint
@@ -54,6 +56,18 @@ def rank_engines(fleet: Fleet) -> Engines:
     return Engines(
         partial(begin, kind=ShardedEngine, seams=seams),
         partial(resume, kind=ShardedEngine, seams=seams),
+        why_not_packed,
+        state_of,
+        discard,
+    )
+
+
+def stage_engines(line: Line) -> Engines:
+    """Return the engines of the first stage of a line."""
+    seams = Seams(fleet=line)
+    return Engines(
+        partial(begin, kind=StagedEngine, seams=seams),
+        partial(resume, kind=StagedEngine, seams=seams),
         why_not_packed,
         state_of,
         discard,

@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 
 from headrace.ask.between_steps import Evaluating
-from headrace.data import Batch, BatchStream
+from headrace.data import Batch
+from headrace.data.batches import Batches
 from headrace.data.held_out import HeldOutRows
 from headrace.data.open_data import tensors_of
 from headrace.report.metrics import Record, evaluations_since_best
@@ -28,7 +29,7 @@ class Evaluations:
     """The evaluations of a run of `total_steps` steps: after which steps they are, and their rows."""
 
     config: RunOptions
-    stream: BatchStream
+    stream: Batches
     total_steps: int
 
     @cached_property

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace.data import BatchStream
-from headrace.data.open_data import open_stream, tensors_of
+from headrace.data.batches import Batches
+from headrace.data.open_data import open_batches, tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
+from headrace.machine.near_limit import NearLimit
 from headrace.plan.plan import Plan
 from headrace.plan.serving import explain_serving, grouping_of
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
@@ -27,6 +28,7 @@ from headrace.runs.counted import for_people
 from headrace.runs.evaluating import Evaluations, Evaluator
 from headrace.runs.finish import keep_model, write_final
 from headrace.runs.measuring import MachineOfRun
+from headrace.runs.pausing import Pauses
 from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.references import References
@@ -59,7 +61,7 @@ class _Run:
 
     config: RunOptions
     directory: RunDirectory
-    stream: BatchStream
+    stream: Batches
     total_steps: int
     display: Display
     engines: Engines
@@ -117,7 +119,7 @@ def _resume(
             f"{directory.path}: the run had taken {done} steps, but its state is gone (for example by headrace clean "
             "--unfinished); start a new run"
         )
-    run = _run(config, directory, open_stream(config, resumed=True), display, engines, meter, saving)
+    run = _run(config, directory, open_batches(config, resumed=True), display, engines, meter, saving)
     if kind is not StateKind.COMMITTED:
         engines.discard(directory.path)  # killed while the model was imported: there is nothing to resume
         return _begin(run)
@@ -181,11 +183,9 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     def summary() -> str:
         """Write the figures of the whole run; return them in words."""
         told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else account
-        return (
-            told.sum_up(metrics.records, metrics.evaluations, host_peak_bytes=run.meter.peak_bytes())
-            if told is not None
-            else ""
-        )
+        if told is None:
+            return ""
+        return told.sum_up(metrics.records, metrics.evaluations, host_peak_bytes=run.meter.peak_bytes())
 
     started, taken = time.monotonic(), list[float]()
     with StopRequest() as stop:
@@ -195,6 +195,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
                 raise _interrupted(run, engine.step_index, stop.received)
 
         run.engines.heed(heed)
+        pauses = Pauses.of(run.config, run.directory.path, engine, lambda: stop.received is not None, reporters)
         references = _references(run, engine, lambda: stop.received is not None)
         evaluator, keeper = _between_steps(run, engine, reporters, metrics, lambda: stop.received is not None)
         if references is not None:
@@ -222,7 +223,10 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
                 reporters(Notice(text=words, level="info"))
             if stop.received is None and reporters.failure is None:
                 look_after_step()
+                if engine.step_index < run.total_steps:
+                    pauses.after_step(result)
         engine.flush()
+        _say(run, "\n".join(run.stream.left_out))
         keeper.close()
         reporters.close()
         if reporters.failure is not None:
@@ -253,7 +257,7 @@ def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> R
     references = References.of(run.config, run.stream)
     if references is not None:
         started = time.monotonic()
-        if made := references.make(engine, run.stream, run.evaluations, heed):
+        if made := references.make(engine, run.evaluations, heed):
             run.display.say(
                 f"reference: {made} rows scored before the first step, {format_seconds(time.monotonic() - started)}"
             )
@@ -299,7 +303,7 @@ def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Accoun
 def _run(
     config: RunOptions,
     directory: RunDirectory,
-    stream: BatchStream,
+    stream: Batches,
     display: Display | None,
     engines: Engines,
     meter: MemoryMeter,
@@ -318,6 +322,7 @@ def _reporters(run: _Run, stack: ExitStack) -> Reporters:
     """Return the reporters for the screen only; they also show what the engine says while it opens."""
     reporters = Reporters()
     stack.callback(reporters.close)
+    stack.enter_context(NearLimit(reporters))
     reporters.add(run.display.progress(run.total_steps))
     return reporters
 
@@ -334,7 +339,7 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
             evaluations=metrics.evaluations,
             eval_steps=config.eval_steps,
             max_steps=run.total_steps,
-            num_train_epochs=run.total_steps / steps_per_epoch,
+            num_train_epochs=run.total_steps / (steps_per_epoch or run.total_steps),
             train_batch_size=(config.tokens_per_step or 0) // (config.sequence_length or 1),
             clock=time.monotonic,
         )

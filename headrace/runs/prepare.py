@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headrace.data import BatchStream
-from headrace.data.open_data import open_stream, total_steps, with_lengths
+from headrace.data.batches import Batches
+from headrace.data.open_data import open_batches, total_steps, with_lengths
 from headrace.plan.given import with_lengths_of_plan
 from headrace.runs.protocols import Engines
 from headrace.store.run_directory import RunDirectory
@@ -44,7 +44,7 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     return config, directory
 
 
-def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tuple[RunOptions, BatchStream]:
+def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tuple[RunOptions, Batches]:
     """Return the decided options and the stream at its first row.
 
     Raises:
@@ -59,7 +59,7 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
         )
     packing = not reason and config.packing is not False and config.loss is None
     config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
-    stream = open_stream(config)
+    stream = open_batches(config)
     return replace(config, max_steps=total_steps(config, stream), template_date=stream.template_date), stream
 
 

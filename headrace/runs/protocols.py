@@ -66,6 +66,9 @@ class RunningEngine(ExportingEngine, AbstractContextManager["RunningEngine"], Pr
     def begin_saving(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> Saving:
         """Begin to do as `save_pretrained` does; steps may go on meanwhile."""
 
+    def heed(self, check: Callable[[], None]) -> None:
+        """Call `check` while a write waits for space; what it raises ends the wait, and the step."""
+
     def remove_state(self) -> None:
         """Delete the run's state from the SSD tier."""
 

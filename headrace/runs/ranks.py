@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.files.scratch import remove_tree
-from headrace.machine.limits import default_host_bytes
+from headrace.machine.of_rank import host_bytes_of_rank, take_gpu
 from headrace.net import Ranks
 from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display
@@ -35,7 +35,7 @@ def train_in_ranks(config: RunOptions, launch: Launch, *, display: Display | Non
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     if launch.again and directory.config.exists():
         return resume_in_ranks(directory.path, launch, display=display)
-    host = config.host_memory or default_host_bytes(pins=_has_gpu(launch)) // launch.local_size
+    host = config.host_memory or host_bytes_of_rank(launch)
     with _fleet(launch) as fleet:
         # What other ranks do meanwhile would be measured along.
         found = train(replace(config, measure=False, host_memory=host), display=display, engines=_engines(fleet))
@@ -57,26 +57,20 @@ def follow(launch: Launch) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    _has_gpu(launch)
+    take_gpu(launch)
     with _fleet(launch) as fleet:
         from headrace.engine.sharded import join
 
         folders = list[Path]()
 
         def place(told: Mapping[str, Any]) -> Path:
-            folders.append(folder_of(told, launch.rank))
+            folders.append(fleet.folder_of(told, launch.rank))
             return folders[0]
 
         with join(fleet, place, lambda event: None) as engine:
             is_over = engine.follow()
         if is_over:
             remove_tree(folders[0])
-
-
-def folder_of(told: Mapping[str, Any], rank: int) -> Path:
-    """Return the folder of a rank that follows: in the first SSD directory, or in the run's own."""
-    base = told["ssd"][0] if told["ssd"] else told["output"]
-    return Path(base) / f"headrace-rank-{rank}-{told['run_id']}"
 
 
 def _with_ranks(finished: Finished, fleet: "Fleet") -> Finished:
@@ -92,24 +86,11 @@ def _with_ranks(finished: Finished, fleet: "Fleet") -> Finished:
 def _fleet(launch: Launch) -> Iterator["Fleet"]:
     from headrace.engine.fleet import Fleet
 
-    ranks = Ranks.meet(launch.address, launch.port, launch.rank, launch.size, prefix=launch.meeting, hosts=launch.hosts)
-    try:
+    with Ranks.of(launch) as ranks:
         yield Fleet(ranks)
-    finally:
-        ranks.close()
 
 
 def _engines(fleet: "Fleet") -> Any:
     from headrace.runs.engines import rank_engines
 
     return rank_engines(fleet)
-
-
-def _has_gpu(launch: Launch) -> bool:
-    """Take this rank's GPU, if there are any; return whether there are."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
-        return True
-    return False

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from headrace.data import Batch, BatchStream
+from headrace.data.batches import Batches
 from headrace.data.open_data import tensors_of
 from headrace.losses import loss_of
 from headrace.runs.evaluating import Evaluations
@@ -34,24 +35,28 @@ class References:
 
     def __init__(self, config: RunOptions, stream: BatchStream) -> None:
         folder = config.cache / "references"
+        self._stream = stream
         self._trained = _File(folder / f"{_digest(config, stream.digest)}.bin")
         held_out = stream.held_out
         self._held_out = _File(folder / f"{_digest(config, held_out.info.digest)}.bin") if held_out is not None else None
 
     @classmethod
-    def of(cls, config: RunOptions, stream: BatchStream) -> "References | None":
+    def of(cls, config: RunOptions, stream: Batches) -> "References | None":
         """Return the references of a run; None if its loss takes none."""
         loss = loss_of(config.loss)
-        return cls(config, stream) if loss is not None and loss.takes_reference else None
+        if loss is None or not loss.takes_reference:
+            return None
+        assert isinstance(stream, BatchStream), "a loss of pairs is refused where data are streamed"
+        return cls(config, stream)
 
-    def make(self, engine: RunningEngine, stream: BatchStream, evaluations: Evaluations, heed: Callable[[], bool]) -> int:
+    def make(self, engine: RunningEngine, evaluations: Evaluations, heed: Callable[[], bool]) -> int:
         """Score the rows of the whole run that have no number yet, in the batches of its steps; return how many were scored.
 
         Raises:
             RunDirectoryError: some are missing, and the run has taken a step.
         """
-        steps = min(evaluations.total_steps, -int(-stream.steps_per_epoch // 1) + 1)
-        start = stream.from_the_start()
+        steps = min(evaluations.total_steps, -int(-self._stream.steps_per_epoch // 1) + 1)
+        start = self._stream.from_the_start()
         made = self._trained.fill(engine, (start.next_batch() for _ in range(steps)), heed)
         if self._held_out is not None and evaluations.rows is not None:
             made += self._held_out.fill(engine, evaluations.rows.batches(), heed)

@@ -18,6 +18,10 @@ from headrace.store.manifest import read_manifest as read_manifest
 from headrace.store.places import FamilyPlace as FamilyPlace
 from headrace.store.places import Places as Places
 from headrace.store.places import place_units as place_units
+from headrace.store.replacing import discard_store as discard_store
+from headrace.store.replacing import finish_replacing as finish_replacing
+from headrace.store.replacing import place_of_new as place_of_new
+from headrace.store.replacing import replace_store as replace_store
 from headrace.store.run_folders import OpenFile as OpenFile
 from headrace.store.run_folders import open_direct as open_direct
 from headrace.store.shard_store import ShardStore as ShardStore

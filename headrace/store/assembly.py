@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.files import BLOCK_BYTES, Beside, BlockFile, ThreadEngine, Volume
+from headrace.files import BLOCK_BYTES, Beside, BlockFile, Patience, ThreadEngine, Volume
 from headrace.files.durable import sync
 from headrace.store.leftovers import refuse_copy, remove_unmade
 from headrace.store.lock import LOCK_NAME, RunLock
@@ -28,6 +28,7 @@ from headrace.store.manifest import (
 )
 from headrace.store.places import Places, place_units
 from headrace.store.record import CommitRecord, RecordFiles, unpack_record
+from headrace.store.replacing import finish_replacing
 from headrace.store.run_folders import (
     OpenFile,
     check_directories,
@@ -160,6 +161,7 @@ def open_parts(
     Raises:
         RunDirectoryError: no run, another format, in use, never committed, or a data file missing or too short.
     """
+    finish_replacing(run_directory)
     manifest = read_manifest(run_directory)
     places = place_units(manifest.units)
     with contextlib.ExitStack() as undo:
@@ -293,14 +295,14 @@ def _put_together(
     engine: tuple[ThreadEngine | None, Sink],
 ) -> StoreParts:
     given_engine, sink = engine
-    used_engine = given_engine or ThreadEngine(sink=sink)
+    used_engine = given_engine or ThreadEngine(sink=sink, patience=Patience(sink))
     return StoreParts(
         run_directory=run_directory,
         manifest=manifest,
         places=places,
         locks=tuple(locks),
         volume=Volume(files[0], manifest.weights, manifest.stripe_bytes, used_engine),
-        records=RecordFiles(files[1]),
+        records=RecordFiles(files[1], used_engine.patience),
         engine=used_engine,
         owns_engine=given_engine is None,
     )

@@ -4,7 +4,6 @@ Invariant: what a living process holds is never listed nor removed; what may sti
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from headrace.store.manifest import (
 )
 from headrace.store.run_folders import drop_folder, owner_of, remove_folder
 from headrace.terms.errors import ConfigError, RunDirectoryError, StorageError
+from headrace.terms.json_text import parse_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +208,7 @@ def _run_in(run_directory: Path, run_id: str, folder: Path) -> _Run:
 
 
 def _has(run_directory: Path, name: str, run_id: str, folder: Path) -> bool:
-    fields = json.loads((run_directory / name).read_text(encoding="utf-8"))
+    fields = parse_json((run_directory / name).read_text(encoding="utf-8"))
     folders = (data_folder(run_directory / text, run_id) for text in fields["directories"])
     return bool(fields["run_id"] == run_id and any(_same(folder, each) for each in folders))
 

@@ -13,8 +13,9 @@ from typing import Any
 
 from headrace.files.durable import sync, write_whole
 from headrace.terms.cuts import Cuts
-from headrace.terms.errors import ConfigError, RunDirectoryError, unwritten
+from headrace.terms.errors import RunDirectoryError, unwritten
 from headrace.terms.families import Durability, Family, Unit
+from headrace.terms.json_text import UNSOUND, parse_json
 from headrace.terms.layout import SCALE, GroupRange, ParameterSpec, Plane, UnitLayout
 
 MANIFEST_FORMAT = 2
@@ -126,7 +127,7 @@ def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
     """
     path = run_directory / name
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunDirectoryError(
             f"{run_directory}: no run of Headrace, {MANIFEST_NAME} is missing; name a run directory"
@@ -140,7 +141,7 @@ def read_manifest(run_directory: Path, name: str = MANIFEST_NAME) -> Manifest:
         )
     try:
         return _parse(fields, run_directory.resolve())
-    except (KeyError, TypeError, ValueError, IndexError, ConfigError) as error:
+    except UNSOUND as error:
         raise RunDirectoryError(f"{path}: damaged, {type(error).__name__}: {error}; restore the file") from error
 
 

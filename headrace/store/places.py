@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from headrace.machine.host_memory import Bytes
-from headrace.terms.errors import ConfigError
+from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.families import Durability, Unit
 from headrace.terms.layout import UNIT_ALIGNMENT
 
@@ -58,6 +58,17 @@ class FamilyPlace:
         """Return those bytes of a buffer of the whole family that are held here."""
         start = sum(self.whole[: self.first])
         return into[start : start + self.slot_bytes] if self.whole else into
+
+    def check_size(self, buffer: Bytes, expected_bytes: int) -> None:
+        """Refuse a buffer of another size.
+
+        Raises:
+            StorageError: names both sizes.
+        """
+        if buffer.size != expected_bytes:
+            raise StorageError(
+                f"{self.label}: buffer of {buffer.size} bytes, expected {expected_bytes}; cut it to the chunk's size"
+            )
 
     def offset(self, slot: int, chunk: int) -> int:
         """Volume offset of a chunk in a slot."""

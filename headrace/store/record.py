@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from headrace.files import BLOCK_BYTES, BlockFile
+from headrace.files import BLOCK_BYTES, BlockFile, Patience
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store.slots import GroupVersion
 from headrace.terms.errors import StorageError
+from headrace.terms.json_text import parse_json
 from headrace.terms.sizes import round_up
 
 RECORD_FORMAT = 1
@@ -82,14 +83,14 @@ def unpack_record(content: bytes, run_id: str, num_chunks: Sequence[int]) -> Com
         GroupVersion(slot, group_version, tuple(islice(checksums, count)))
         for slot, group_version, count in zip(slots, versions, num_chunks, strict=True)
     )
-    return CommitRecord(run_id=run_id, sequence=sequence, payload=json.loads(content[_HEADER.size : start]), groups=groups)
+    return CommitRecord(run_id=run_id, sequence=sequence, payload=parse_json(content[_HEADER.size : start]), groups=groups)
 
 
 class RecordFiles:
     """The two alternating files. Record number `n` goes to file `n % 2`."""
 
-    def __init__(self, files: Sequence[BlockFile]) -> None:
-        self.files = tuple(files)
+    def __init__(self, files: Sequence[BlockFile], patience: Patience | None = None) -> None:
+        self.files, self._patience = tuple(files), patience or Patience.none()
 
     def write(self, sequence: int, content: bytes) -> None:
         """Make packed record number `sequence` durable. On an error the file may hold it or not: `erase` it or write it again.
@@ -100,9 +101,13 @@ class RecordFiles:
         file = self.files[sequence % 2]
         buffer = huge_page_buffer(round_up(len(content), BLOCK_BYTES))
         buffer[: len(content)] = np.frombuffer(content, dtype=np.uint8)
-        file.extend(buffer.size)
-        file.write_from(0, buffer)
-        file.sync()
+
+        def write() -> None:
+            file.extend(buffer.size)
+            file.write_from(0, buffer)
+            file.sync()
+
+        self._patience(write)
 
     def erase(self, sequence: int) -> None:
         """Make sure that the place of record `sequence` holds no record."""

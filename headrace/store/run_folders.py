@@ -18,6 +18,7 @@ from headrace.store.manifest import data_folder
 from headrace.terms.budget import default_bytes
 from headrace.terms.errors import ConfigError, DiskFull, StorageError
 from headrace.terms.events import Notice, Sink
+from headrace.terms.json_text import parse_json
 from headrace.terms.sizes import format_bytes
 
 # Opens the file at a path; makes it, with so many bytes reserved, where the second argument is not None.
@@ -168,7 +169,7 @@ def note_owner(directories: Sequence[Path], run_directory: Path, run_id: str) ->
 def owner_of(folder: Path) -> tuple[str, Path] | None:
     """Return id and directory of the run of `folder`, as of when it was opened last; None if it is none of ours."""
     try:
-        owner = json.loads((folder / OWNER_NAME).read_text(encoding="utf-8"))
+        owner = parse_json((folder / OWNER_NAME).read_text(encoding="utf-8"))
         return str(owner["run_id"]), Path(owner["run_directory"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

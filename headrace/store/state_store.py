@@ -6,7 +6,7 @@ opening the run again yields the state of the last commit, bit for bit.
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -145,6 +145,10 @@ class StateStore(Closing):
         """CPU seconds that the engine's threads took, and the checksums that were taken here."""
         return self._parts.engine.cpu_seconds + self._checksum_seconds
 
+    def heed(self, check: Callable[[], None]) -> None:
+        """Call `check` while a write waits for space; what it raises ends the wait, and the write fails."""
+        self._parts.engine.patience.heed = check
+
     def keep_in_flight(self, setting: InFlight) -> None:
         """Move bytes with so many threads and pieces of that size from now on."""
         self._parts.engine.keep_in_flight(setting)
@@ -167,7 +171,7 @@ class StateStore(Closing):
         into = place.part(into) if chunk is None else into
         if place.durability.committed:
             return self._read(place, chunks, into)
-        _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
+        place.check_size(into, sum(place.chunk_bytes(chunk) for chunk in chunks))
         return self._parts.volume.read(place.offset(0, chunks[0]), into)
 
     def write(self, unit: int, family: str, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
@@ -184,7 +188,7 @@ class StateStore(Closing):
         chunk -= place.first
         if place.durability.committed:
             return self._write(place, chunk, data, known_checksum)
-        _check_size(place, data, place.chunk_bytes(chunk))
+        place.check_size(data, place.chunk_bytes(chunk))
         return self._parts.volume.write(place.offset(0, chunk), data)
 
     def commit(self, record: Mapping[str, Any]) -> None:
@@ -285,9 +289,7 @@ class StateStore(Closing):
     def close(self) -> None:
         """Finish transfers under way, close the files and free the lock. Does not commit. A second call does nothing."""
         if not self._closed:
-            self._closed = True
-            self._transfers.settle_all()
-            self._lent.close()
+            self._finish()
             self._parts.close()
 
     def remove(self) -> None:
@@ -297,10 +299,15 @@ class StateStore(Closing):
             StorageError: something cannot be removed; names it.
         """
         if not self._closed:
-            self._closed = True
-            self._transfers.settle_all()
-            self._lent.close()
+            self._finish()
             self._parts.remove()
+
+    def _finish(self) -> None:
+        """Finish transfers under way; what waits for space fails."""
+        self._closed = True
+        self._parts.engine.patience.close()
+        self._transfers.settle_all()
+        self._lent.close()
 
     def _place(self, unit: int, family: str) -> FamilyPlace:
         place = self._parts.places.families.get((unit, family))
@@ -309,7 +316,7 @@ class StateStore(Closing):
         return place
 
     def _read(self, place: FamilyPlace, chunks: Sequence[int], into: Bytes) -> Ticket:
-        _check_size(place, into, sum(place.chunk_bytes(chunk) for chunk in chunks))
+        place.check_size(into, sum(place.chunk_bytes(chunk) for chunk in chunks))
         while True:
             with self._table:
                 slots = self._slots[place]
@@ -334,14 +341,14 @@ class StateStore(Closing):
             return self._lent.read(unit, into)
         place = self._place(unit, family)
         chunks, slot = place.own(chunk), self._slots[place].committed.slot
-        _check_size(place, into, sum(map(place.chunk_bytes, chunks)))
+        place.check_size(into, sum(map(place.chunk_bytes, chunks)))
         if slot != VIRGIN and chunks:
             return self._parts.volume.read(place.offset(slot, chunks[0]), into)
         into.fill(0)
         return DoneTicket()
 
     def _write(self, place: FamilyPlace, chunk: int, data: Bytes, known_checksum: int | None) -> Ticket:
-        _check_size(place, data, place.chunk_bytes(chunk))
+        place.check_size(data, place.chunk_bytes(chunk))
         start_seconds = time.thread_time()
         value = checksum(data) if known_checksum is None else known_checksum
         checksum_seconds = time.thread_time() - start_seconds
@@ -376,10 +383,3 @@ class StateStore(Closing):
         if offset < 0 or offset + buffer.size > self._scratch_bytes:
             raise StorageError(f"scratch bytes {offset} to {offset + buffer.size} asked, the region has {self._scratch_bytes}")
         return self._parts.places.durable_bytes + offset
-
-
-def _check_size(place: FamilyPlace, buffer: Bytes, expected_bytes: int) -> None:
-    if buffer.size != expected_bytes:
-        raise StorageError(
-            f"{place.label}: buffer of {buffer.size} bytes, expected {expected_bytes}; cut it to the chunk's size"
-        )

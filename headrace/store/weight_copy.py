@@ -31,6 +31,7 @@ from headrace.store.run_folders import check_directories
 from headrace.terms.drives import InFlight
 from headrace.terms.errors import CorruptData, RunDirectoryError, StorageError
 from headrace.terms.events import Notice, Sink
+from headrace.terms.json_text import parse_json
 from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
 PREFIX = "headrace-weights-"
@@ -304,7 +305,7 @@ class WeightCopy:
 def _record_of(folder: Path) -> dict[str, Any] | None:
     """Return the record in a folder; None if there is none that is understood."""
     try:
-        found = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        found = parse_json((folder / _RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and found.get("format") == _FORMAT else None

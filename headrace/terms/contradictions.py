@@ -1,5 +1,6 @@
 """Options that exclude each other, each refused with both names."""
 
+from headrace.terms.data_source import source_of
 from headrace.terms.declared import Declared
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ALL
@@ -40,6 +41,34 @@ def refuse_packed_pairs(options: Declared) -> None:
     given = vars(options)
     if given["loss"] is not None and given["packing"]:
         raise ConfigError("loss and packing: a loss of pairs takes one completion a row; leave packing out")
+
+
+def refuse_unstreamed(options: Declared, streams: bool) -> None:
+    """See that a run that reads data as they come asks for nothing that takes all of them.
+
+    Raises:
+        ConfigError: it does; or a buffer's size is given without one.
+    """
+    given = vars(options)
+    if not streams:
+        if given["buffer_size"] is not None:
+            raise ConfigError("buffer_size: it is the buffer of streaming; give streaming, too, or leave it out")
+        return
+    if given["max_steps"] is None and given["data"]:
+        raise ConfigError("streaming: nobody knows how long the data are; give max_steps")
+    if given["eval_split"] is not None:
+        raise ConfigError("streaming and eval_split: a share is drawn from all samples; give eval_data instead")
+    if given["loss"] is not None:
+        raise ConfigError(f"streaming and loss: {given['loss']} takes pairs of a whole data set; leave one of them out")
+    weighted = next((each for each in map(source_of, given["data"]) if each.weight != 1), None)
+    if weighted is not None:
+        raise ConfigError(
+            f"streaming and weight: {weighted} has {weighted.weight:g}, a share of all its samples; leave one of them out"
+        )
+    if given["save_total_limit"] is not None and given["save_steps"] is None and not given["eval_data"]:
+        raise ConfigError("streaming and save_total_limit: nobody knows where an epoch ends; give save_steps, too")
+    if given.get("local_steps") is not None:
+        raise ConfigError("streaming and local_steps: learners share out all samples; leave one of them out")
 
 
 _OF_EVALUATIONS = ("eval_steps", "load_best_model_at_end", "early_stopping_patience")

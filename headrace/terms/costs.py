@@ -102,6 +102,16 @@ class RecomputeCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodedCaches:
+    """Keys and values in the code `name`. `decoded_bytes` are by block what a token of all rows takes as attention reads it;
+    0 where a block's cache is not coded.
+    """
+
+    name: str
+    decoded_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationCosts:
     """A seat of `rows` rows: its first pass, over `prompt_length` tokens, and the one after, over one.
 
@@ -109,8 +119,8 @@ class GenerationCosts:
     passes. `cache_bytes` are the bytes of each block's cache after the prompt; `cache_token_bytes` are what one more token of
     all rows adds to each. `tiered` says for each block whether its cache may live elsewhere while the block does not run. It
     may if the cache keeps tokens and nothing else. `recomputing` is there if prompts may be kept as blocks' inputs, and these
-    have fewer bytes than keys and values. `head_flops` are for one position of all rows; `head_bytes` are what head and
-    sampling allocate for a moment.
+    have fewer bytes than keys and values. With `coded` the bytes of caches are those of their codes. `head_flops` are for one
+    position of all rows; `head_bytes` are what head and sampling allocate for a moment.
     """
 
     rows: int
@@ -126,6 +136,11 @@ class GenerationCosts:
     widens: bool = False  # products of 16-bit numbers are computed in float32, except where they have few rows
     prefill_chunk: int = 0
     recomputing: RecomputeCosts | None = None
+    coded: CodedCaches | None = None
+
+    def is_coded(self, block: int) -> bool:
+        """Return whether the cache of block `block` (from 1) is coded."""
+        return self.coded is not None and self.coded.decoded_bytes[block - 1] > 0
 
     @property
     def first_tokens(self) -> int:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import Kind, Number, PlaceOrName, shown
+from headrace.terms.option_kinds import Flag, Kind, Number, PlaceOrName, Schema, shown
 
 DEFAULT_SPLIT = "train"
 # What stands for the path of data that a program gave.
 OF_PROGRAM = "program:"
-_KEYS = ("path", "name", "split", "weight", "columns")
+_KEYS = ("path", "name", "split", "weight", "columns", "streaming")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class DataSource:
     """A file, a directory or a Hub data set (`owner/name`), and what is taken of it.
 
     `name` is a configuration of a Hub data set, `split` one of its splits. `weight` says how often each sample occurs in an
-    epoch. `columns` gives the data's own name of a column for each name of ours.
+    epoch. `columns` gives the data's own name of a column for each name of ours. With `streaming` rows are read as they come.
     """
 
     path: str
@@ -31,6 +31,7 @@ class DataSource:
     split: str = DEFAULT_SPLIT
     weight: float = 1.0
     columns: Mapping[str, str] = field(default_factory=dict)
+    streaming: bool = False
 
     def __str__(self) -> str:
         parts = (self.path, self.name, self.split if self.split != DEFAULT_SPLIT else None)
@@ -49,11 +50,19 @@ class DataSource:
             "split": self.split,
             "weight": self.weight,
             "columns": dict(self.columns),
+            "streaming": self.streaming,
         }
         return {key: value for key, value in found.items() if value != _DEFAULTS[key]}
 
 
-_DEFAULTS: Mapping[str, Any] = {"path": None, "name": None, "split": DEFAULT_SPLIT, "weight": 1.0, "columns": {}}
+_DEFAULTS: Mapping[str, Any] = {
+    "path": None,
+    "name": None,
+    "split": DEFAULT_SPLIT,
+    "weight": 1.0,
+    "columns": {},
+    "streaming": False,
+}
 
 
 def source_of(entry: str | DataSource) -> DataSource:
@@ -63,7 +72,7 @@ def source_of(entry: str | DataSource) -> DataSource:
 
 @dataclass(frozen=True)
 class SourceKind(Kind):
-    """A path or a name, or a mapping of `path`, `name`, `split`, `weight` and `columns`."""
+    """A path or a name, or a mapping of `path`, `name`, `split`, `weight`, `columns` and `streaming`."""
 
     takes_mapping: ClassVar[bool] = True
 
@@ -83,8 +92,19 @@ class SourceKind(Kind):
             split=_text(value.get("split"), f"{key}.split") or DEFAULT_SPLIT,
             weight=Number(0, 1e6, above=True).read(1.0 if value.get("weight") is None else value["weight"], f"{key}.weight"),
             columns=_columns(value.get("columns") or {}, f"{key}.columns"),
+            streaming=Flag().read(value.get("streaming") or False, f"{key}.streaming"),
         )
         return entry if entry != DataSource(entry.path) else entry.path
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        keys = {
+            **{name: {"type": "string"} for name in ("path", "name", "split")},
+            "weight": Number(0, 1e6, above=True).schema(),
+            "columns": {"type": "object", "additionalProperties": {"type": "string"}},
+        }
+        entry = {"type": "object", "properties": keys, "required": ["path"], "additionalProperties": False}
+        return {"anyOf": [{"type": "string"}, entry]}
 
 
 def _text(value: Any, key: str) -> str | None:

@@ -34,8 +34,9 @@ from headrace.terms.layout import Plane, PlaneSet, UnitLayout, rest_of_master
 from headrace.terms.row_table import TableFigures
 from headrace.terms.rule_figures import RuleFigures
 
-# Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them.
-SSD, DEVICE = "ssd", "device"
+# Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them. A unit that
+# is away is another stage's.
+SSD, DEVICE, AWAY = "ssd", "device", "away"
 _BASIS_PLANES = (Plane("basis", "float32", 4),)
 
 
@@ -45,7 +46,7 @@ class UnitFigures:
 
     Attributes:
         num_elements: elements of the slot that compute reads.
-        home: `SSD` or `DEVICE`: where the weights live between uses.
+        home: `SSD` or `DEVICE`: where the weights live between uses; `AWAY`: not here.
         trained_elements: elements of what is updated: 0 for a frozen unit, None where all of the unit is updated in place.
         stored_bytes: bytes of coded weights on the drive; None where they are not coded.
         making_bytes: the most bytes that making a slot allocates for a moment, on the device that computes.
@@ -81,6 +82,10 @@ class UnitFigures:
         """Return the figures that `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
         cuts, decodes = values.get("cuts", ()), values.get("decodes", ())
         return cls(**{**values, "cuts": tuple(Cuts(*each) for each in cuts), "decodes": tuple(map(tuple, decodes))})
+
+    def away(self) -> "UnitFigures":
+        """Return the unit as a stage sees it that does not have it: nothing of it is here."""
+        return UnitFigures(name=self.name, num_elements=0, num_parameters=self.num_parameters, home=AWAY, trained_elements=0)
 
     @property
     def in_place(self) -> bool:

@@ -20,6 +20,8 @@ from headrace.terms.run_options import RunOptions
 _MOST_SEED = (1 << 63) - 1
 # Where attention of new tokens is computed.
 AUTO, ON_DEVICE, ON_HOST = "auto", "device", "host"
+# In what keys and values may be kept, besides the dtype of activations (`codec.cache_codes`).
+CACHE_DTYPES = ("int4", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +195,15 @@ class GenerateOptions(Declared):
         fixed=False,
         group=Group.METHOD,
     )
+    cache_dtype: str | None = option(
+        None,
+        OneOf(CACHE_DTYPES),
+        "Keep keys and values in few bits, with loss: int4 or int8.",
+        row="keep keys and values in few bits, with loss, wherever they lie: `int4` or `int8`. Answers change",
+        words="that of activations",
+        plan=True,
+        group=Group.METHOD,
+    )
     compute_dtype: str | None = option_as(
         Options,
         "compute_dtype",
@@ -234,6 +245,13 @@ class GenerateOptions(Declared):
             raise ConfigError("input and output: the answers of a file go into a file; give both, or neither")
         if self.assistant is not None and self.prompt_lookup is not None:
             raise ConfigError("assistant and prompt_lookup: both draft tokens; give one of them")
+        if self.cache_dtype and (self.assistant is not None or self.prompt_lookup is not None):
+            raise ConfigError(f"cache_dtype: {NO_COPIES}")
+        if self.cache_dtype and self.attention == ON_HOST:
+            raise ConfigError(
+                f"cache_dtype and attention: the host reads keys and values in place, which {self.cache_dtype} does not allow; "
+                "leave one of them out"
+            )
         if self.copy_weights and not self.ssd:
             raise ConfigError(NO_PLACE)
         if any(not text for text in self.stop):
@@ -260,6 +278,7 @@ class GenerateOptions(Declared):
         return found | GREEDY if greedy else found
 
 
+NO_COPIES = "beams, several answers a row and drafts move or drop tokens of caches, which codes do not allow; leave it out"
 NO_PLACE = "copy_weights: no drive is named to copy them to; give --ssd DIR, once for each"
 # Greedy, with sampling's settings as if they were not set: transformers warns of those that have no effect.
 GREEDY = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}

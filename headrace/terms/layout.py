@@ -5,7 +5,7 @@ A *unit* is what is fetched, drained, updated and committed as one: the prologue
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol, Self, TypeVar
 
@@ -245,6 +245,28 @@ def realigned(layout: UnitLayout, parameter_alignment: int) -> UnitLayout:
     keys = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
     parameters = [(parameter.name, parameter.shape, keys[parameter.group]) for parameter in layout.parameters]
     return lay_out(layout.name, parameters, parameter_alignment, layout.kinds)
+
+
+# Ranges `[start, stop)` of a unit's elements, ascending.
+Runs = tuple[tuple[int, int], ...]
+
+
+def cut_out(layout: UnitLayout, names: frozenset[str]) -> tuple[UnitLayout, Runs]:
+    """Return a unit without the parameters of these names, and which elements of the whole unit are left: in this order they
+    lie one after another in it. Nothing is updated by its layout, so it has no groups.
+    """
+    ends = (*(spec.offset for spec in layout.parameters[1:]), layout.num_elements)
+    kept: list[ParameterSpec] = []
+    runs: list[tuple[int, int]] = []
+    offset = 0
+    for spec, end in zip(layout.parameters, ends, strict=True):
+        if spec.name in names:
+            continue
+        kept.append(replace(spec, offset=offset))
+        offset += end - spec.offset
+        joins = bool(runs) and runs[-1][1] == spec.offset
+        runs = [*runs[:-1], (runs[-1][0], end)] if joins else [*runs, (spec.offset, end)]
+    return UnitLayout(layout.name, tuple(kept), (), offset), tuple(runs)
 
 
 def chunk_ranges(num_elements: int, chunk_elements: int) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.sizes import MOST_COUNT, parse_bytes
 
 _MOST_SHOWN_LETTERS = 120
+Schema = dict[str, Any]
 
 
 class Kind:
@@ -31,6 +32,10 @@ class Kind:
     def read(self, value: Any, key: str) -> Any:
         """Return the value of `key`, checked; ConfigError says what was expected and found."""
         raise NotImplementedError
+
+    def schema(self) -> Schema:
+        """Return the JSON schema of values as people write them into a YAML file; `read` may take further forms."""
+        return {"type": "string"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,13 @@ class Number(Kind):
             raise _wrong(key, f"a number {'>' if self.above else '>='} {self.least:g}{most}", value)
         return number
 
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        limits: Schema = {"exclusiveMinimum" if self.above else "minimum": self.least}
+        if self.most < math.inf:
+            limits["exclusiveMaximum" if self.below else "maximum"] = self.most
+        return {"type": "number", **limits}
+
 
 @dataclass(frozen=True)
 class Whole(Kind):
@@ -79,6 +91,10 @@ class Whole(Kind):
             raise _wrong(key, f"a whole number from {self.least} to {self.most}", value)
         return number
 
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "integer", "minimum": self.least, "maximum": self.most}
+
 
 @dataclass(frozen=True)
 class Span(Kind):
@@ -97,6 +113,10 @@ class Span(Kind):
             raise _wrong(key, f"a whole number from 1 to {self.most}, or MIN:MAX", value)
         return low if low == high else f"{low}:{high}"
 
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"anyOf": [Whole(1, self.most).schema(), {"type": "string", "pattern": "^[0-9]+(:[0-9]+)?$"}]}
+
 
 class Flag(Kind):
     """Yes or no."""
@@ -110,6 +130,10 @@ class Flag(Kind):
         if found is None:
             raise _wrong(key, "true or false", value)
         return found
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "boolean"}
 
 
 @dataclass(frozen=True)
@@ -126,6 +150,10 @@ class OneOf(Kind):
             raise _wrong(key, " or ".join(part for part in (", ".join(self.names[:-1]), self.names[-1]) if part), value)
         return str(name)
 
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"enum": [*self.names, *self.others]}
+
 
 class Size(Kind):
     """Bytes: `16GiB` and the like, or a number."""
@@ -133,6 +161,10 @@ class Size(Kind):
     def read(self, value: Any, key: str) -> int:
         """Return the number of bytes."""
         return parse_bytes(value, name=key)
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": ["integer", "string"]}
 
 
 class Duration(Kind):
@@ -152,6 +184,10 @@ class Duration(Kind):
         if not (math.isfinite(seconds) and seconds > 0):
             raise _wrong(key, "a time such as 30m, 90s or 2h", value)
         return seconds
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": ["number", "string"]}
 
 
 class Rate(Kind):
@@ -179,6 +215,10 @@ class Rate(Kind):
         except ConfigError as error:
             raise _wrong(key, "a rate such as 100Gbit or 12.5GB (a second)", value) from error
 
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": ["number", "string"]}
+
 
 class Day(Kind):
     """A day, as YYYY-MM-DD."""
@@ -191,6 +231,10 @@ class Day(Kind):
         except ValueError:
             pass
         raise _wrong(key, "a day as YYYY-MM-DD", value)
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"}
 
 
 class Place(Kind):
@@ -238,12 +282,17 @@ class Listed(Kind):
 
     def read(self, value: Any, key: str) -> tuple[Any, ...]:
         """Return the values."""
-        if isinstance(value, str | Path) or (self.of.takes_mapping and isinstance(value, Mapping)):
+        if isinstance(value, str | Path | int | float) or (self.of.takes_mapping and isinstance(value, Mapping)):
             return (self.of.read(value, key),)
         if not isinstance(value, list | tuple) or len(value) < self.least or len(value) > (self.most or len(value)):
             many = f" of {self.least}{'' if self.most else ' or more'}" if self.least else ""
             raise _wrong(key, f"a list{many}", value)
         return tuple(self.of.read(each, f"{key}.{number}") for number, each in enumerate(value))
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        one, most = self.of.schema(), {} if self.most is None else {"maxItems": self.most}
+        return {"anyOf": [one, {"type": "array", "items": one, "minItems": self.least, **most}]}
 
 
 @dataclass(frozen=True)
@@ -266,6 +315,10 @@ class Record(Kind):
             raise ConfigError(f"{key}.{error}") from error
         raise _wrong(key, f"a mapping with keys of {', '.join(each.name for each in fields(self.of))}", value)
 
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"type": "object", "properties": {each.name: {} for each in fields(self.of)}, "additionalProperties": False}
+
 
 @dataclass(frozen=True)
 class Either(Kind):
@@ -284,6 +337,10 @@ class Either(Kind):
         if isinstance(value, self.of):
             return value
         return self.of.from_json(value) if isinstance(value, dict) else self.other.read(value, key)
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"anyOf": [{"type": "object"}, self.other.schema()]}
 
 
 def _wrong(key: str, expected: str, value: object) -> ConfigError:

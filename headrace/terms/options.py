@@ -20,6 +20,7 @@ from headrace.terms.method_options import MethodOptions
 from headrace.terms.named import named_text, parse_named
 from headrace.terms.optimizer import Schedule
 from headrace.terms.option_kinds import Either, Flag, OneOf, Place, PlaceOrName, Whole
+from headrace.terms.stage_options import StageOptions
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
@@ -27,7 +28,7 @@ _MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(MethodOptions, BudgetOptions):  # fields of the last base come first
+class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last base come first
     """The options of an engine and its plan. Values may have the form of a YAML file: sizes such as "16GiB". Sizes are bytes,
     lengths and counts are tokens or steps. None means "choose for me".
     """

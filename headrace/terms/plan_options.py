@@ -8,7 +8,7 @@ from headrace.terms.data_source import DataSource, SourceKind
 from headrace.terms.declared import Group, option, option_as
 from headrace.terms.errors import ConfigError
 from headrace.terms.local_options import LocalOptions
-from headrace.terms.option_kinds import Either, Listed, PlaceOrName, Rate, Whole
+from headrace.terms.option_kinds import Either, Listed, Place, PlaceOrName, Rate, Span, Whole
 from headrace.terms.run_options import RunOptions
 
 
@@ -21,11 +21,11 @@ class PlanOptions(RunOptions):
     model: Path = option_as(RunOptions, "model", default=None, optional=True)
     data: tuple[str | DataSource, ...] = option_as(RunOptions, "data", default=(), kind=Listed(SourceKind()))
 
-    workers: int | None = option(
+    workers: int | str | None = option(
         None,
-        Whole(1, 4096),
-        "Number of workers that share a node; each is a --machine.",
-        row="so many workers, each a `machine`, that hold nothing durable: weights and states live at a node",
+        Span(4096),
+        "Number of workers that share a node, or MIN:MAX; each is a --machine.",
+        row="so many workers, or `MIN:MAX`, each a `machine`, that hold nothing durable: weights and states live at a node",
         words="no node",
         plan=True,
         group=Group.CLUSTER,
@@ -35,7 +35,7 @@ class PlanOptions(RunOptions):
         Rate(),
         "Speed of each worker's and node's link, each way, such as 100Gbit.",
         row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
-        words="10Gbit, 100Mbit with local_steps",
+        words="10Gbit, 100Mbit with local_steps or stages",
         plan=True,
         group=Group.CLUSTER,
     )
@@ -52,6 +52,25 @@ class PlanOptions(RunOptions):
         group=Group.CLUSTER,
     )
 
+    ranks: int | None = option(
+        None,
+        Whole(2, 4096),
+        "Number of ranks that torchrun starts, one for each GPU of this machine; with --link one on each of so many machines.",
+        row="so many ranks share out every unit: GPUs of one machine, which share its drives, cores and memory; with `link` "
+        "machines alike, with a GPU each",
+        words="one process",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+    stages: str | int | None = option(
+        None,
+        Either(int, PlaceOrName()),
+        "Number of machines that have consecutive blocks each, or their names, such as rtx4090,rtx3080.",
+        row="so many stages have consecutive blocks each, or their machines by name, such as `rtx4090,rtx3080`",
+        words="one machine",
+        plan=True,
+        group=Group.CLUSTER,
+    )
     local_steps: int | None = option_as(
         LocalOptions,
         "local_steps",
@@ -59,14 +78,24 @@ class PlanOptions(RunOptions):
         plan=True,
     )
     exchange_dtype: str = option_as(LocalOptions, "exchange_dtype", plan=True)
+    html: Path | None = option(
+        None,
+        Place(),
+        "Also draw the plan as an HTML page, into this file.",
+        row="file for the plan as an HTML page: memory of each tier, and the lanes of a step",
+        words="none",
+        plan=True,
+        group=Group.OTHER,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         given = {each.key for each in self.declarations() if getattr(self, each.key) != each.default}
-        if {"workers", "local_steps"} <= given:
-            raise ConfigError("workers and local_steps: workers compute each step together; give one of them")
+        shapes = sorted(given & {"workers", "local_steps", "ranks", "stages"})
+        if len(shapes) > 1:
+            raise ConfigError(f"{' and '.join(shapes)}: each is another way to share out a run; give one of them")
         for key in (each for each in _OF_NODES if each in given and self.workers is None):
-            if key != "link" or self.local_steps is None:
+            if key != "link":  # a link alone asks which shape to take
                 raise ConfigError(f"{key}: given without workers; say how many workers share a node, or leave it out")
         if "exchange_dtype" in given and self.local_steps is None:
             raise ConfigError("exchange_dtype: given without local_steps; say how many steps learners take alone")

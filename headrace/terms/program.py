@@ -26,6 +26,10 @@ class Verb(StrEnum):
     SPILL = "spill"  # block input: host -> ssd
     UNSPILL = "unspill"  # block input: ssd -> host
     RECALL = "recall"  # block input: host -> device
+    HIDDEN_OUT = "hidden-out"  # hidden states between two units: device -> host
+    HIDDEN_IN = "hidden-in"  # and back
+    HIDDEN_GRADIENT_OUT = "hidden-gradient-out"  # gradients of hidden states: device -> host
+    HIDDEN_GRADIENT_IN = "hidden-gradient-in"  # and back
     EPILOGUE = "epilogue"  # norm, head, loss and their gradients, one micro-batch
     LOG_PROBS = "log-probs"  # norm, head, and the log-probability of each label; after the last micro-batch, the loss
     SCORE = "score"  # norm, head, and the loss where there are labels, one micro-batch: without gradients
@@ -61,6 +65,10 @@ class Verb(StrEnum):
     ANNOUNCE = "announce"  # a step: its rows and what decides its numbers -> workers
     SEND = "send"  # unit's weights: host slot -> workers, who pull it
     RECEIVE = "receive"  # unit's gradient: workers, who push it -> host
+    PARK = "park"  # unit's gradient, or its experts', so far: where backward sums it -> host, until the next micro-batches
+    UNPARK = "unpark"  # and back
+    GIVE = "give"  # what the head adds to the gradient of a tied matrix: the last stage -> the first
+    TAKE = "take"  # the same, where it arrives
     REPORT = "report"  # what workers have to say of a step: workers -> here
 
 
@@ -98,18 +106,23 @@ class Pool(IntEnum):
     CODES = 25  # numbers that were rounded and not encoded yet
     KEPT = 26  # a block's codes in host memory, until its file is written
     PASSED = 27  # hidden states that a block made, on their way to that file
-    NORM = 28  # PASSING, from here on; in pieces of one unit each
-    LEFT = 29  # by block and micro-batch: what forward leaves for backward, as compute made it
-    HOST_STASH = 30  # and in host memory
-    SSD_STASH = 31  # and on the SSD
-    RECALLED = 32  # and back on the device
-    CHOICES = 33  # the experts that tokens of a block were sent to
-    ROUTED = 34  # and so which of them are fetched
-    EXPERTS = 35  # a few experts of a block in host memory
-    DEVICE_EXPERTS = 36  # and where compute reads them
-    EXPERT_SOURCES = 37  # what these are made of, on the device
-    CARRIED = 38  # by micro-batch: queries on the device, and what attention made of them on the host
-    HOST_CARRIED = 39  # and in host memory
+    PARKED = 28  # by unit: its gradient so far, in host memory
+    NORM = 29  # PASSING, from here on; in pieces of one unit each
+    LEFT = 30  # by block and micro-batch: what forward leaves for backward, as compute made it
+    HOST_STASH = 31  # and in host memory
+    SSD_STASH = 32  # and on the SSD
+    RECALLED = 33  # and back on the device
+    CHOICES = 34  # the experts that tokens of a block were sent to
+    ROUTED = 35  # and so which of them are fetched
+    EXPERTS = 36  # a few experts of a block in host memory
+    DEVICE_EXPERTS = 37  # and where compute reads them
+    EXPERT_SOURCES = 38  # what these are made of, on the device
+    CARRIED = 39  # by micro-batch: queries on the device, and what attention made of them on the host
+    HOST_CARRIED = 40  # and in host memory
+    EXPERT_SUMS = 41  # the gradients of a few experts of a block, where backward sums them
+    BETWEEN = 42  # by micro-batch: hidden states between two units, or their gradients, in host memory
+    COMING = 43  # and on the device, where compute reads them
+    GOING = 44  # and where compute made them
 
 
 PASSING = Pool.NORM

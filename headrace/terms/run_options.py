@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.terms.contradictions import refuse_packed_pairs, refuse_two_held_out
+from headrace.terms.contradictions import refuse_packed_pairs, refuse_two_held_out, refuse_unstreamed
 from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, SourceKind, source_of
 from headrace.terms.declared import Group, option
 from headrace.terms.errors import ConfigError
 from headrace.terms.local_options import LocalOptions
 from headrace.terms.muster import Muster
-from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, Span, Text, Whole
+from headrace.terms.option_kinds import Day, Flag, Listed, Number, OneOf, Place, Size, Span, Text, Whole
 from headrace.terms.options import Options
 from headrace.terms.summing import SEQUENTIAL, TREE
 
@@ -36,7 +36,7 @@ class RunOptions(Options):
         kind=Listed(SourceKind(), 1),
         help="Data to train on: files, directories or data sets.",
         row="one or more files, directories or data sets of the Hub (`owner/name`), or mappings of `path`, `name`, `split`, "
-        "`weight`, `columns` ([data](data.md#several-sources))",
+        "`weight`, `columns`, `streaming` ([data](data.md#several-sources))",
         cli=False,
         group=Group.DATA,
     )
@@ -55,6 +55,24 @@ class RunOptions(Options):
         "Put several samples into one row.",
         row="put several samples into one row; they do not see one another",
         words="where the model can",
+        plan=True,
+        group=Group.DATA,
+    )
+    streaming: bool = option(
+        False,
+        Flag(),
+        "Read the data as they come; needs max_steps.",
+        row="read the data as they come, and keep no tokens; needs `max_steps`. One entry of `data` with `streaming: true` "
+        "does the same ([data](data.md#streaming))",
+        plan=True,
+        group=Group.DATA,
+    )
+    buffer_size: int | None = option(
+        None,
+        Whole(),
+        "Rows that streaming reads, shuffles and packs at once.",
+        row="rows that `streaming` reads at once, and shuffles and packs among themselves",
+        words="those of 16 million tokens",
         plan=True,
         group=Group.DATA,
     )
@@ -185,6 +203,16 @@ class RunOptions(Options):
         "ten seconds; `cache` keeps the figures for later runs",
         group=Group.RUN,
     )
+    max_write_per_day: int | None = option(
+        None,
+        Size(),
+        "Write at most this much to the SSDs in 24 hours, such as 500GB; steps wait.",
+        row="most bytes that steps write to the SSDs in any 24 hours, such as `500GB`, all drives together. Steps wait so that "
+        "it holds; the plan says how long. The import of the model and `checkpoint-N` do not count",
+        words="no limit",
+        plan=True,
+        group=Group.RUN,
+    )
     keep_state: bool = option(
         False,
         Flag(),
@@ -207,6 +235,12 @@ class RunOptions(Options):
         self._take_splits()
         refuse_two_held_out(self.eval_split, self.eval_data)
         refuse_packed_pairs(self)
+        refuse_unstreamed(self, self.streams)
+
+    @property
+    def streams(self) -> bool:
+        """Whether data are read as they come."""
+        return self.streaming or any(source_of(entry).streaming for entry in self.data)
 
     def _take_splits(self) -> None:
         """Let the names that TRL's command line has for parts of a data set become those of the entry."""

@@ -63,6 +63,7 @@ class ServeOptions(Declared):
     copy_weights: bool | None = option_as(GenerateOptions, "copy_weights")
     packed_products: bool | None = option_as(GenerateOptions, "packed_products")
     attention: str = option_as(GenerateOptions, "attention")
+    cache_dtype: str | None = option_as(GenerateOptions, "cache_dtype")
     compute_dtype: str | None = option_as(GenerateOptions, "compute_dtype")
     seats: int | None = option_as(
         GenerateOptions,

@@ -1,9 +1,10 @@
-"""Whose piece of a unit is whose, where the ranks of a run share out every unit.
+"""Whose piece of a unit is whose, where the ranks of a run share out every unit, or are stages and hold whole units.
 
 Invariant: ranks hold neighbouring chunks of each family, in the order of ranks; each chunk has one holder. Who has one chunk
 more changes from unit to unit, so that ranks hold equally much.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -32,10 +33,31 @@ class Share:
 
         return [Unit(unit.name, tuple(part(index, each) for each in unit.families)) for index, unit in enumerate(units)]
 
+    def holder(self, num_chunks: int, unit: int, chunk: int) -> int:
+        """Return the rank that holds a chunk."""
+        return next(rank for rank in range(self.size) if chunk < replace(self, rank=rank).chunks(num_chunks, unit)[1])
 
-def holder(num_chunks: int, unit: int, chunk: int, size: int) -> int:
-    """Return the rank that holds a chunk."""
-    return next(rank for rank in range(size) if chunk < Share(rank, size).chunks(num_chunks, unit)[1])
+
+@dataclass(frozen=True, slots=True)
+class StageShare(Share):
+    """The part of stage `rank`: whole units. Stage s > 0 begins with block `cuts[s - 1]`; what stands before the blocks is the
+    first stage's, what stands after them the last one's.
+    """
+
+    cuts: tuple[int, ...]
+
+    def stage_of(self, unit: int) -> int:
+        """Return the stage that has `unit`."""
+        return bisect_right(self.cuts, unit - 1)
+
+    def blocks(self, num_blocks: int) -> range:
+        """Return the units of this stage's blocks."""
+        ends = (0, *self.cuts, num_blocks)
+        return range(ends[self.rank] + 1, ends[self.rank + 1] + 1)
+
+    def chunks(self, num_chunks: int, unit: int) -> tuple[int, int]:
+        """See `Share.chunks`."""
+        return (0, num_chunks) if self.stage_of(unit) == self.rank else (0, 0)
 
 
 def elements_by_rank(family: Family, unit: int, size: int) -> list[slice]:

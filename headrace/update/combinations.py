@@ -4,8 +4,11 @@ Invariant: choices that are not refused here work together; `tests/equivalence/t
 """
 
 from headrace.losses import loss_of
+from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.options import Options
+from headrace.terms.row_table import DENSE, Table
+from headrace.terms.summing import TREE
 from headrace.update.rules.table import optimizer_of, rule_of
 from headrace.update.wires import wire_of
 
@@ -32,3 +35,34 @@ def refuse_combination(options: Options, *, at_node: bool = False) -> None:
         declared = next(each for each in Options.declarations() if each.key == name)
         if (value := getattr(options, name)) != declared.default:
             raise ConfigError(f"{name}: {value} is not possible at a node: {why}; leave it out, or train on one machine")
+
+
+def refuse_in_ranks(options: Options) -> None:
+    """Refuse what ranks cannot share out yet.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    _refuse_shared(options, "ranks")
+
+
+def refuse_in_stages(options: Options) -> None:
+    """Refuse what stages cannot do yet.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    _refuse_shared(options, "stages")
+    if options.interpreter == "plain":
+        raise ConfigError("interpreter: plain would wait for another stage within a commit; leave it out")
+    if options.gradient_sum == TREE:
+        raise ConfigError("gradient_sum: stages add micro-batches in their order; leave tree out")
+
+
+def _refuse_shared(options: Options, who: str) -> None:
+    if options.gradient.partition(":")[0] == "lsp":
+        raise ConfigError(f"gradient: lsp changes its subspaces by whole matrices, which {who} do not have; leave it out")
+    if options.adapter and isinstance(table := adapter_of(options.adapter), Table) and table.policy != DENSE:
+        raise ConfigError(f"adapter: table: {who} do not share out rows; give policy=dense, or train on one machine")
+    if options.loss:
+        raise ConfigError(f"loss: {options.loss} needs all rows in one place, and {who} share out a step; train on one machine")

@@ -117,8 +117,8 @@ def test_what_cannot_be_is_refused_by_name(model: Path):
         plan_cluster(model, PlanOptions(workers=2, **STEP))
     with pytest.raises(ConfigError, match="16 rows of 512 for 17 workers"):
         report(model, workers=17)
-    with pytest.raises(ConfigError, match="link: given without workers"):
-        PlanOptions(link="10Gbit")
+    with pytest.raises(ConfigError, match="nodes: given without workers"):
+        PlanOptions(nodes=2)
     for wrong in ("fast", "0Gbit", "-1Gbit", "10 furlongs"):
         with pytest.raises(ConfigError, match=r"link: .*100Gbit"):
             PlanOptions(workers=2, link=wrong)
@@ -188,3 +188,14 @@ def test_the_headline_on_the_rig_of_luwu(tmp_path: Path):
         speeds.append(json.loads(done.stdout)["tokens_per_second_per_worker"])
     assert speeds[0] >= 134
     assert speeds[1] >= speeds[0]
+
+
+def test_a_span_of_workers_is_planned_at_both_ends(model: Path) -> None:
+    words = ["plan", str(model), "--machine", "a100-40g", "--tokens-per-step", "8192", "--sequence-length", "512", "--json"]
+    found = json.loads(run_headrace(*words, "--workers", "1:4").stdout)
+    assert (found["workers"], found["least"]["workers"]) == (4, 1)
+    assert min(found["tokens_per_second"], found["least"]["tokens_per_second"]) > 0
+    assert "with 1 worker: " in run_headrace(*words[:-1], "--workers", "1:4").stdout
+    refused = run_headrace(*words, "--workers", "4:1")
+    assert refused.returncode == 2
+    assert "MIN:MAX" in refused.stderr

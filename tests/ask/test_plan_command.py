@@ -107,6 +107,14 @@ OWN_VALUES = {
     "data": "d.jsonl",
     "parameter_groups": [{"pattern": "norm"}],
     "compute_dtype": "float32",
+    "cuts": [2, 5],
+}
+
+
+# What must be given with an option.
+WITH: dict[str, dict[str, object]] = {
+    "streaming": {"max_steps": 3},
+    "buffer_size": {"streaming": True, "max_steps": 3},
 }
 
 
@@ -123,9 +131,10 @@ def test_plan_takes_every_option_of_train(key: str) -> None:
     """Also one that is declared tomorrow."""
     each = next(each for each in RunOptions.declarations() if each.key == key)
     value = OWN_VALUES[key] if key in OWN_VALUES else value_of(each)
-    options, given = plan_options_of(["m", f"{key}={json.dumps(value)}"], (), {})
-    assert given == {key}
-    assert getattr(options, key) == getattr(RunOptions.of({"model": "m", "data": "d", key: value}), key)
+    values = {key: value} | WITH.get(key, {})
+    options, given = plan_options_of(["m", *(f"{name}={json.dumps(each)}" for name, each in values.items())], (), {})
+    assert given == values.keys()
+    assert getattr(options, key) == getattr(RunOptions.of({"model": "m", "data": "d"} | values), key)
     flags = {name for option in command_of("plan").params for name in (*option.opts, *option.secondary_opts)}
     assert each.flag is None or each.flag in flags
 

@@ -176,10 +176,10 @@ def test_where_space_is_short_a_plan_that_writes_less_is_found(
     asked: dict[str, Any] = {"tokens_per_step": 8192, "sequence_length": 1024}
     how: dict[str, Any] = {"here": False, "variants_seconds": 0.0}
     least = plan_model(small, Options(host_memory="1MiB", machine=rig, **asked), **how).needed_bytes["host"]
-    host = least + (24 << 20)
-    whole = plan_model(small, Options(host_memory=host, machine=rig, **asked), **how)
+    tried = (plan_model(small, Options(host_memory=least + (more << 20), machine=rig, **asked), **how) for more in (16, 20, 12))
+    whole = next(found for found in tried if found.plan is not None and found.plan.results.peak_bytes["ssd"]["scratch"] > 0)
     assert whole.plan is not None
-    assert whole.plan.results.peak_bytes["ssd"]["scratch"] > 0
+    host = whole.allowed_bytes["host"]
     states = whole.plan.results.peak_bytes["ssd"]["states, two slots"]
     capacity = int((whole.needed_bytes["ssd"] - 1) / 0.9 / len(rig.drives))
     short = replace(rig, drives=tuple(replace(drive, capacity_bytes=capacity) for drive in rig.drives))

@@ -258,7 +258,7 @@ class TestErrorsToWords:
             "  if name == place: raise KeyboardInterrupt\n"
             "sys.meta_path.insert(0, Stop())\nfrom headrace.cli import main\n"
             "if not place:\n"
-            " import headrace.cli.app as a\n a.app = lambda *b, **c: 130  # as Typer has it\n"
+            " import headrace.cli.app as a\n a.asked_of = lambda *b: lambda *c, **d: 130  # as Typer has it\n"
             "main(['doctor', '--no-measure'])"
         )
         done = subprocess.run([sys.executable, "-c", code, place], capture_output=True, text=True, cwd=tmp_path)

@@ -125,7 +125,7 @@ def test_a_changed_byte_decodes_or_is_refused(bits: NDArray[np.uint16], data: st
 
 def test_several_cores_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges that go to threads, and damage in a later one."""
-    monkeypatch.setattr("headrace.codec.bf16x12._LEAST_WEIGHTS", 64)
+    monkeypatch.setattr("headrace.codec.row_pieces._LEAST_WEIGHTS", 64)
     monkeypatch.setattr("torch.get_num_threads", lambda: 3)
     bits = np.random.default_rng(0).integers(0, 1 << 16, (41, 33), np.uint16)
     parts = dict(CODEC.encode(of(bits)))

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from compressing import EXPERTS, SIZES, write_model
+from gguf_models import write_gguf
 from safetensors.torch import load_file, save_file
 
 from headrace.codec import Codec, Parts
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+from headrace.model.gguf_directory import gguf_directory
 
 # The method, what its configuration says besides, and the kind of model.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -23,13 +25,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {}}},
     ),
 }
+KINDS |= {f"gguf {kind}": ("llama", {}) for kind in ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")}
 KINDS["zero points"][1]["config_groups"]["group_0"] = {"weights": {"num_bits": 4, "type": "int", "symmetric": False}}
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # a block of GGUF has up to 256 numbers
 _GPT_OSS = {key: value for key, value in EXPERTS.items() if key != "max_position_embeddings"}
 
 
 def write_coded(folder: Path, kind: str) -> tuple[Path, dict[str, torch.Tensor]]:
     """Write a coded model into `folder / "coded"`; return that, and the weights that it stands for, by stored name."""
     architecture, described = KINDS[kind]
+    if kind.startswith("gguf"):
+        model = write_model(folder / "model", tie_word_embeddings=True, **_WIDE)
+        expected = write_gguf(model, folder / "model.gguf", kind.removeprefix("gguf "))
+        return gguf_directory(folder / "model.gguf", folder / "cache"), expected
     sizes = _GPT_OSS | {"head_dim": 16, "intermediate_size": 96} if architecture == "gpt_oss" else SIZES
     model = write_model(folder / "model", architecture, **(sizes if architecture != "mixtral" else EXPERTS))
     stored, expected = {}, {}

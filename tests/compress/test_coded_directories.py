@@ -29,7 +29,7 @@ def test_what_was_compressed_is_decompressed(dense: Path, dense_int4: Any, tmp_p
     AutoModelForCausalLM.from_pretrained(out)
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ("fp8", "mxfp4", "nf4", "zero points")))
+@pytest.mark.parametrize("kind", sampled(KINDS, ("fp8", "mxfp4", "nf4", "zero points", "gguf Q4_K")))
 def test_published_codes_are_read(kind: str, tmp_path: Path) -> None:
     coded, expected = write_coded(tmp_path, kind)
     found = tensors_of(decompress(coded, tmp_path / "plain"))
@@ -120,10 +120,10 @@ def test_other_codes_are_refused_by_name(described: dict[str, Any], words: str, 
         decompress(coded, tmp_path / "plain")
 
 
-def test_gguf_is_refused_by_name(dense: Path, tmp_path: Path) -> None:
+def test_a_directory_of_gguf_is_refused_by_name(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((dense / "config.json").read_bytes())
     (tmp_path / "model.Q4_K.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="holds GGUF, which is not read"):
+    with pytest.raises(ModelError, match=r"holds GGUF; give the file itself, such as .*Q4_K"):
         decompress(tmp_path, tmp_path / "plain")
 
 

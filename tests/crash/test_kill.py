@@ -15,14 +15,14 @@ import torch
 import trainee
 from forked import PROCESSES
 from tiers import sampled
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 pytestmark = pytest.mark.process
 
 STEPS = 24
-# The last five: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
-# subspaces that change, of adapters, and of row tables.
-POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp", "adapters", "tables"]
+# The last six: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
+# subspaces that change, of adapters, of row tables, and of a mixture whose experts come one at a time.
+POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp", "adapters", "tables", "experts"]
 # Where a run of subspaces is killed. The first step fits 3 blocks of 7 matrices, later ones are checks of a block each.
 FIT = "headrace.update.wires.subspace:Subspace.fit"
 MOMENTS = {
@@ -42,18 +42,13 @@ MOMENTS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LlamaConfig(
-        vocab_size=384,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(3)
-    path = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
-    return path
+    path = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": 384, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    for name, config in (("dense", LlamaConfig(**sizes)), ("mixture", MixtralConfig(**sizes, num_key_value_heads=4))):
+        torch.manual_seed(3)
+        config.tie_word_embeddings = False
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path / name)
+    return path / "dense"
 
 
 def start(
@@ -61,6 +56,8 @@ def start(
 ) -> BaseProcess:
     folder.mkdir(exist_ok=True)
     (folder / "ready").unlink(missing_ok=True)
+    if policy == "experts":  # whose steps have ten times the operations
+        model, steps = model.parent / "mixture", min(steps, 6)
     arguments = (str(model), str(folder / "run"), str(folder / "out"), steps, policy, optimizer, moment)
     process = PROCESSES.Process(target=trainee.main, args=arguments)
     process.start()
@@ -97,7 +94,7 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
 @pytest.mark.timeout(280)
 # Deferred: the next test.
 @pytest.mark.parametrize(
-    "policy", sampled(["immediate", "speculative", "rows", "seldom", "lsp", "adapters", "tables"], ["rows"])
+    "policy", sampled(["immediate", "speculative", "rows", "seldom", "lsp", "adapters", "tables", "experts"], ["rows"])
 )
 def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: Path) -> None:
     unbroken = tmp_path / "unbroken"

@@ -68,11 +68,7 @@ class Torchrun:
             time.sleep(0.02)
 
     def rank(self, number: int) -> int:
-        """Return the process of a rank."""
-        for child in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
-            if f"\0RANK={number}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
-                return int(child)
-        raise AssertionError(f"no rank {number}: {self.said()}")
+        return node_processes.rank_process(self.process.pid, number)
 
     def weights(self) -> bytes:
         return (self.output / "final" / "model.safetensors").read_bytes()
@@ -106,3 +102,19 @@ def test_ranks_that_are_all_killed_are_resumed(seed: int, place: Path, undisturb
     run = Torchrun(place, f"all-{seed}", 2, resumes=True)
     assert run.process.wait(LIMIT_SECONDS) == 0, run.said()
     assert run.weights() == undisturbed
+
+
+@pytest.mark.timeout(280)
+def test_killed_ranks_are_resumed_with_fewer(place: Path) -> None:
+    whole = Torchrun(place, "whole of three", 3)
+    assert whole.process.wait(LIMIT_SECONDS) == 0, whole.said()
+    run = Torchrun(place, "three, then two", 3)
+    run.wait_for_step(4)
+    ranks = [run.rank(number) for number in range(3)]
+    for process in (run.process.pid, *ranks):
+        os.kill(process, signal.SIGKILL)
+    run.process.wait()
+    run = Torchrun(place, "three, then two", 2, resumes=True)
+    assert run.process.wait(LIMIT_SECONDS) == 0, run.said()
+    assert run.weights() == whole.weights()
+    assert not list(run.output.glob("headrace-*")), "what earlier ranks held is removed, too"

@@ -33,11 +33,12 @@ def split(plan: Plan) -> Plan:
     return replace(plan, micro_batch_sequences=1, num_micro_batches=4, accumulate=True)
 
 
-ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split}
+ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split, "experts": split}
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},
     "tables": {"adapter": "table:rows=64,layers=0+2,top=4"},
+    "experts": {"device_memory": "1GiB"},
 }
 
 
@@ -48,7 +49,7 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
     torch.set_num_threads(1)
     run_directory = Path(run)
     # Frozen weights that are coded, with a trained family beside them; or everything trained in place.
-    seams = Seams(RowWire(), GroupedCodec()) if policy == "rows" else None
+    seams = {"rows": Seams(RowWire(), GroupedCodec()), "experts": Seams(parted=True)}.get(policy)
     if (run_directory / "commit.0").exists():
         engine = Engine.resume(run_directory, seams=seams)
         assert engine.step_index == 0 or engine.position == {"next": engine.step_index}

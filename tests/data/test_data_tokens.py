@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens, numbered_tokens
 
-from headrace.data import BatchStream, DataSpec, TokenSet, block_array, load_tokens, tokenize, tokens, write_tokens
+from headrace.data import BatchStream, DataSpec, TokenSet, block_array, load_tokens, token_writer, tokenize, write_tokens
 from headrace.data.values import Encoded
 from headrace.terms.errors import ConfigError, CorruptData, DataError, DiskFull
 
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_back_for_any_samples(tmp_path_factory, samples,
     directory = tmp_path_factory.mktemp("tokens") / "set"
     kept = [(ids[:length], [False, *trained[1:length]]) for ids, trained in samples if any(trained[1:length])]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "_FLUSH_TOKENS", flush)
+        patch.setattr(token_writer, "_FLUSH_TOKENS", flush)
         if not kept:
             with pytest.raises(DataError, match="no token of the data set is trained"):
                 make_tokens(directory, samples, length)
@@ -211,7 +211,7 @@ def test_a_full_disk_is_a_named_error_and_leaves_nothing_behind(tmp_path, monkey
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tokens.TokenWriter, "_write", full)
+    monkeypatch.setattr(token_writer.TokenWriter, "_write", full)
     with pytest.raises(DiskFull, match="no space left for the token cache"):
         write_tokens(tmp_path / "set", [(Encoded([1, 2], [True, True]), "text")], sequence_length=4)
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,8 @@
-"""Ranks that share out every unit, for tests: threads of this process, all over loopback."""
+"""Ranks of one run, and its stages, for tests: threads of this process, all over loopback."""
 
+import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,52 +11,93 @@ from crew import node_options, weights_of
 from torch.distributed import HashStore
 
 from headrace.engine.fleet import Fleet
+from headrace.engine.line import LANES, Line
 from headrace.engine.seams import Seams
 from headrace.engine.sharded import ShardedEngine, join
+from headrace.engine.staged import StagedEngine
 from headrace.net import Ranks
 from headrace.plan.plan import Plan
+from headrace.terms.events import StepResult
+
+Batches = Sequence[dict[str, torch.Tensor]]
+Weights = dict[str, torch.Tensor]
 
 
-def ranks_run(
+def ranks_run(path: Path, output: Path, batches: Batches, size: int, **given: Any) -> tuple[list[float], Weights]:
+    """Return losses and final weights of a run over `batches` on `size` ranks that share out every unit. See `_run`."""
+
+    def folder_of(told: Mapping[str, Any], rank: int) -> Path:
+        return output.parent / f"{output.name}-rank-{rank}-{told['run_id']}"
+
+    def meet(store: HashStore, rank: int) -> Fleet:
+        return Fleet(Ranks(store, rank, size, host="127.0.0.1"), folder_of)
+
+    results, weights = _run(path, output, batches, [meet] * size, ShardedEngine, **given)
+    return [result.loss for result in results], weights
+
+
+def staged_run(path: Path, output: Path, batches: Batches, size: int, **given: Any) -> tuple[list[StepResult], Weights]:
+    """Return the results and final weights of a run over `batches` in `size` stages. See `_run`."""
+
+    def meet(store: HashStore, stage: int) -> Line:
+        return Line(Ranks(store, stage, size, host="127.0.0.1", lanes=LANES))
+
+    return _run(path, output, batches, [meet] * size, StagedEngine, **given)
+
+
+def _run(
     path: Path,
     output: Path,
-    batches: Sequence[dict[str, torch.Tensor]],
-    size: int,
+    batches: Batches,
+    meet: Sequence[Callable[[HashStore, int], Fleet]],
+    kind: type[ShardedEngine],
     *,
+    adjust: Mapping[str, Any] | None = None,
     plan: Plan | None = None,
-    drive: Callable[[ShardedEngine], None] = lambda engine: None,
+    drive: Callable[[Any], None] = lambda engine: None,
     resume: bool = False,
     **options: Any,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Return losses and final weights of a run over `batches` on `size` ranks. `drive` is called with rank 0's engine at the
-    end.
-    """
+) -> tuple[list[StepResult], Weights]:
+    """Run engines of a `kind`, which `meet`. `adjust` replaces fields of the plan; `drive` gets rank 0's engine at the end."""
     store, errors = HashStore(), list[BaseException]()
 
-    def meet(rank: int) -> Fleet:
-        return Fleet(Ranks(store, rank, size, host="127.0.0.1"))
+    def adjust_plan(plan: Plan) -> Plan:
+        changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
+        return dataclasses.replace(plan, **changes)
 
     def follow(rank: int) -> None:
         try:
-            with join(meet(rank), lambda told: output.parent / f"{output.name}-rank-{rank}", lambda event: None) as engine:
+            fleet = meet[rank](store, rank)
+            folder = output.parent / f"{output.name}-rank-{rank}"
+            by_run = not fleet.by_stages
+            with join(
+                fleet, lambda told: fleet.folder_of(told, rank) if by_run else folder, lambda event: None, kind
+            ) as engine:
                 engine.follow()
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, size)]
+    threads = [threading.Thread(target=follow, args=(rank,), daemon=True) for rank in range(1, len(meet))]
     for thread in threads:
         thread.start()
-    seams = Seams(fleet=meet(0))
-    out = output.parent / f"{output.name}-out"
-    if resume:
-        opened = ShardedEngine.resume(output, seams=seams)
-    else:
-        opened = ShardedEngine.open(path, node_options(output, batches, **options), plan=plan, seams=seams)
+    leader = meet[0](store, 0)
+    seams, out = Seams(fleet=leader), output.parent / f"{output.name}-out"
+    try:
+        if resume:
+            opened = kind.resume(output, seams=seams)
+        else:
+            given = node_options(output, batches, **options)
+            opened = kind.open(path, given, plan=plan, adjust_plan=adjust_plan if adjust else None, seams=seams)
+    except BaseException:
+        leader.ranks.close()
+        for thread in threads:
+            thread.join(200)
+        raise
     with opened as engine:
-        losses = [engine.step(batch).loss for batch in batches]
+        results = [engine.step(batch) for batch in batches]
         drive(engine)
         engine.save_pretrained(out)
     for thread in threads:
         thread.join(200)
     assert errors == []
-    return losses, weights_of(out)
+    return results, weights_of(out)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from choices import AT_NODE, LOCAL_STEPS, choices, combinations_page, refusal, refused
+from choices import AT_NODE, LOCAL_STEPS, STAGES, choices, combinations_page, refusal, refused
 from cpu_work import loops_in
 from crew import crew, node_run
 from plain import LENGTH, ROWS, SPLIT, batch_of, packed
+from ranks import staged_run
 from safetensors.torch import load_file
 from short_run import short_run
 
@@ -84,7 +85,7 @@ def rows_of_pairs() -> Iterator[dict[str, str]]:
 def test_rows_of_pairs_have_no_pair_that_is_refused() -> None:
     rows = list(rows_of_pairs())
     axes = choices()
-    assert 15 <= len(rows) <= 80
+    assert 15 <= len(rows) <= 100
     for row in rows:
         for one, other in itertools.combinations(axes, 2):
             assert not refusal(axes[one][row[one]], axes[other][row[other]])
@@ -111,6 +112,17 @@ def learn_and_meet(model: Path, folder: Path, batches: list[dict[str, torch.Tens
         assert learner.position == {"version": 1}
         losses.append(learner.step(batches[2]).loss)
     assert all(0 < loss < 10 for loss in losses), options
+
+
+def stage_and_go_on(
+    model: Path, folder: Path, batches: list[dict[str, torch.Tensor]], adjust: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Take two steps in two stages, and the third after both were started again."""
+    given = {"learning_rate": 1e-3, **options}
+    results, weights = staged_run(model, folder / "run", batches[:2], 2, adjust=adjust, **given)
+    again, later = staged_run(model, folder / "run", batches[2:], 2, resume=True)
+    assert all(0 < result.loss < 10 for result in (*results, *again)), options
+    assert any(not torch.equal(later[name], before) for name, before in weights.items()), options
 
 
 def batches_of(row: dict[str, str]) -> list[dict[str, torch.Tensor]]:
@@ -147,6 +159,9 @@ def test_what_is_not_refused_runs_and_goes_on_where_it_was_cut_short(model_dir: 
         if row["micro-batches"] == "several":
             rows = batches[0]["input_ids"].shape[0]
             adjust |= SPLIT | {"micro_batch_sequences": 2, "num_micro_batches": -(-rows // 2)}
+        if options.pop(STAGES, False):
+            stage_and_go_on(path, folder, batches, adjust, options)
+            continue
         common: dict[str, Any] = {"adjust": adjust, "learning_rate": 1e-3, **options}
         losses, weights = short_run(path, folder / "run", batches, **common)
         assert all(0 < loss < 10 for loss in losses), row

@@ -29,12 +29,12 @@ def parted(adapter: str) -> Seams:
     return replace(seams_of(headrace.Options(adapter=adapter)), parted=True)
 
 
-def together(count: int, in_round: int = 1) -> Callable[[Plan], Any]:
-    """Return a change of plans: so many micro-batches are at a block's experts together."""
+def together(count: int, in_round: int = 1, cached: int = 0) -> Callable[[Plan], Any]:
+    """Return a change of plans: so many micro-batches are at a block's experts together, and so many experts stay in memory."""
 
     def change(plan: Plan) -> Any:
         assert plan.experts is not None, "its experts are parts"
-        return replace(plan.experts, together=count, in_round=in_round)
+        return replace(plan.experts, together=count, in_round=in_round, cached=cached)
 
     return change
 
@@ -111,8 +111,9 @@ def test_a_run_goes_on_where_it_was_and_is_read_unfinished(model_dir: Callable[.
         os.utime(shard, ns=times)
 
 
-def test_an_expert_comes_once_for_a_group_and_not_if_nobody_wants_it(
-    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stays", [True, False])
+def test_an_expert_comes_once_in_a_run_or_for_a_group_and_not_if_nobody_wants_it(
+    stays: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, int]] = []
     wanted: list[tuple[int, int]] = []
@@ -133,10 +134,48 @@ def test_an_expert_comes_once_for_a_group_and_not_if_nobody_wants_it(
     monkeypatch.setattr(AtExperts, "close", closing)
     few = {**batch_of(1, 4, 0)}
     options = headrace.Options(output=tmp_path / "run", adapter=EXPERTS, tokens_per_step=4, sequence_length=4)
-    with Engine.open(model_dir("many-experts"), options, seams=parted(EXPERTS)) as engine:
+    seams, change = parted(EXPERTS), together(1)
+    adjust = None if stays else lambda plan: replace(plan, experts=change(plan))
+    with Engine.open(model_dir("many-experts"), options, seams=seams, adjust_plan=adjust) as engine:
         engine.step(few)
-    assert sorted(read) == sorted(2 * wanted), "once forward, once backward"
+    assert sorted(read) == sorted(set(wanted) if stays else 2 * wanted), "once in a run, or once forward and once backward"
     assert len(set(read)) <= 3 * 4 * 2, "of 48 experts, four tokens of three blocks choose at most two each"
+
+
+@pytest.mark.parametrize("in_round", [1, pytest.param(3, marks=pytest.mark.deep)])
+def test_experts_that_stay_in_host_memory_are_read_once_in_a_run(
+    in_round: int, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[tuple[int, int]] = []
+    own = ExpertSource.read_expert
+
+    def noting(source: ExpertSource, unit: int, number: int, into: Any) -> Any:
+        read.append((unit, number))
+        return own(source, unit, number, into)
+
+    monkeypatch.setattr(ExpertSource, "read_expert", noting)
+    runs(
+        model_dir("mixtral-aux", "bfloat16"),
+        tmp_path,
+        EXPERTS,
+        {"experts": together(1, in_round, cached=11)},
+        compute_dtype="bfloat16",
+        device_memory="1GiB",
+    )
+    times = sorted(read.count(expert) for expert in set(read))
+    assert len(times) == 4 * 4, "each expert is wanted by some token"
+    assert times.count(1) == 11
+    assert min(times[11:]) >= 2 * STEPS, "the others are read in each pass"
+
+
+@pytest.mark.deep
+def test_experts_stay_in_host_memory_where_there_is_room(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    step = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    options = headrace.Options(output=tmp_path, adapter=EXPERTS, host_memory="4GiB", **step)
+    with Engine.open(model_dir("many-experts", "bfloat16"), options, seams=parted(EXPERTS)) as engine:
+        assert engine.plan is not None
+        assert engine.plan.experts is not None
+        assert engine.plan.experts.cached == 48
 
 
 @pytest.mark.deep

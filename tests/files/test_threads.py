@@ -110,7 +110,7 @@ def test_a_stall_warns_then_raises_and_names_path_and_limit(monkeypatch: pytest.
     file, events = GatedFile(SIZE), list[Event]()
     engine = ThreadEngine(1, 1, stall_warning_seconds=0.05, deadline_seconds=0.2, sink=events.append)
     ticket = engine.read([(file, BLOCK_BYTES, huge_page_buffer(BLOCK_BYTES))])
-    with pytest.raises(DeviceStalled, match=r"gated: read at offset 4096 did not finish: waited 0\.2\d* s, limit 0\.2 s"):
+    with pytest.raises(DeviceStalled, match=r"ssd-read: gated at offset 4096 did not finish: waited 0\.2\d* s, limit 0\.2 s"):
         ticket.wait()
     assert [type(event) for event in events] == [Notice]
     assert not ticket.done

@@ -18,7 +18,10 @@ def bring(cache: ExpertCache, expert: tuple[int, int]) -> bool:
         return False
     place = cache.admit(expert)
     if place is not None:
+        assert cache.find(expert) is None, "until it has arrived, nobody finds it"
+        assert cache.admit(expert) is None, "nor reads it to the same place"
         place[:] = 10 * expert[0] + expert[1]
+        cache.arrived([expert])
     return True
 
 

@@ -14,7 +14,7 @@ from headrace.generate.cache_plan import SSD, CachePlan, with_inputs
 from headrace.generate.jobs import run_job
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.search import GenerationQuestion, make_generation_plan
-from headrace.generate.seat_caches import CacheFile
+from headrace.generate.seat_caches import CacheFile, SeatCache
 from headrace.generate.whose_weights import open_generator
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.sizes import PAGE_BYTES
@@ -31,8 +31,8 @@ def in_tiers(patch: pytest.MonkeyPatch, *, by_inputs: bool = False) -> None:
     patch.setattr("headrace.generate.planner.make_generation_plan", on_drives)
 
 
-def job(model: Path, folder: Path, ssd: Path | None) -> int:
-    """Answer `folder`'s prompts, with caches that may lie in `ssd`."""
+def job(model: Path, folder: Path, ssd: Path | None, code: str | None = None) -> int:
+    """Answer `folder`'s prompts, with caches that may lie in `ssd`, coded or not."""
     options = GenerateOptions.of(
         {
             "input": folder / "in.jsonl",
@@ -42,6 +42,7 @@ def job(model: Path, folder: Path, ssd: Path | None) -> int:
             "seats": 2,
             "temperature": 0.8,
             "host_memory": "4GiB",
+            "cache_dtype": code,
             "ssd": () if ssd is None else (ssd,),
         }
     )
@@ -49,11 +50,12 @@ def job(model: Path, folder: Path, ssd: Path | None) -> int:
         return run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=lambda found: None)
 
 
-def main(model: str, folder: str, name: str, kill_at: int, by_inputs: bool = False) -> None:
-    """Run the job; at the call number `kill_at` of `CacheFile`'s method `name` the process is killed."""
+def main(model: str, folder: str, name: str, kill_at: int, by_inputs: bool = False, code: str | None = None) -> None:
+    """Run the job; at call number `kill_at` the process is killed: `read` or `write` a `CacheFile`, `keep` new tokens."""
+    owner, name = (SeatCache, "write") if name == "keep" else (CacheFile, name)
     with pytest.MonkeyPatch.context() as patch:
         in_tiers(patch, by_inputs=by_inputs)
-        own: Callable[..., Any] = getattr(CacheFile, name)
+        own: Callable[..., Any] = getattr(owner, name)
         calls: list[int] = []
 
         def counted(*args: Any) -> Any:
@@ -62,5 +64,5 @@ def main(model: str, folder: str, name: str, kill_at: int, by_inputs: bool = Fal
                 os.kill(os.getpid(), signal.SIGKILL)
             return own(*args)
 
-        patch.setattr(CacheFile, name, counted)
-        job(Path(model), Path(folder), Path(folder))
+        patch.setattr(owner, name, counted)
+        job(Path(model), Path(folder), Path(folder), code)

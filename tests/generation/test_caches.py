@@ -131,6 +131,7 @@ def write_prompts(*folders: Path) -> None:
 # In a pass each of 2 seats reads and writes 2 blocks: within the prompts, the last answers, and where new seats come in.
 KILLS = [("write", 2, False), ("write", 13, False), ("write", 22, False), ("read", 3, False), ("read", 35, False)]
 KILLS += [("read", 80, False), ("write", 3, True), ("read", 9, True), ("read", 40, True)]  # with prompts as inputs
+CODED_KILLS = [("keep", 4, "int4"), ("keep", 95, "int4"), ("keep", 70, "int8")]
 
 
 @pytest.mark.timeout(280)
@@ -139,10 +140,26 @@ KILLS += [("read", 80, False), ("write", 3, True), ("read", 9, True), ("read", 4
 def test_a_job_whose_caches_lie_on_a_drive_goes_on_after_a_kill(
     kill: str, number: int, by_inputs: bool, model: Path, tmp_path: Path
 ) -> None:
+    goes_on_after_a_kill(model, tmp_path, kill, number, by_inputs=by_inputs)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("kill", "number", "code"), sampled(CODED_KILLS, CODED_KILLS[1:2]))
+@pytest.mark.process
+def test_a_job_whose_caches_are_coded_goes_on_after_a_kill(
+    kill: str, number: int, code: str, model: Path, tmp_path: Path
+) -> None:
+    """What was answered beside the drive, and what is answered with caches on it, has the same bytes."""
+    goes_on_after_a_kill(model, tmp_path, kill, number, code=code)
+
+
+def goes_on_after_a_kill(
+    model: Path, tmp_path: Path, kill: str, number: int, *, by_inputs: bool = False, code: str | None = None
+) -> None:
     write_prompts(tmp_path / "kept", tmp_path / "killed")
-    assert job(model, tmp_path / "kept", None) == 0
+    assert job(model, tmp_path / "kept", None, code) == 0
     process = PROCESSES.Process(
-        target=job_with_caches.main, args=(str(model), str(tmp_path / "killed"), kill, number, by_inputs)
+        target=job_with_caches.main, args=(str(model), str(tmp_path / "killed"), kill, number, by_inputs, code)
     )
     process.start()
     process.join(250)
@@ -150,7 +167,7 @@ def test_a_job_whose_caches_lie_on_a_drive_goes_on_after_a_kill(
     assert {path.name for path in (tmp_path / "killed").iterdir()} <= {"in.jsonl", "out.jsonl.job"}  # the drive is free again
     with pytest.MonkeyPatch.context() as patch:
         in_tiers(patch, by_inputs=by_inputs)
-        assert job(model, tmp_path / "killed", tmp_path / "killed") == 0
+        assert job(model, tmp_path / "killed", tmp_path / "killed", code) == 0
     kept, killed = ((tmp_path / name / "out.jsonl").read_bytes() for name in ("kept", "killed"))
     assert kept == killed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from headrace.cli import main
 from headrace.generate.cache_plan import CachePlan
@@ -29,6 +29,7 @@ from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.lanes import Lane
+from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import MIB
 
 BLOCKS, ELEMENTS = 4, 8 << 20
@@ -286,3 +287,24 @@ def test_what_widening_takes_is_in_the_forecast() -> None:
     weights, turn = 2 * BLOCKS * ELEMENTS, narrow.machine.turn_seconds
     assert one.pass_seconds - turn < weights / 9e9 / 2 < other.pass_seconds - turn
     assert weights / 2.5e9 / 2 < last.pass_seconds
+
+
+def test_a_plan_that_reads_says_what_twice_the_memory_would_give(tmp_path: Path) -> None:
+    LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, dtype="bfloat16").save_pretrained(tmp_path)
+    how = {"prompts": 1, "prompt_length": 64, "new_tokens": 8, "here": False}
+    machine, model = load_profile("rtx4090-4ssd"), str(tmp_path / "config.json")
+    plans = [
+        plan_generation(
+            model,
+            GenerateOptions.of({"host_memory": size, "device_memory": "650MiB"}),
+            machine,
+            say_twice=size == "400MiB",
+            **how,
+        )
+        for size in ("400MiB", "800MiB")
+    ]
+    few, many = (plan.forecast for plan in plans)
+    assert few is not None
+    assert many is not None
+    assert few.read_bytes > many.read_bytes
+    assert f"with twice the host memory it would be {plain_figure(many.tokens_per_second)} tokens/s" in plans[0].explain()

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from headrace.machine import near_limit
 from headrace.machine.control_groups import quota_cores
 from headrace.machine.limits import available_memory_bytes, control_group_limit_bytes, default_host_bytes, pinnable_memory_bytes
+from headrace.machine.near_limit import NearLimit
 from headrace.terms.budget import default_bytes
+from headrace.terms.events import Event, Notice
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNLIMITED_V1 = "9223372036854771712"
@@ -58,6 +61,23 @@ def test_without_limits_it_is_the_kernels_estimate(machine: Machine) -> None:
 
 def test_where_nothing_can_be_read_nothing_is_limited(tmp_path: Path) -> None:
     assert available_memory_bytes(tmp_path) >= 1 << 60
+
+
+def test_a_group_that_is_almost_full_is_told_of_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_limit, "_EVERY_SECONDS", 1e6)
+    told: list[Event] = []
+    machine.write("proc/self/cgroup", "0::/user/run")
+    machine.group("user/run", 4 * GIB, 4 * GIB, inactive_file=GIB)
+    with NearLimit(told.append, machine.root) as near:
+        near.look()
+        assert told == [], "page cache can be dropped"
+        machine.group("user/run", 4 * GIB, 4 * GIB - 50 * MIB)
+        near.look()
+        near.look()
+    words = [event.text for event in told if isinstance(event, Notice)]
+    assert len(words) == 1
+    assert words[0].startswith("memory: a control group allows 4 GiB, and 3.95 GiB of it are taken")
+    assert "--host-memory" in words[0]
 
 
 class TestVersion2:

@@ -74,6 +74,7 @@ LONG = [
     Case("mixed", None, tokens=2048, adapter="lora:rank=4,target_modules=q_proj+experts", steps=4),
     Case("mixed", None, tokens=2048, adapter="lora:rank=4,target_modules=q_proj+experts", device_mib=110, steps=4),
     Case("mixed", None, tokens=2048, adapter="lora:rank=4", dtype="float32", steps=4),
+    Case("mixed", None, tokens=2048, device_mib=140, steps=3),
     Case("unpacked", None, tokens=40960, length=2048, padded=True, steps=1),  # with a mask of 4 MiB for each row
     Case("scanned", None, tokens=1024, steps=3),
     Case("scanned", None, tokens=1024, length=512, packed=500, steps=3),  # run sample by sample

@@ -164,6 +164,20 @@ def test_trl(file: Callable[..., Path]) -> None:
     assert (name, values["dropout"]) == ("lora", "0.05")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        AXOLOTL + "streaming: true\nstreaming_multipack_buffer_size: 500\nmax_steps: 9\n",
+        LLAMA_FACTORY + "streaming: true\nbuffer_size: 500\nmax_steps: 9\n",
+        TRL + "dataset_streaming: true\n",
+    ],
+)
+def test_data_that_are_read_as_they_come(text: str, file: Callable[..., Path]) -> None:
+    found = migrate(file(text))
+    assert found.options["streaming"] is True
+    assert found.options.get("buffer_size") == (500 if "500" in text else None)
+
+
 def test_trl_dpo(file: Callable[..., Path]) -> None:
     text = "model_name_or_path: m\ndataset_name: d\nloss_type: [ipo]\nbeta: 0.2\nmax_prompt_length: 512\n"
     found = migrate(file(text + "per_device_train_batch_size: 4\nlabel_smoothing: 0.0\nf_divergence_type: reverse_kl\n"))

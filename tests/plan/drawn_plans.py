@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 from small_plans import small_plan
 
+from headrace.plan.choices import Hosted
 from headrace.plan.plan import Plan
 
 
@@ -12,7 +13,8 @@ def plans(draw: st.DrawFn) -> Plan:
     separate = draw(st.booleans())
     prefetch = draw(st.integers(0, 2))
     policy = draw(st.sampled_from(["immediate", "deferred", "speculative"]))
-    homes = st.sampled_from(["device", "host", "ssd"] if separate else ["device", "ssd"])
+    hosted = Hosted(coming=draw(st.integers(1, 3)), going=draw(st.integers(1, 3))) if separate and draw(st.booleans()) else None
+    homes = st.sampled_from(["host", "ssd"] if hosted else ["device", "host", "ssd"] if separate else ["device", "ssd"])
     stash = tuple(draw(st.lists(homes, min_size=num_blocks, max_size=num_blocks)))
     units = num_blocks + draw(st.sampled_from([2, 2, 1]))
     resident = draw(st.sets(st.integers(0, units - 1))) if policy == "deferred" else set()
@@ -27,6 +29,8 @@ def plans(draw: st.DrawFn) -> Plan:
         late_units=tuple(sorted(late)),
         held_gradients=draw(st.sampled_from(["host", "ssd"])),
         stash_tiers=stash,
+        kept_bytes=tuple(draw(st.sampled_from([0, 512])) for _ in stash),
+        hosted=hosted,
         stash_slots=draw(st.integers(2, 5)) if "ssd" in stash else 0,
         state_slots=draw(st.integers(1, 4)),
         gradient_slots=draw(st.integers(1, 3)),

@@ -13,7 +13,19 @@ from headrace.terms.errors import ConfigError
 
 PROMISED = [
     f"{gpu}-{drives}ssd"
-    for gpu in ("rtx4090", "rtx3090", "rtx4060-laptop", "a6000", "a100-40g", "a100-80g", "h100", "h200", "luwu-node", "t4")
+    for gpu in (
+        "rtx4090",
+        "rtx3090",
+        "rtx3080",
+        "rtx4060-laptop",
+        "a6000",
+        "a100-40g",
+        "a100-80g",
+        "h100",
+        "h200",
+        "luwu-node",
+        "t4",
+    )
     for drives in (1, 4, 12)
 ]
 

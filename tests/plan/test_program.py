@@ -14,6 +14,7 @@ from small_plans import small_plan
 
 from headrace.flow.execute import _Completion
 from headrace.plan.buffer_sizes import buffer_groups
+from headrace.plan.choices import Hosted
 from headrace.plan.footprint import MOST_PROGRAMS, program_bytes
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
@@ -57,8 +58,49 @@ class Memory:
 
 def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
     """Check and change the contents that `op` touches; return its accesses: (buffer, writes) or (buffer, writes, chunk)."""
+    return [*hosted_accesses(memory, op, step), *other_accesses(memory, op, step)]
+
+
+HOSTED = (Verb.HIDDEN_OUT, Verb.HIDDEN_IN, Verb.HIDDEN_GRADIENT_OUT, Verb.HIDDEN_GRADIENT_IN)
+
+
+def hosted_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
+    """As `perform`, for hidden states and their gradients that wait in host memory."""
+    plan, buffer, unit, micro = memory.plan, memory.buffer, op.unit, op.micro
+    if plan.hosted is None or not (op.verb in HOSTED or op.slot(Pool.COMING) >= 0 or op.slot(Pool.GOING) >= 0):
+        return []
+    coming, going = ("coming", op.slot(Pool.COMING)), ("going", op.slot(Pool.GOING))
+    assert coming[1] < plan.coming_slots and going[1] < plan.hosted.going, op.label  # noqa: PT018
+    of_gradient = op.verb in (Verb.BACKWARD, Verb.PROLOGUE_BACKWARD, *HOSTED[2:])
+    unit = plan.num_blocks + 1 if op.verb is Verb.EPILOGUE else unit
+    content = ("gradient", unit, micro, step) if of_gradient else (unit, micro, step)
+    place = ("between", micro) if op.slot(Pool.BETWEEN) >= 0 else ("stash of", unit, micro)
+    if op.verb in HOSTED[::2]:
+        assert buffer[going] == content, f"{op.label} finds {buffer[going]}"
+        buffer[place] = content
+        return [(going, False), (place, True)]
+    if op.verb in HOSTED:
+        assert buffer[place] == content, f"{op.label} finds {buffer[place]}"
+        buffer[coming] = content
+        return [(place, False), (coming, True)]
+    accesses = []
+    if op.verb is Verb.STASH:
+        return [(going, False)]
+    if coming[1] >= 0:
+        assert buffer[coming] == content, f"{op.label} finds {buffer[coming]}"
+        accesses.append((coming, False))
+    if going[1] >= 0:
+        made = {Verb.EPILOGUE: ("gradient", unit - 1, micro, step), Verb.BACKWARD: ("gradient", unit - 1, micro, step)}
+        buffer[going] = made.get(op.verb, (unit + 1, micro, step))
+        accesses.append((going, True))
+    return accesses
+
+
+def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
     plan, buffer, unit = memory.plan, memory.buffer, op.unit
     tail = [("gradient", op.slot(Pool.GRADIENT))] if op.slot(Pool.GRADIENT) >= 0 else []
+    if op.verb in HOSTED:
+        return []
     if op.verb is Verb.FETCH:
         key = memory.host_key(op)
         buffer[key] = (unit, dict(memory.ssd_weights[unit]))
@@ -99,6 +141,7 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
         return accesses + ([(("resident accumulator",), True)] if op.verb is not Verb.PROLOGUE else [])
     if op.verb in (Verb.STASH, Verb.SPILL, Verb.UNSPILL, Verb.RECALL):
         key = ("stash", op.slot(Pool.STASH)) if op.slot(Pool.STASH) >= 0 else ("stash of", unit, op.micro)
+        key = ("between", op.micro) if op.slot(Pool.BETWEEN) >= 0 else key
         place = ("ssd stash", unit, op.micro)
         content = (unit, op.micro, step)
         if op.verb is Verb.STASH:
@@ -286,6 +329,39 @@ def test_no_more_is_recalled_than_the_plan_counts(tier: str, num_micro: int, pre
         peaks.append(recalled - max(0, used - 1))
     assert peaks[0] == 0
     assert max(peaks) == RECALLED_AHEAD + 1  # `footprint` has one more, which compute may still be reading
+
+
+@pytest.mark.parametrize(("coming", "going"), [(1, 1), (2, 3), (9, 9)])
+@pytest.mark.parametrize("tier", ["host", "ssd"])
+def test_no_more_hidden_states_are_on_the_device_than_there_are_slots(tier: str, coming: int, going: int) -> None:
+    """Copies that bring them get as far ahead of compute, and those that take them away as far behind, as is allowed."""
+    plan = small_plan(
+        4,
+        separate_device=True,
+        device_slots=2,
+        stash_tiers=(tier,) * 4,
+        stash_slots=4,
+        kept_bytes=(512, 0) * 2,
+        hosted=Hosted(coming=coming, going=going),
+    )
+    ops = programs_of(plan, 3, 6)[2].ops
+    newest: dict[Lane, int] = {}
+    waits: list[set[int]] = []  # of each operation: those that it waits for, and the one before it on its lane
+    for op in ops:
+        waits.append({*op.after, *([newest[op.lane]] if op.lane in newest and op.lane in IN_ORDER_LANES else [])})
+        newest[op.lane] = op.index
+    used = made = 0
+    for awaited in (op for op in ops if op.lane is Lane.COMPUTE):
+        behind, ended = {awaited.index}, set(waits[awaited.index])  # what has not begun when it begins, and what has ended
+        for op in ops[awaited.index :]:
+            behind.update({op.index} if behind & waits[op.index] else ())
+        for op in reversed(ops[: awaited.index]):
+            ended.update(waits[op.index] if op.index in ended else ())
+        brought = sum(op.verb in HOSTED[1::2] and op.index not in behind for op in ops)
+        assert brought - used <= coming
+        used, made = used + (awaited.slot(Pool.COMING) >= 0), made + (awaited.slot(Pool.GOING) >= 0)
+        left = sum(ops[index].verb in HOSTED[::2] for index in ended)
+        assert awaited.slot(Pool.GOING) < 0 or made - left <= going, "compute waits until enough has left"
 
 
 def test_weights_are_read_twice_and_written_once_without_a_cache() -> None:

@@ -15,8 +15,10 @@ from headrace.plan.allowance import Allowance
 from headrace.plan.footprint import with_footprint, with_runtime
 from headrace.plan.forecast import StepSeconds, forecast
 from headrace.plan.plan import Plan
+from headrace.plan.replaying import replay_order
 from headrace.plan.search import make_plan, nominal_ceilings
-from headrace.plan.space import THRIFTS, Choice, Problem, Workload, filled, placements_of, plan_of, replay_order
+from headrace.plan.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
+from headrace.plan.workload import Workload
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.drives import Drive
@@ -388,6 +390,50 @@ def test_a_separate_device_has_its_own_budget() -> None:
     assert plan.peak("device") <= 80 * MIB
     assert plan.separate_device
     assert plan.device_slots >= 1
+
+
+def test_where_hidden_states_wait_in_host_memory_the_device_holds_as_much_for_any_number_of_tokens() -> None:
+    peaks = []
+    for rows in (16, 512):
+        made = replace(problem(4000 * MIB, device_bytes=80 * MIB, rows=rows), hosted=True)
+        choice = next(each for each in placements_of(made, made.policies[0], THRIFTS[-1]) if each.rows == 1)
+        peaks.append(plan_of(made, choice).peak("device"))
+    calls = costs_of(1).call_bytes  # what blocks are called with stays there
+    assert peaks[1] - peaks[0] == (512 - 16) * calls
+
+
+@pytest.mark.deep
+def test_hidden_states_wait_in_host_memory_where_nothing_else_fits() -> None:
+    made = problem(4000 * MIB, device_bytes=40 * MIB, rows=32)
+    with pytest.raises(PlanInfeasible, match="device memory: at least"):
+        make_plan(replace(made, may_wait=False), machine(made, **FAST))
+    plan = make_plan(made, machine(made, **FAST))
+    assert plan.fits
+    assert plan.hosted is not None
+    assert "device" not in plan.stash.tiers
+    assert plan.peak("device") <= 40 * MIB
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+@pytest.mark.deep
+def test_hidden_states_wait_in_host_memory_where_that_is_faster() -> None:
+    """Compute limits the step. Where they stay, the device has no room for what replay would need."""
+    made = problem(4000 * MIB, device_bytes=130 * MIB, rows=128)
+    on = machine(made, **FAST | {"flops": 2e11})
+    staying, plan = make_plan(replace(made, may_wait=False), on), make_plan(made, on)
+    assert (staying.hosted, plan.hosted is None) == (None, False)
+    assert forecast(plan, on).step_seconds < 0.9 * forecast(staying, on).step_seconds
+    assert make_plan(made, None).hosted is None, "where nothing was measured, nothing is moved to gain speed"
+
+
+@pytest.mark.deep
+def test_more_device_memory_is_never_slower() -> None:
+    seconds = []
+    for device_mib in (70, 90, 130, 200, 400, 1000):
+        made = problem(4000 * MIB, device_bytes=device_mib * MIB, rows=64)
+        on = machine(made, **FAST | {"flops": 2e11})
+        seconds.append(forecast(make_plan(made, on), on).step_seconds)
+    assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds)), seconds
 
 
 # A GPU whose link, drives and memory are fast; what its update cores do is each test's own.

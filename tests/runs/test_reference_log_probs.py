@@ -38,7 +38,7 @@ def made(tmp_path: Path) -> Callable[..., Any]:
         stream = open_stream(config)
         references = References.of(config, stream)
         assert references is not None
-        count = references.make(scorer, stream, Evaluations(config, stream, 30), heed)  # type: ignore[arg-type]
+        count = references.make(scorer, Evaluations(config, stream, 30), heed)  # type: ignore[arg-type]
         return references, count, stream
 
     return fill

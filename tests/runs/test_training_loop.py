@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import TrainerState
 from headrace.ask.answer import report_of
 from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
-from headrace.data import open_data, stream, tokenize, tokens
+from headrace.data import open_data, tokenize
 from headrace.files import DirectFile
 from headrace.files.yaml_options import from_yaml
 from headrace.machine.meter import MemoryMeter
@@ -396,8 +397,9 @@ class TestResume:
         row = {"prompt": "the quick", "completion": " fox jumps over the lazy dog"}
         Path(options["data"]).write_text((json.dumps(row) + "\n") * 40)
         with monkeypatch.context() as patch:
-            for module in (tokenize, tokens, stream):
-                patch.setattr(module, "FORMAT_VERSION", 3)
+            for module in [each for name, each in sys.modules.items() if name.startswith("headrace.data.")]:
+                if hasattr(module, "FORMAT_VERSION"):  # each module that imports it has a name of its own
+                    patch.setattr(module, "FORMAT_VERSION", 3)
             patch.setattr(tokenize, "encode_rows", backwards)
             if at is None:
                 train(RunOptions.of(options), engines=FakeHost().engines())

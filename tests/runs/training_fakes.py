@@ -181,6 +181,9 @@ class FakeEngine:
         self.save_pretrained(out_dir, notes)
         return Saved()
 
+    def heed(self, check: Callable[[], None]) -> None:
+        self.check = check
+
     def remove_state(self) -> None:
         (self.directory / "fake.json").unlink()
         self.close()

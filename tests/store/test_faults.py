@@ -17,7 +17,7 @@ from store_world import (
     write_step,
 )
 
-from headrace.files import BlockFile, Bytes, DirectFile
+from headrace.files import BlockFile, Bytes, DirectFile, patience
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import OpenFile, StateStore, checksum, open_direct, place_units
 from headrace.terms.errors import CorruptData, DeviceStalled, DiskFull, RunDirectoryError, ShortTransfer, StorageError
@@ -47,7 +47,7 @@ def committed_store(tmp_path: Path, num_directories: int = 1) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [(FaultKind.SHORT, ShortTransfer), (FaultKind.EIO, StorageError), (FaultKind.NO_SPACE, DiskFull)],
+    [(FaultKind.SHORT, ShortTransfer), (FaultKind.EIO, StorageError)],
 )
 def test_a_failed_write_fails_reads_and_the_commit_until_it_is_written_again(
     tmp_path: Path, kind: FaultKind, expected: type[StorageError]
@@ -70,6 +70,47 @@ def test_a_failed_write_fails_reads_and_the_commit_until_it_is_written_again(
     with open_store(tmp_path) as store:
         assert holds_step(store, 2)
         store.verify()
+
+
+def without_space(name: str) -> OpenFile:
+    return faulty(name, *(Fault(verb="write", call=call, kind=FaultKind.NO_SPACE) for call in range(3)))
+
+
+@pytest.mark.parametrize("name", ["data", "commit.0"])
+def test_what_finds_no_space_waits_until_there_is_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(patience, "EVERY_SECONDS", 0.01)
+    committed_store(tmp_path)
+    told: list[Event] = []
+    with open_store(tmp_path, open_file=without_space(name), sink=told.append) as store:
+        write_step(store, 2)
+        store.commit({"step": 2})
+        assert holds_step(store, 2)
+    words = [event.text for event in told if isinstance(event, Notice)]
+    assert len(words) == 2, "one line when it waits, and one when it goes on"
+    assert name in words[0]
+    assert "goes on by itself" in words[0]
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 2)
+
+
+def test_whoever_is_to_stop_waits_for_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "EVERY_SECONDS", 0.01)
+    committed_store(tmp_path)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with open_store(tmp_path, open_file=without_space("data")) as store:
+        store.heed(stop)
+        ticket = store.write(0, WEIGHTS, 0, filled(4096, 2))
+        with pytest.raises(DiskFull, match="data"):
+            ticket.wait()
+        assert store.committed_version == 1
+    with open_store(tmp_path, open_file=without_space("data")) as store:
+        monkeypatch.setattr(patience, "EVERY_SECONDS", 600)
+        store.write(0, WEIGHTS, 0, filled(4096, 2))  # closed while it waits
+    with open_store(tmp_path) as store:
+        assert holds_step(store, 1)
 
 
 def test_a_failed_write_can_be_abandoned(tmp_path: Path) -> None:

@@ -104,8 +104,9 @@ def test_what_needs_no_torch_imports_none() -> None:
     assert found == []
 
 
-# Who knows of peers: those that form generations, and the site that pulls from a node and pushes to it.
-KNOWS_PEERS = {"engine/crowd.py", "engine/fleet.py", "engine/worker.py", "update/sites/node.py"}
+# Who knows of peers: what forms generations, the site that pulls from a node and pushes to it, jobs that are shared out.
+KNOWS_PEERS = {f"engine/{name}.py" for name in ("crowd", "fleet", "line", "worker")}
+KNOWS_PEERS |= {"generate/job_ranks.py", "update/sites/node.py"}
 
 
 def test_only_one_room_knows_the_library_of_peers_and_few_know_that_room() -> None:

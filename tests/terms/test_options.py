@@ -95,7 +95,7 @@ def test_the_help_of_a_command_is_the_declaration(command: str) -> None:
     for flag, each in flags.items():
         assert re.search(rf"{flag} [^.]*{re.escape(each.command_help)}", told), flag
     shown = {word.replace("--no-", "--") for word in re.findall(r"--[a-z][a-z-]+", told.split("Most used:")[1])}
-    others = {"--help"} | (PLAN_ALONE if command == "plan" else {"--node", "--wait", "--secret"})
+    others = {"--help"} | (PLAN_ALONE if command == "plan" else {"--node", "--wait", "--secret", "--stages", "--stage"})
     assert shown == flags.keys() | others
 
 

@@ -22,7 +22,7 @@ from headrace.data.chat_template import asks_for_time
 from headrace.data.forms import MASKS
 from headrace.data.open_data import fitting, open_tokenizer, read_chat_template, read_model_config
 from headrace.data.packing import packed_rows
-from headrace.data.sources import Source, read_rows
+from headrace.data.sources import Source, read_rows, rows_after
 from headrace.data.tables import rows_of_data_set
 from headrace.data.tokenize import tokens_of
 from headrace.data.values import IGNORED, Kind, Row, Tokenizer
@@ -209,7 +209,8 @@ class Reading:
         else:
             stamp, found = _digest(data), partial(_rows, data, name, renamed)
         masks = () if Kind.COMPLETION in self.whole else ("completion_mask",)
-        return Source(name, f"{stamp} {masks}", lambda: (_labelled(row, (*masks, "assistant_masks")) for row in found()))
+        read = rows_after(lambda: (_labelled(row, (*masks, "assistant_masks")) for row in found()))
+        return Source(name, f"{stamp} {masks}", read)
 
 
 def _rows(data: Any, name: str, renamed: Mapping[str, str]) -> Iterator[Row]:

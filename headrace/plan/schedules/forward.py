@@ -5,6 +5,7 @@ Weights come as for a training step, and the next program, of either kind, finds
 
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
+from headrace.plan.schedules.hosted import HostedStates
 from headrace.plan.schedules.parted import PartedBlocks
 from headrace.plan.schedules.weights import RESIDENT, Weights
 from headrace.terms.lanes import Lane
@@ -30,23 +31,29 @@ class _Forward(Weights):
 
     def run(self, num_micro: int) -> None:
         plan, op, parted = self.plan, self.ledger.op, PartedBlocks(self.plan, self.ledger, num_micro)
+        hosted = HostedStates(plan, self.ledger, num_micro, spills=False)
         for end in plan.ends:
             self.refresh(end)
         for micro in range(num_micro):
-            op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
+            made = hosted.going()
+            op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), made, unit=0, micro=micro, flops=self.flops(0))
+            hosted.leave(1, micro, made)
         for block in range(1, self.blocks + 1):
             self.position = block - 1
             for ahead in range(block, min(block + plan.prefetch, self.blocks) + 1):
                 self.acquire(ahead)
-            weights = (self.acquired.pop(block)[1],)
+            host, computed = self.acquired.pop(block)
+            weights = (computed,)
             for group in parted.groups(block):
-                parted.forward(block, group, weights)
+                inputs = hosted.arrive(group)
+                parted.forward(block, group, weights, host, inputs)
                 for micro in group:
-                    flops = 0.0 if parted.has(block) else self.flops(block)
-                    op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=micro, flops=flops)
+                    flops, made = 0.0 if parted.has(block) else self.flops(block), hosted.going()
+                    op(Verb.FORWARD, Lane.COMPUTE, (*weights, *inputs[micro]), made, unit=block, micro=micro, flops=flops)
+                    hosted.leave(block + 1, micro, made)
         unit = plan.ends[-1]
         for micro in range(num_micro):
-            reads = tuple(RESIDENT + end for end in plan.ends)
+            reads = (*(RESIDENT + end for end in plan.ends), *hosted.arrive(range(micro, micro + 1))[micro])
             op(Verb.SCORE, Lane.COMPUTE, reads, unit=unit, micro=micro, flops=self.results.epilogue_flops)
 
     def uses_until(self, block: int) -> int:

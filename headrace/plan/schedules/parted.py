@@ -1,18 +1,23 @@
 """Blocks whose experts are parts, in a step: micro-batches go up to the router, experts come, micro-batches go on.
 
 They do so in groups. An expert comes once for each group, forward and backward, if some token of the group wants it. In
-backward it is known from forward which are wanted, so they are read ahead.
+backward it is known from forward which are wanted, so they are read ahead. Experts that are trained come from their block's
+weights in host memory, and the gradients of a round leave before those of the next but one are summed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from headrace.plan.expert_plan import ROUNDS_IN_MEMORY, ROUNDS_SUMMED
 from headrace.plan.ledger import Ledger
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.experts import ROUTED, BringExperts
 from headrace.terms.lanes import Lane
-from headrace.terms.program import Pool, Verb, buffer
+from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
 
 _CHOICES = buffer(Pool.CHOICES)
+PIECE = 1 << PIECE_SHIFT
+_COMPUTED, _SUMS, PARKED = buffer(Pool.DEVICE_EXPERTS), buffer(Pool.EXPERT_SUMS), buffer(Pool.PARKED)
 
 
 class PartedBlocks:
@@ -21,7 +26,10 @@ class PartedBlocks:
     def __init__(self, plan: Plan, ledger: Ledger, num_micro: int) -> None:
         self._plan, self._ledger, self._num_micro, experts = plan, ledger, num_micro, plan.experts
         weight = plan.planes.weight
-        self._bringing = BringExperts(experts, ledger, weight, separate=plan.separate_device) if experts else None
+        self.trains = experts is not None and experts.is_trained
+        frozen = experts if not self.trains else None
+        self._bringing = BringExperts(frozen, ledger, weight, separate=plan.separate_device) if frozen else None
+        self._turn = 0
         self._expert_bytes = weight.num_bytes(experts.figures.elements) if experts else 0
 
     def has(self, block: int) -> bool:
@@ -38,20 +46,71 @@ class PartedBlocks:
         flops = self._plan.results.forward_flops[block] if self._plan.results.forward_flops else 0.0
         return flops - self._expert_flops(block) if self.has(block) else flops
 
-    def forward(self, block: int, group: range, weights: Sequence[int]) -> None:
-        """Take a group up to the router of a block, and through its experts. Nothing, where it comes whole."""
+    def parks(self, block: int) -> bool:
+        """Return whether sums of experts' gradients wait on the host for another group."""
+        return self.trains and self._plan.separate_device and len(self.groups(block)) > 1
+
+    def forward(self, block: int, group: range, weights: Sequence[int], host: int, inputs: Mapping[int, Sequence[int]]) -> None:
+        """Take a group, whose `inputs` lie there by micro-batch, up to the router of a block, and through its experts. Nothing,
+        where it comes whole. `host` has the block's weights in host memory.
+        """
         if not self.has(block):
             return
         op = self._ledger.op
         for micro in group:
             flops = self.common_flops(block)
-            op(Verb.ENTER, Lane.COMPUTE, weights, (_CHOICES,), unit=block, micro=micro, flops=flops)
+            op(Verb.ENTER, Lane.COMPUTE, (*weights, *inputs[micro]), (_CHOICES,), unit=block, micro=micro, flops=flops)
         op(Verb.ROUTE, Lane.ROUTER, (_CHOICES,), (ROUTED,), unit=block, micro=group[0])
+        if self.trains:
+            for number in self._rounds(block):
+                self._work(Verb.VISIT, block, group, number, (self._come(block, group, number, (host, ROUTED)), ROUTED))
+            return
         self._visit(Verb.VISIT, block, group, (ROUTED,))
 
-    def backward(self, block: int, group: range) -> None:
-        """Take a group, whose blocks are recomputed, back through the experts."""
-        self._visit(Verb.REVISIT, block, group, ())
+    def backward(self, block: int, group: range, host: int, made: Sequence[int], gradient: int) -> None:
+        """Take a group, whose blocks are recomputed, back through the experts. Where these are trained, their gradients go to
+        `made`; from a separate device to `gradient`, or to where they wait for the next group.
+        """
+        if not self.trains:
+            self._visit(Verb.REVISIT, block, group, ())
+            return
+        parks = self.parks(block)
+        for number in self._rounds(block):
+            what: dict[str, Any] = {"unit": block, "part": number, "micro": group[0]}
+            reads, sums = (self._come(block, group, number, (host,)),), made
+            what["num_bytes"] = int(self._share(block, group) * self._expert_bytes)
+            if self._plan.separate_device:
+                sums = (_SUMS + self._turn % ROUNDS_SUMMED,)
+                if parks and group[0]:
+                    kept = (PARKED + (number + 1) * PIECE,)
+                    self._ledger.op(Verb.UNPARK, Lane.HOST_TO_DEVICE, kept, sums, **what)
+            self._work(Verb.REVISIT, block, group, number, reads, sums)
+            if self._plan.separate_device:
+                to = (PARKED + (number + 1) * PIECE,) if parks else (gradient,)
+                self._ledger.op(Verb.PARK if parks else Verb.DRAIN, Lane.DEVICE_TO_HOST, sums, to, **what)
+
+    def _rounds(self, block: int) -> range:
+        experts = self._plan.experts
+        assert experts is not None, "experts are parts"
+        return range(experts.rounds(block, experts.figures.num_experts[block]))
+
+    def _come(self, block: int, group: range, number: int, reads: Sequence[int]) -> int:
+        """Bring a round of trained experts from host memory; return the buffer that compute reads."""
+        if not self._plan.separate_device:
+            return reads[0]
+        self._turn += 1
+        slot = _COMPUTED + self._turn % ROUNDS_IN_MEMORY
+        num_bytes = int(self._share(block, group) * self._expert_bytes)
+        what: dict[str, Any] = {"unit": block, "part": number, "micro": group[0], "num_bytes": num_bytes}
+        self._ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, reads, (slot,), **what)
+        return slot
+
+    def _share(self, block: int, group: range) -> float:
+        """Return how many experts of a round a group is expected to want."""
+        plan, experts = self._plan, self._plan.experts
+        assert experts is not None, "experts are parts"
+        tokens = round(plan.batch.tokens_per_step * len(group) / max(1, plan.batch.num_micro_batches))
+        return experts.touched(block, tokens) / experts.rounds(block, experts.figures.num_experts[block])
 
     def _expert_flops(self, block: int) -> float:
         experts, batch = self._plan.experts, self._plan.batch
@@ -61,21 +120,22 @@ class PartedBlocks:
         return min(flops, 2.0 * tokens * experts.choices * experts.figures.num_parameters)
 
     def _visit(self, verb: Verb, block: int, group: range, after: Sequence[int]) -> None:
-        plan, experts, op = self._plan, self._plan.experts, self._ledger.op
-        assert experts is not None and self._bringing is not None, "experts are parts"  # noqa: PT018
-        tokens = round(plan.batch.tokens_per_step * len(group) / max(1, plan.batch.num_micro_batches))
-        count = experts.figures.num_experts[block]
-        rounds, wanted = experts.rounds(block, count), experts.touched(block, tokens)
-        times = 1 if verb is Verb.VISIT else 2
-        for number in range(rounds):
-            ready = self._bringing.bring(block, number, wanted / rounds, after, micro=group[0])
-            op(
-                verb,
-                Lane.COMPUTE,
-                (ready,),
-                unit=block,
-                part=number,
-                micro=group[0],
-                num_bytes=int(times * wanted / rounds * self._expert_bytes),
-                flops=times * self._expert_flops(block) * len(group) / rounds,
-            )
+        assert self._bringing is not None, "frozen experts are parts"
+        for number in self._rounds(block):
+            ready = self._bringing.bring(block, number, self._share(block, group), after, micro=group[0])
+            self._work(verb, block, group, number, (ready,))
+
+    def _work(self, verb: Verb, block: int, group: range, number: int, reads: Sequence[int], sums: Sequence[int] = ()) -> None:
+        """Emit the computation of a round: backward computes the experts again, and gradients of hidden states; of weights."""
+        times = 1 if verb is Verb.VISIT else 3 if self.trains else 2
+        self._ledger.op(
+            verb,
+            Lane.COMPUTE,
+            reads,
+            sums,
+            unit=block,
+            part=number,
+            micro=group[0],
+            num_bytes=int(times * self._share(block, group) * self._expert_bytes),
+            flops=times * self._expert_flops(block) * len(group) / len(self._rounds(block)),
+        )

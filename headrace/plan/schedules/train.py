@@ -6,12 +6,13 @@ what it must wait for. A step leaves filled slots, pending updates and the commi
 and the next step's program is built from it. In the steady state it repeats itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.plan.ledger import Known, Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.schedules.parted import PartedBlocks
+from headrace.plan.schedules.hosted import HostedStates
+from headrace.plan.schedules.parted import PARKED, PartedBlocks
 from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, held_at
 from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDICT
 from headrace.terms.lanes import Lane
@@ -33,14 +34,14 @@ def build_program(
     `durable`: the step before, whose updates are pending, is a checkpoint. Otherwise what stays in memory is not written.
     `shared`: ranks share out every unit (`Weights`).
     """
-    schedule = _Training(plan, num_micro_batches, before, durable=durable, shared=shared)
+    schedule = Training(plan, num_micro_batches, before, durable=durable, shared=shared)
     schedule.step()
     return schedule.ledger.finish()
 
 
 def build_tail(plan: Plan, before: Snapshot, *, shared: bool = False) -> tuple[Program, Snapshot]:
     """Return the program that finishes what a step left pending: late updates and their commit, as of a checkpoint."""
-    schedule = _Training(plan, 0, before, durable=True, shared=shared)
+    schedule = Training(plan, 0, before, durable=True, shared=shared)
     if schedule.pending:
         for unit in sorted(schedule.pending):
             schedule.pending_update(unit)
@@ -55,15 +56,16 @@ def redo(plan: Plan) -> Snapshot:
     return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
 
 
-class _Training(Updates):
+class Training(Updates):
     """Emits operations in order."""
 
     def __init__(self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool, shared: bool = False) -> None:
         super().__init__(plan, before, durable=durable, shared=shared)
-        self.num_micro = num_micro
+        self.num_micro, self.micros, self.first = num_micro, range(num_micro), 1
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.gradient_in_place = plan.gradient_in_place
         self.parted = PartedBlocks(plan, self.ledger, num_micro)
+        self.hosted = HostedStates(plan, self.ledger, num_micro)
         self.stash_turn = self.accumulator_turn = 0
         self.stashed: dict[tuple[int, int], int] = {}  # the operation that brought a block's input to where it waits
         self.recalled: dict[tuple[int, int], int] = {}  # the buffer from which backward reads it, -1 where compute left it
@@ -72,13 +74,16 @@ class _Training(Updates):
     # -- the step -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        """Emit a step."""
         plan, op = self.plan, self.ledger.op
         last_block, epilogue = self.blocks, self.blocks + 1
         self.pending_update(0)
         for end in plan.ends:
             self.refresh(end)
         for micro in range(self.num_micro):
-            op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), unit=0, micro=micro, flops=self.flops(0))
+            made = self.hosted.going()
+            op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), made, unit=0, micro=micro, flops=self.flops(0))
+            self.hosted.leave(1, micro, made)
         for block in range(1, last_block + 1):
             self.position = block - 1
             for ahead in range(block, min(block + plan.prefetch, last_block) + 1):
@@ -104,82 +109,109 @@ class _Training(Updates):
             self.commit()
 
     def prologue_backward(self) -> None:
+        """Emit the backward of the embedding."""
         common: dict[str, Any] = {"unit": 0, "flops": self.flops(0)}
         for micro in range(self.num_micro):
-            made = (_RESIDENT_ACCUMULATOR,)
-            self.ledger.op(Verb.PROLOGUE_BACKWARD, Lane.COMPUTE, (RESIDENT,), made, micro=micro, **common)
+            reads, made = (RESIDENT, *self.arrived(micro)), (_RESIDENT_ACCUMULATOR,)
+            self.ledger.op(Verb.PROLOGUE_BACKWARD, Lane.COMPUTE, reads, made, micro=micro, **common)
         self.drain(0, self.gradient_slot(0))
 
-    def forward(self, block: int) -> None:
-        weights, waits = (self.acquired.pop(block)[1], *self.read_beside(block)), self.plan.stash.tiers[block - 1] != "device"
-        for group in self.parted.groups(block):
-            self.parted.forward(block, group, weights)
-            self.forward_group(block, group, weights, waits=waits)
+    def groups(self, block: int) -> list[range]:
+        """Return the groups of micro-batches that are in a block together."""
+        return self.parted.groups(block)
 
-    def forward_group(self, block: int, group: range, weights: Sequence[int], *, waits: bool) -> None:
-        for micro in group:
-            ref = self.ledger.op(
-                Verb.FORWARD,
-                Lane.COMPUTE,
-                weights,
-                (_LEFT + self.place(block, micro),) if waits else (),
-                # The inputs that wait to go out are bounded: compute may be one block ahead of the stash.
-                after=(self.stashed[block - 1, micro],) if (block - 1, micro) in self.stashed else (),
-                unit=block,
-                micro=micro,
-                flops=0.0 if self.parted.has(block) else self.flops(block),
-            )
-            if waits:
-                self.stash(block, micro)
-            self.newest_use = (ref,)
+    def forward(self, block: int) -> None:
+        """Emit the forward of a block, all micro-batches."""
+        host, computed = self.acquired.pop(block)
+        weights, waits = (computed, *self.read_beside(block)), self.plan.stash.tiers[block - 1] != "device"
+        for group in self.groups(block):
+            inputs = self.hosted.arrive(group)
+            self.parted.forward(block, group, weights, host, inputs)
+            for micro in group:
+                self.forward_one(block, micro, (*weights, *inputs[micro]), waits=waits)
+
+    def forward_one(self, block: int, micro: int, reads: Sequence[int], *, waits: bool) -> None:
+        """Emit the forward of a block for a micro-batch, with the weights that it `reads`."""
+        made = self.hosted.going()
+        ref = self.ledger.op(
+            Verb.FORWARD,
+            Lane.COMPUTE,
+            reads,
+            (*made, _LEFT + self.place(block, micro)) if waits else made,
+            # The inputs that wait to go out are bounded: compute may be one block ahead of the stash.
+            after=(self.stashed[block - 1, micro],) if (block - 1, micro) in self.stashed else (),
+            unit=block,
+            micro=micro,
+            flops=0.0 if self.parted.has(block) else self.flops(block),
+        )
+        self.hosted.leave(block + 1, micro, made)
+        if waits:
+            self.stash(block, micro, made)
+        self.newest_use = (ref,)
 
     def epilogue(self) -> None:
+        """Emit the head: loss and its gradients."""
         unit = self.blocks + 1 if self.plan.has_epilogue else 0
         weights = (RESIDENT, RESIDENT + unit, *self.read_beside(unit)) if unit else (RESIDENT,)
         made = (_RESIDENT_ACCUMULATOR,) if self.trained & {0, unit} else ()
         if self.plan.batch.head_passes > 1:
-            for micro in range(self.num_micro):
-                flops = self.results.epilogue_flops
-                self.ledger.op(Verb.LOG_PROBS, Lane.COMPUTE, weights, unit=unit, micro=micro, flops=flops)
-        for micro in range(self.num_micro):
-            self.ledger.op(
-                Verb.EPILOGUE,
-                Lane.COMPUTE,
-                weights,
-                made,
-                unit=unit,
-                micro=micro,
-                flops=3 * self.results.epilogue_flops,
-            )
+            for micro in self.micros:
+                reads, flops = (*weights, *self.arrived(micro)), self.results.epilogue_flops
+                self.ledger.op(Verb.LOG_PROBS, Lane.COMPUTE, reads, unit=unit, micro=micro, flops=flops)
+                self.hosted.keep(self.blocks + 1, micro)
+        for micro in self.micros:
+            reads, gradient = (*weights, *self.arrived(micro)), self.hosted.going()
+            flops = 3 * self.results.epilogue_flops
+            self.ledger.op(Verb.EPILOGUE, Lane.COMPUTE, reads, (*made, *gradient), unit=unit, micro=micro, flops=flops)
+            self.hosted.leave_gradient(self.blocks, micro, gradient)
         if unit in self.trained and unit:
             self.drain(unit, self.gradient_slot(unit))
 
     def backward(self, block: int) -> None:
+        """Emit the backward of a block, all micro-batches."""
         host, weights = self.acquired.pop(block)
         is_trained, beside = block in self.trained, self.read_beside(block)
         gradient = self.gradient_slot(block) if is_trained else NONE
         made = () if not is_trained else (gradient,) if self.gradient_in_place else (self.accumulator(),)
-        for group in self.parted.groups(block):
+        for group in self.groups(block):
             if self.parted.has(block):
-                self.backward_through_experts(block, group, (weights, *beside), made)
+                gradients = self.hosted.arrive(group)
+                self.recompute(block, group, (weights, *beside), gradients)
+                self.parted.backward(block, group, host, made, gradient)
+                self.backward_around_experts(block, group, (weights, *beside), gradients, made)
                 continue
             for micro in group:
-                reads, flops = self.inputs_of(block, micro), self.backward_flops(block)
-                common: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops}
-                ref = self.ledger.op(Verb.BACKWARD, Lane.COMPUTE, (weights, *beside, *reads), made, **common)
-                self.newest_use = (ref,)
+                reads = (weights, *beside, *self.inputs_of(block, micro), *self.arrived(micro))
+                self.backward_one(block, micro, reads, made, self.backward_flops(block))
         if is_trained:
             self.drain(block, gradient, host)
 
-    def backward_through_experts(self, block: int, group: range, weights: Sequence[int], made: Sequence[int]) -> None:
-        """Recompute a group's micro-batches, take them back through the experts, then through the rest of the block."""
-        op, common = self.ledger.op, self.parted.common_flops(block)
+    def recompute(self, block: int, group: range, weights: Sequence[int], gradients: Mapping[int, Sequence[int]]) -> None:
+        """Recompute a group's micro-batches as far as their experts. Their `gradients` lie there by micro-batch."""
         for micro in group:
-            reads = (*weights, *self.inputs_of(block, micro))
-            self.newest_use = (op(Verb.RECOMPUTE, Lane.COMPUTE, reads, unit=block, micro=micro, flops=common),)
-        self.parted.backward(block, group)
+            reads, flops = (*weights, *self.inputs_of(block, micro), *gradients[micro]), self.parted.common_flops(block)
+            self.newest_use = (self.ledger.op(Verb.RECOMPUTE, Lane.COMPUTE, reads, unit=block, micro=micro, flops=flops),)
+
+    def backward_one(self, block: int, micro: int, reads: Sequence[int], made: Sequence[int], flops: float) -> None:
+        """Emit the backward of a block for a micro-batch, which makes a gradient for what comes before, if that is trained."""
+        before = block > 1 or 0 in self.trained
+        gradient = self.hosted.going() if before else ()
+        ref = self.ledger.op(Verb.BACKWARD, Lane.COMPUTE, reads, (*made, *gradient), unit=block, micro=micro, flops=flops)
+        if before:
+            self.hosted.leave_gradient(block - 1, micro, gradient)
+        self.newest_use = (ref,)
+
+    def arrived(self, micro: int) -> tuple[int, ...]:
+        """Return the slot of hidden states, or of their gradient, that the next use of a micro-batch reads; () for none."""
+        return self.hosted.arrive(range(micro, micro + 1))[micro]
+
+    def backward_around_experts(
+        self, block: int, group: range, weights: Sequence[int], gradients: Mapping[int, Sequence[int]], made: Sequence[int]
+    ) -> None:
+        """Take a group, which was back at the experts, through the rest of the block."""
+        flops = (2 if self.parted.trains else 1) * self.parted.common_flops(block)
         for micro in group:
-            self.newest_use = (op(Verb.BACKWARD, Lane.COMPUTE, weights, made, unit=block, micro=micro, flops=common),)
+            self.backward_one(block, micro, (*weights, *gradients[micro]), made, flops)
 
     def inputs_of(self, block: int, micro: int) -> tuple[int, ...]:
         """Return the buffer from which backward reads a block's input, () for none; begin to bring it and the next ones."""
@@ -194,9 +226,11 @@ class _Training(Updates):
     # -- weights --------------------------------------------------------------------------------------------------------
 
     def bring_up_to_date(self, block: int, host: int) -> None:
+        """Emit the update of a block that waits for it."""
         self.pending_update(block, host)
 
     def uses_until(self, block: int) -> int:
+        """Return how many uses of blocks come before the next one of `block`."""
         blocks = self.blocks
         return next(
             use - self.position for use in (block - 1, 2 * blocks - block, 2 * blocks + block - 1) if use > self.position
@@ -208,32 +242,42 @@ class _Training(Updates):
         """Return the slot of a block's input in the pools that have one for each micro-batch."""
         return block * self.num_micro + micro
 
-    def stash(self, block: int, micro: int) -> None:
-        place, common = self.place(block, micro), self.input_of(block, micro)
+    def stash(self, block: int, micro: int, made: Sequence[int]) -> None:
+        """Emit what keeps a block's input until backward, and what is kept beside it. A hosted input is there already, and what
+        compute `made` last has its slot until all of it has left.
+        """
+        place, common, hosted = self.place(block, micro), self.input_of(block, micro), self.plan.hosted
+        if hosted:
+            common["num_bytes"] = self.plan.stash.kept_bytes[block - 1]
+            if not common["num_bytes"]:
+                return
         on_ssd = self.plan.stash.tiers[block - 1] == "ssd"
         stash = self.stash_slot() if on_ssd else _HOST_STASH + place
-        ref = self.ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (_LEFT + place,), (stash,), **common)
+        ref = self.ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (_LEFT + place, *made), (stash,), **common)
         if on_ssd:
             ref = self.ledger.op(Verb.SPILL, Lane.SSD_WRITE, (stash,), (_SSD_STASH + place,), **common)
-        self.stashed[block, micro] = ref
+        if not hosted:  # slots bound what is under way
+            self.stashed[block, micro] = ref
 
     def stash_slot(self) -> int:
+        """Return the next buffer for an input on its way to or from the SSD."""
         slot = self.stash_turn
         self.stash_turn = (slot + 1) % self.plan.stash.slots
         return _STASH + slot
 
     def input_of(self, block: int, micro: int) -> dict[str, Any]:
+        """Return what all operations on an input of a block say."""
         return {"unit": block, "micro": micro, "num_bytes": self.plan.stash_bytes(block)}
 
     def recall_ahead(self, block: int, micro: int) -> None:
         """Begin to bring back the inputs of this use and of the next ones, as many as there are buffers for."""
         ahead = max(1, min(self.plan.stash.slots - 1, RECALLED_AHEAD))
         for _ in range(ahead + 1):
-            if block < 1:
+            if block < self.first:
                 return
             if (block, micro) not in self.recalled:
                 self.recalled[block, micro] = self.recall(block, micro)
-            block, micro = (block, micro + 1) if micro + 1 < self.num_micro else (block - 1, 0)
+            block, micro = (block, micro + 1) if micro + 1 < self.micros.stop else (block - 1, self.micros.start)
 
     def recall(self, block: int, micro: int) -> int:
         """Return the buffer that backward reads, -1 for none."""
@@ -260,8 +304,12 @@ class _Training(Updates):
     def drain(self, unit: int, gradient: int, host: int = -1) -> None:
         """Bring a unit's gradient to the host; then update the unit, or hold the gradient for later, or both."""
         op, num_bytes = self.ledger.op, self.gradient_bytes[unit]
-        made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else () if self.gradient_in_place else (self.accumulator(),)
+        made: tuple[int, ...] = () if self.gradient_in_place else (self.accumulator(),)
+        made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else made
         writes = (gradient, NORM + (unit + 1) * PIECE)
+        if unit in self.in_parts:  # the rest is there already, or waits on the host
+            num_bytes = self.plan.summed_elements(unit) * self.plan.gradient_bytes_per_element
+            made += (PARKED,) if self.parted.parks(unit) else ()
         op(Verb.DRAIN, Lane.DEVICE_TO_HOST, made, writes, unit=unit, num_bytes=num_bytes)
         if self.shared:
             op(Verb.SCATTER, Lane.NIC_UP, (), writes, unit=unit, num_bytes=num_bytes)

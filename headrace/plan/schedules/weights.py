@@ -34,6 +34,8 @@ class Weights:
         self.beside = frozenset(index for index, unit in enumerate(plan.units) if unit.is_beside)
         self.in_place = frozenset(index for index, unit in enumerate(plan.units) if unit.in_place and not unit.is_far)
         self.far = frozenset(plan.far_units)
+        # Parts of these come to compute from the copy in host memory, beside the slot.
+        self.in_parts = frozenset(i for i, unit in enumerate(plan.units) if plan.slot_elements(i) < unit.num_elements)
         # Where weights lie as on the drive, and where compute reads those that are brought or made.
         self.host_slots = range(HOST, HOST + plan.host_slots)
         self.computed_slots = range(COMPUTED, COMPUTED + plan.device_slots)
@@ -62,7 +64,7 @@ class Weights:
             if pending:
                 self.bring_up_to_date(block, NONE)
             return
-        apart = self.separate or block in self.made
+        apart, on_host = self.separate or block in self.made, on_host or block in self.in_parts
         if pending and block in self.beside:  # the weights of such a block stay as they are
             self.bring_up_to_date(block, NONE)
             pending = False
@@ -128,7 +130,7 @@ class Weights:
         if block in self.made:
             self.make(block, host, slot)
         else:
-            self.upload(block, (host,), (slot,), self.stored_bytes[block])
+            self.upload(block, (host,), (slot,), self._weights_plan.sent_bytes(block))
         return slot
 
     def upload(

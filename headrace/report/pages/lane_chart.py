@@ -16,10 +16,10 @@ FAMILIES = {
     "backward": ("log-probs", "epilogue", "revisit", "backward", "prologue-backward"),
     "weights": ("fetch", "pull", "gather", "send", "upload", "make", "write-weights"),
     "activations": (
-        *("stash", "spill", "unspill", "recall"),
+        *("stash", "spill", "unspill", "recall", "hidden-out", "hidden-in", "hidden-gradient-out", "hidden-gradient-in"),
         *("cache-read", "cache-in", "cache-out", "cache-write", "query-out", "result-in"),
     ),
-    "gradients": ("drain", "push", "scatter", "receive", "hold", "unhold"),
+    "gradients": ("drain", "push", "scatter", "receive", "hold", "unhold", "park", "unpark", "give", "take"),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states", "round", "keep"),
     "control": ("announce", "report", "decide", "route", "commit"),
 }

@@ -1,6 +1,7 @@
 "use strict";
 // Looking closer: hover, and zoom of the lanes. Without this script the page still shows everything.
-(() => {
+const look = (signal) => {
+  document.getElementById("tip")?.remove();
   const tip = document.createElement("div");
   tip.id = "tip";
   document.body.append(tip);
@@ -89,7 +90,7 @@
         if (high - low > (to - from) / 200) show(low, high);
       }
       anchor = selection = null;
-    });
+    }, { signal });
     body.addEventListener("pointerdown", (event) => {
       const words = event.target.dataset && event.target.dataset.words;
       if (event.pointerType !== "mouse" && words) say(words, event);
@@ -124,4 +125,11 @@
       });
     }
   }
-})();
+};
+let looking = new AbortController();
+look(looking.signal);
+const lookAgain = () => {
+  looking.abort();
+  looking = new AbortController();
+  look(looking.signal);
+};

@@ -3,6 +3,7 @@
 Invariant: every report has each section; where a section cannot show something, it says what would provide it.
 """
 
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from headrace.terms.sizes import format_seconds
 REPORT_NAME = "report.html"
 # Tells the browser, whatever the page contains, to load nothing from anywhere.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+# A live page also asks who serves it for news.
+_LIVE_POLICY = f"{_POLICY}; connect-src 'self'"
 
 
 def write_report(run_directory: str | Path, out: str | Path | None = None) -> Path:
@@ -45,13 +48,28 @@ def write_report(run_directory: str | Path, out: str | Path | None = None) -> Pa
     return path
 
 
-def render(run: RunFiles, found: Findings) -> str:
-    """Return the page as a text."""
-    title = f"{_name(run)} · Headrace"
+def render(run: RunFiles, found: Findings, *, stamp: str | None = None) -> str:
+    """Return the page of a run as a text. With a `stamp` it is live, and asks for a page with another one."""
+    sections = [_bottleneck(run, found), _timeline(run, found), _rates(run, found), _memory(run), _steps(run), _wear(found)]
+    about = "Drawn by Headrace from the files of the run directory."
+    return page_of(_name(run), _header(run, found), sections, about, stamp=stamp, finished=run.finished)
+
+
+def render_plan(run: RunFiles, found: Findings) -> str:
+    """Return the page of a plan without a run: `run` has the plan, `found` its simulation."""
+    sections = [_bottleneck(run, found), _timeline(run, found), _memory(run)]
+    return page_of(_name(run), _header(run, found), sections, "Drawn by Headrace from a plan; nothing was run.")
+
+
+def page_of(
+    name: str, header: str, sections: Sequence[str], about: str, *, stamp: str | None = None, finished: bool = False
+) -> str:
+    """Return a page as a text."""
+    title, policy = f"{name} · Headrace", _POLICY if stamp is None else _LIVE_POLICY
     head = element(
         "head",
         '<meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<meta name="color-scheme" content="light dark">',
         '<link rel="icon" href="data:,">',
@@ -60,12 +78,14 @@ def render(run: RunFiles, found: Findings) -> str:
     )
     body = element(
         "body",
-        _header(run, found),
-        element(
-            "main", _bottleneck(run, found), _timeline(run, found), _rates(run, found), _memory(run), _steps(run), _wear(found)
-        ),
-        element("footer", "Drawn by Headrace from the files of the run directory."),
+        element("p", id="live", role="status") if stamp is not None else "",
+        header,
+        element("main", *sections),
+        element("footer", about),
         f"<script>{_resource('page.js')}</script>",
+        f"<script>{_resource('live.js')}</script>" if stamp is not None else "",
+        data_stamp=stamp,
+        data_finished="yes" if finished else "",
     )
     return f'<!doctype html>\n<html lang="en">{head}{body}</html>\n'
 
@@ -108,6 +128,8 @@ def _tiles(run: RunFiles, found: Findings) -> str:
         tiles.append(("tokens", figure(sum(record["tokens"] for record in run.metrics), 4)))
         seconds = sum(float(record["seconds"]) for record in run.metrics)
         tiles.append(("time in steps", format_seconds(seconds)))
+    if (left := seconds_left(run, found)) is not None:
+        tiles.append(("time left", format_seconds(left)))
     if found.step_seconds is not None:
         tiles.append(("a step", format_seconds(found.step_seconds)))
     if found.written is not None:
@@ -115,6 +137,14 @@ def _tiles(run: RunFiles, found: Findings) -> str:
     return element(
         "dl", *(element("div", element("dt", name), element("dd", escape(value))) for name, value in tiles), class_="tiles"
     )
+
+
+def seconds_left(run: RunFiles, found: Findings) -> float | None:
+    """Return about how long the steps take that are left; None if that is unknown, or none are."""
+    done = int(run.metrics[-1]["step"]) if run.metrics else 0
+    if run.finished or run.total_steps is None or found.step_seconds is None or done >= run.total_steps:
+        return None
+    return (run.total_steps - done) * found.step_seconds
 
 
 def _section(identity: str, title: str, *content: str, lead: str = "") -> str:

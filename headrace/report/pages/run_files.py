@@ -4,7 +4,6 @@ Invariant: only a missing directory is an error. A file that is missing or unrea
 page shows in the place of what it would have drawn.
 """
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +18,16 @@ from headrace.report.lanes import LANES_NAME, TIMELINE_NAME, Recording, read_rec
 from headrace.report.metrics import Record, is_evaluation, read_metrics, read_records
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError, RunDirectoryError
+from headrace.terms.json_text import parse_json
 
 METRICS_NAME = "metrics.jsonl"
 MACHINE_NAME = "machine.json"
 CONFIG_NAME = "config.yaml"
 SUMMARY_NAME = "summary.json"
+
+_FINAL = "final"
+# What a page is drawn from.
+FILES = (METRICS_NAME, LANES_NAME, TIMELINE_NAME, PLAN_NAME, MACHINE_NAME, CONFIG_NAME, SUMMARY_NAME, _FINAL)
 
 _T = TypeVar("_T")
 
@@ -33,7 +37,7 @@ _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """The files of a run. `missing` says by file name why one is not there and what makes it."""
+    """The files of a run. `missing` says by file name why one is not there and what makes it. `finished`: there is a model."""
 
     directory: Path
     metrics: tuple[Record, ...] = ()
@@ -45,6 +49,7 @@ class RunFiles:
     options: dict[str, Any] | None = None
     outcome: dict[str, Any] | None = None
     missing: dict[str, str]
+    finished: bool = False
 
     @property
     def total_steps(self) -> int | None:
@@ -96,17 +101,18 @@ def read_run(directory: str | Path) -> RunFiles:
         plan=read(PLAN_NAME, _plan, "a run on one machine writes it when it starts"),
         ceilings=read(
             MACHINE_NAME,
-            lambda file: Ceilings.from_json(json.loads(file.read_text("utf-8"))),
+            lambda file: Ceilings.from_json(parse_json(file.read_text("utf-8"))),
             "it has the figures of the machine, which was not measured; `headrace bench machine` does that for later runs",
         ),
         options=read(CONFIG_NAME, _options, "a run started by `headrace train` writes it"),
         outcome=_outcome(path / SUMMARY_NAME),
         missing=missing,
+        finished=(path / _FINAL).is_dir(),
     )
 
 
 def _plan(file: Path) -> Plan:
-    plan = Plan.from_json(json.loads(file.read_text("utf-8")))
+    plan = Plan.from_json(parse_json(file.read_text("utf-8")))
     if plan.serves:
         raise RunDirectoryError("it is a node's, and its workers forecast their own steps")
     return plan
@@ -115,7 +121,7 @@ def _plan(file: Path) -> Plan:
 def _outcome(path: Path) -> dict[str, Any] | None:
     """Return planned beside measured figures, which a run writes when it stops: before that, nothing is missing."""
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = parse_json(path.read_text("utf-8"))
     except (OSError, *_DAMAGE):
         return None
     return values if isinstance(values, dict) else None

@@ -8,6 +8,7 @@ from typing import Any
 from headrace.report.metrics import best_of
 from headrace.report.pages.findings import find
 from headrace.report.pages.gauges import measured_peaks
+from headrace.report.pages.page import seconds_left
 from headrace.report.pages.run_files import RunFiles
 from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
 
@@ -30,6 +31,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
         "skipped_steps": [record["step"] for record in run.metrics if "skipped" in record],
         "resumed_before_steps": [record["step"] for record in run.lanes if record.get("resumed")],
         "step_seconds": found.step_seconds,
+        "seconds_left": seconds_left(run, found),
         "planned_step_seconds": ahead.step_seconds if ahead else None,
         "lower_bound_seconds": ahead.lower_bound_seconds if ahead else None,
         "bottleneck": found.busiest.lane if found.busiest else None,

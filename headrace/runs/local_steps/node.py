@@ -55,7 +55,9 @@ def serve_learners(
         stream = open_stream(found, resumed=True)
     else:
         checked, directory = check(config)
-        found, stream = prepare(checked, directory, headrace_engines())
+        found, batches = prepare(checked, directory, headrace_engines())
+        assert isinstance(batches, BatchStream), "streaming is refused where learners train by themselves"
+        stream = batches
         directory.write_config(found)
     assert isinstance(found, NodeOptions), "it is a node's"
     with _opened(found, directory, display) as state:

@@ -1,0 +1,136 @@
+"""Stages give the losses, norms and final weights of one process under one plan, bit for bit."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import weights_of
+from plain import LENGTH, SPLIT, batch_of
+from ranks import staged_run
+from short_run import short_run
+from tiers import sampled
+
+from headrace.engine.staged import StagedEngine
+from headrace.engine.trainer import Engine
+from headrace.net import Relay
+from headrace.plan.plan import Plan
+from headrace.terms.errors import ConfigError
+from headrace.terms.options import Options
+
+STEPS, SPLIT_IN_FOUR = 3, {**SPLIT, "num_micro_batches": 4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adamw": {"model": "llama", "max_grad_norm": 0.5},
+    "tied": {"model": "llama-tied", "max_grad_norm": 0.5},
+    "tied, immediate": {"model": "llama-tied"},
+    "lora": {"model": "llama", "adapter": "lora:rank=4", "max_grad_norm": 0.5},
+    "tied lora": {"model": "llama-tied", "adapter": "lora:rank=4"},
+    "a device of its own": {"model": "llama-tied", "max_grad_norm": 0.5, "device_memory": "1GiB"},
+    "float16": {"model": "llama", "compute_dtype": "float16"},
+    "seldom": {"model": "llama", "max_grad_norm": 0.5, "checkpoint_every": 2},
+    "matrices": {"model": "llama", "train": "matrices"},
+} | {
+    rule: {"model": "llama", "optimizer": rule, "max_grad_norm": 0.5}
+    for rule in ("adamw:moments=int8", "sgd:momentum=0.9", "lion", "lomo", "muon", "adafactor")
+}
+CASES = [(setting, size) for setting in SETTINGS for size in ((2, 3) if setting in ("adamw", "tied") else (2,))]
+
+
+@pytest.mark.parametrize(("setting", "size"), sampled(CASES, [("adamw", 2)]))
+def test_stages_give_the_bits_of_one_process(setting: str, size: int, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    options = dict(SETTINGS[setting])
+    path = model_dir(options.pop("model"), "bfloat16")
+    batches, plans = [batch_of(8, LENGTH, seed) for seed in range(STEPS)], list[Plan]()
+    split = SPLIT_IN_FOUR
+    scores = list[float]()
+
+    def look(engine: Engine) -> None:
+        plans.append(engine.plan)
+        scores.append(engine.evaluate(batches[0]).loss)
+
+    losses, weights = short_run(path, tmp_path / "local", batches, adjust=split, inspect=look, **options)
+    # A run of one process reads what adapters stand beside in the model's files, so its plan is another.
+    given: dict[str, Any] = {"adjust": split} if "adapter" in options else {"plan": plans[0]}
+    results, found = staged_run(
+        path,
+        tmp_path / "stages",
+        batches,
+        size,
+        drive=lambda engine: scores.append(engine.evaluate(batches[0]).loss),
+        **given,
+        **options,
+    )
+    assert [result.loss for result in results] == losses
+    assert scores[0] == scores[1]
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.deep
+def test_a_checkpoint_between_steps_is_that_of_one_process(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path, batches, plans = model_dir("llama-tied", "bfloat16"), [batch_of(8, LENGTH, seed) for seed in range(2)], list[Plan]()
+
+    def keep_and_go_on(name: str, engine: Engine) -> None:
+        plans.append(engine.plan)
+        engine.begin_saving(tmp_path / name).wait()
+        engine.step(batches[0])
+
+    _, weights = short_run(
+        path, tmp_path / "local", batches, adjust=SPLIT_IN_FOUR, inspect=partial(keep_and_go_on, "kept-local")
+    )
+    drive = partial(keep_and_go_on, "kept-stages")
+    _, found = staged_run(path, tmp_path / "stages", batches, 2, drive=drive, plan=plans[0])
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    kept, other = weights_of(tmp_path / "kept-local"), weights_of(tmp_path / "kept-stages")
+    assert kept.keys() == other.keys()
+    assert all(torch.equal(kept[name], other[name]) for name in kept)
+    assert any(not torch.equal(kept[name], weights[name]) for name in kept)
+
+
+@pytest.mark.deep
+def test_eight_bits_halve_what_crosses_and_change_losses_little(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, batches = model_dir("llama", "bfloat16"), [batch_of(8, LENGTH, seed) for seed in range(STEPS)]
+    crossed, give = list[int](), Relay.give
+
+    def counted(relay: Relay, data: Any) -> None:
+        crossed.append(data.nbytes)
+        give(relay, data)
+
+    monkeypatch.setattr(Relay, "give", counted)
+    losses, moved = list[list[float]](), list[int]()
+    for stage_dtype in (None, "int8"):
+        crossed.clear()
+        folder = tmp_path / str(stage_dtype)
+        results, _ = staged_run(path, folder, batches, 2, adjust=SPLIT_IN_FOUR, stage_dtype=stage_dtype)
+        losses.append([result.loss for result in results])
+        moved.append(sum(crossed))
+    hidden = 64
+    assert moved[0] == 4 * STEPS * 8 * LENGTH * hidden, "4 T h a step, in 16 bits and both ways"
+    assert moved[1] == 2 * STEPS * 8 * LENGTH * (hidden + 4), "8 bits, and a scale for each token"
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+    assert losses[1] != losses[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"gradient_sum": "tree"}, "leave tree out"),
+        ({"gradient": "lsp:rank=4"}, "lsp"),
+        ({"interpreter": "plain"}, "plain"),
+        ({"loss": "dpo"}, "all rows in one place, and stages share out"),
+        ({"adapter": "table:rows=36,layers=1,top=5"}, "stages do not share out rows"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        StagedEngine._check(Options.of(asked))
+
+
+def test_cuts_without_stages_are_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="only a run in stages"):
+        Engine.open(model_dir("llama", "bfloat16"), Options(cuts=(2,), output=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
