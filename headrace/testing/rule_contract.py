@@ -217,6 +217,7 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.known = known  # kept: the address of a storage that died would be another's
         self.seen = {tensor.untyped_storage()._cdata for tensor in known}
         self.live_bytes = self.peak_bytes = 0
 

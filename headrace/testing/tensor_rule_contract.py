@@ -143,9 +143,10 @@ class TensorRuleContract:
             for dtype in ("uint16", "float32"):
                 planes, gradient = self.planes(rule, layout), gradient_of(layout.num_elements, dtype)
                 weight, states = on_tensors(planes)
-                with StorageMeter([weight, *states, as_tensor(gradient, bfloat16=True)]) as storage, TrafficMeter() as traffic:  # type: ignore[no-untyped-call]
+                arriving = as_tensor(gradient, bfloat16=True)
+                with StorageMeter([weight, *states, arriving]) as storage, TrafficMeter() as traffic:  # type: ignore[no-untyped-call]
                     device = DeviceUpdater(rule, piece_elements=1024)
-                    device.update_range(Chunk(weight, states, as_tensor(gradient, bfloat16=True)), STEP, pieces)
+                    device.update_range(Chunk(weight, states, arriving), STEP, pieces)
                 found = storage.peak_bytes / max(1024, largest)
                 assert found <= figures.temporary_bytes, f"{name}, {dtype}: {found} bytes per element"
                 if figures.device_traffic_bytes is not None:
