@@ -42,7 +42,7 @@ from headrace.update.going_on import going_on
 _WAIT_SECONDS = 100.0
 # Which options of `plan` the plans of generation and of compression use. Data count only if passes do, and not at a node.
 _OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
-_OF_COMPRESSION = frozenset(("machine", "host_memory"))
+_OF_COMPRESSION = frozenset(("machine", "host_memory", "sequence_length"))
 _OF_EVALUATIONS = frozenset(("eval_split", "eval_data", "eval_steps"))
 _OF_SAVING = frozenset(("save_steps", "save_total_limit"))
 _OF_DATA = frozenset(("epochs", "packing", "cache", *_OF_EVALUATIONS))
@@ -163,7 +163,8 @@ def _compression(options: PlanOptions, code: str) -> _Report:
     machine, dtype = options.machine, CompressOptions.compute_dtype
     if machine is None:
         machine = _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),), compute_dtype=dtype))
-    return plan_compression(str(options.model), code, machine, here=options.machine is None, budget=options.budget)
+    here, row_tokens = options.machine is None, options.sequence_length
+    return plan_compression(str(options.model), code, machine, row_tokens=row_tokens, here=here, budget=options.budget)
 
 
 def _of_compression(options: PlanOptions) -> frozenset[str]:

@@ -5,15 +5,24 @@ levels) are its *side*. Invariant: `values` gives exactly what the stored code d
 that compute will see.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from headrace.codec.row_pieces import on_all_cores
 
 # Scales that are tried for a group, relative to the one that clips nothing; the smallest clips more than a third of the range.
 _SHRINKS = tuple(1 - step / 40 for step in range(1, 16))
 _LEAST_CODE, _MOST_CODE = -8, 7
+_FACTORS = np.array([1.0, *_SHRINKS], np.float32)
+
+# Rounds columns of float32 on a CPU: a block (rows, columns), the first and last column, sides, factor, codes and errors.
+ColumnLoop = Callable[[Any, int, int, Any, Any, Any, Any], None]
 
 
 class Grid(Protocol):
@@ -30,6 +39,14 @@ class Grid(Protocol):
     @property
     def damping(self) -> float:
         """What is added to the diagonal of H in GPTQ, as a share of the diagonal's mean."""
+
+    @property
+    def tries(self) -> int:
+        """Sides that `fit` tries for a group."""
+
+    @property
+    def loop(self) -> ColumnLoop | None:
+        """The compiled loop that does what `round` and `values` do, column by column; None: there is none."""
 
     @property
     def by_column(self) -> bool:
@@ -57,10 +74,13 @@ class Int4Grid:
     stored: torch.dtype = torch.bfloat16
     name: str = "int4"
     damping: float = 0.01
+    tries: int = 1 + len(_SHRINKS)
     by_column: bool = False
 
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return the scales (..., rows, 1): the best of those tried."""
+        if weights.device.type == "cpu" and weights.dtype == torch.float32 and self.stored in _IN_LOOPS:
+            return self._fit_by_loop(weights, importance.expand(*weights.shape[:-2], weights.shape[-1]))
         largest = weights.abs().amax(dim=-1, keepdim=True) / _MOST_CODE
         best = self._stored_scale(largest)
         least = self._error(weights, best, importance)
@@ -79,6 +99,26 @@ class Int4Grid:
         """Return (code - 8) times scale, rounded to the stored dtype."""
         return ((codes.to(side.dtype) + _LEAST_CODE) * side).to(self.stored).to(side.dtype)
 
+    @property
+    def loop(self) -> ColumnLoop | None:
+        """The loop, where values are stored as it rounds them."""
+        return partial(_int4_columns, self.stored == torch.bfloat16) if self.stored in _IN_LOOPS else None
+
+    def _fit_by_loop(self, weights: Tensor, importance: Tensor) -> Tensor:
+        from headrace.codec.rounding_loops import best_scales  # late: numba
+
+        scales, narrow = torch.empty(weights.shape[:-1]), self.stored == torch.bfloat16
+        columns, least = weights.shape[-1], float(torch.finfo(self.stored).tiny)
+        groups = [each.reshape(-1, *each.shape[-2:]) for each in (weights, importance[..., None, :], scales[..., None])]
+        for own, counts, found in zip(*groups, strict=True):
+            matrix, weighed, out = own.contiguous().numpy(), counts[0].contiguous().numpy(), found[:, 0].numpy()
+
+            def work(start: int, stop: int, matrix: Any = matrix, weighed: Any = weighed, out: Any = out) -> None:
+                best_scales(matrix[start:stop], weighed, _FACTORS, narrow, least, out[start:stop])
+
+            on_all_cores(work, len(matrix), columns * self.tries)
+        return scales[..., None]
+
     def _stored_scale(self, scale: Tensor) -> Tensor:
         # A group of zeros, or of numbers too small for a scale of this dtype, gets one: its codes are 8, which is zero.
         held = scale.to(self.stored).to(scale.dtype)
@@ -87,6 +127,15 @@ class Int4Grid:
     def _error(self, weights: Tensor, scale: Tensor, importance: Tensor) -> Tensor:
         difference = (weights / scale).round_().clamp_(_LEAST_CODE, _MOST_CODE).mul_(scale).sub_(weights)
         return (difference.square_() * importance[..., None, :]).sum(dim=-1, keepdim=True)
+
+
+_IN_LOOPS = frozenset((torch.bfloat16, torch.float32))
+
+
+def _int4_columns(narrow: bool, block: Any, first: int, last: int, scales: Any, factor: Any, codes: Any, errors: Any) -> None:
+    from headrace.codec.rounding_loops import int4_columns  # late: numba
+
+    int4_columns(block, first, last, scales[:, 0], narrow, factor, codes, errors)
 
 
 @dataclass(frozen=True)
@@ -100,7 +149,15 @@ class TernaryGrid:
     group: int | None = None
     name: str = "ternary"
     damping: float = 0.1
+    tries: int = 1
     by_column: bool = False
+
+    @property
+    def loop(self) -> ColumnLoop:
+        """The loop."""
+        from headrace.codec.rounding_loops import ternary_columns  # late: numba
+
+        return ternary_columns
 
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:
         """Return least and largest (..., rows, 2), with zero between them; -1 and 1 for a row of zeros."""
@@ -133,6 +190,8 @@ class PrunedGrid:
     zeros: float = 0.5
     name: str = "pruned"
     damping: float = 0.01
+    tries: int = 1
+    loop: ColumnLoop | None = None
     by_column: bool = True
 
     def fit(self, weights: Tensor, importance: Tensor) -> Tensor:

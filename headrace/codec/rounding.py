@@ -6,12 +6,15 @@ Invariants: the result depends neither on the number of columns in a block nor o
 is plain rounding, bit for bit.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.codec.grids import Grid
+from headrace.codec.grids import ColumnLoop, Grid
+from headrace.codec.row_pieces import on_all_cores
 
 _BLOCK_COLUMNS = 128
 _SQUARES_COLUMNS = 512
@@ -51,27 +54,49 @@ def gptq(weights: Tensor, hessians: Tensor, grid: Grid, *, block_columns: int = 
     factor, failed = inverse_factor(hessians, grid.damping)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
     importance = (diagonal.amin(dim=-1, keepdim=True) / diagonal) ** 2
-    codes: Tensor | None = None
-    sides = [] if grid.group else [grid.fit(weights, importance)]
+    parts, sides = list[Tensor](), [] if grid.group else [grid.fit(weights, importance)]
     for start in range(0, columns, block_columns):
         stop = min(start + block_columns, columns)
         block, errors = weights[:, :, start:stop].clone(), torch.empty_like(weights[:, :, start:stop])
-        for at in range(stop - start):
-            if grid.group and (start + at) % group == 0:
-                of_group = slice(start + at, start + at + group)
-                sides.append(grid.fit(block[:, :, at : at + group], importance[:, of_group]))
-            column, place = block[:, :, at : at + 1], (start + at) % group
-            side = sides[-1][:, :, place : place + 1] if grid.by_column else sides[-1]
-            chosen = grid.round(column, side)
-            codes = torch.empty(weights.shape, dtype=chosen.dtype, device=weights.device) if codes is None else codes
-            codes[:, :, start + at] = chosen[:, :, 0]
-            row = factor[:, start + at, None, start + at : stop]
-            error = (column - grid.values(chosen, side)) / row[:, :, :1]
-            errors[:, :, at] = error[:, :, 0]
-            block[:, :, at:] -= error * row
+        within = factor[:, start:stop, start:stop].contiguous()
+        for at in range(start, stop, group if grid.group else block_columns):
+            part = slice(at - start, min(at - start + group, stop - start))
+            if grid.group:
+                sides.append(grid.fit(block[:, :, part], importance[:, at : at + group]))
+            parts.append(_round_columns(grid, block, part, sides[-1], within, errors))
         weights[:, :, stop:] -= errors @ factor[:, start:stop, stop:]
-    assert codes is not None, "there are columns"
-    return Rounded(grid, codes, torch.stack(sides, dim=2), failed)
+    return Rounded(grid, torch.cat(parts, dim=2), torch.stack(sides, dim=2), failed)
+
+
+def _round_columns(grid: Grid, block: Tensor, part: slice, side: Tensor, factor: Tensor, errors: Tensor) -> Tensor:
+    """Round the columns `part` of a block (n, rows, columns) that have one `side`, correct the columns after each, note the
+    `errors`, and return the codes. `factor` (n, columns, columns) is that of the block's columns.
+    """
+    if block.device.type == "cpu" and block.dtype == torch.float32 and grid.loop is not None:
+        codes = torch.empty((*block.shape[:2], part.stop - part.start), dtype=torch.uint8)
+        for each in range(len(block)):
+            arrays = [tensor[each].numpy() for tensor in (block, side, factor, codes, errors)]
+            _on_all_cores(grid.loop, part, *arrays)
+        return codes
+    found = []
+    for at in range(part.start, part.stop):
+        column, place = block[:, :, at : at + 1], at - part.start
+        own = side[:, :, place : place + 1] if grid.by_column else side
+        chosen = grid.round(column, own)
+        found.append(chosen)
+        row = factor[:, at, None, at:]
+        error = (column - grid.values(chosen, own)) / row[:, :, :1]
+        errors[:, :, at] = error[:, :, 0]
+        block[:, :, at:] -= error * row
+    return torch.cat(found, dim=2)
+
+
+def _on_all_cores(loop: ColumnLoop, part: slice, block: Any, side: Any, factor: Any, codes: Any, errors: Any) -> None:
+    def work(start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        loop(block[rows], part.start, part.stop, side[rows], factor, codes[rows], errors[rows])
+
+    on_all_cores(work, len(block), codes.shape[1] * block.shape[1] // 2)
 
 
 def nearest(weights: Tensor, grid: Grid) -> Rounded:
@@ -115,9 +140,12 @@ def product_errors(weights: Tensor, hessians: Tensor, *rounded: Tensor) -> tuple
 def _squares(matrices: Tensor, hessians: Tensor) -> Tensor:
     """Return ||M X||^2 = trace M H M^T of each matrix, (n,) float64; of the symmetric H what lies above the diagonal, twice."""
     total = torch.zeros(len(matrices), dtype=torch.float64, device=matrices.device)
+    memory = torch.empty_like(matrices).flatten()
     for start in range(0, matrices.shape[2], _SQUARES_COLUMNS):
         stop = start + _SQUARES_COLUMNS
-        products = matrices[:, :, start:stop] @ hessians[:, start:stop, start:]
+        shape = (*matrices.shape[:2], matrices.shape[2] - start)
+        products = memory[: math.prod(shape)].view(shape)
+        torch.matmul(matrices[:, :, start:stop], hessians[:, start:stop, start:], out=products)
         products[:, :, _SQUARES_COLUMNS:] *= 2
         total += products.mul_(matrices[:, :, start:]).sum(dim=(-2, -1), dtype=torch.float64)
     return total

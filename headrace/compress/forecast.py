@@ -20,6 +20,14 @@ _CHOLESKY = 4 / 3
 # GPTQ's own operations reach this share of the float32 rate of large products (an assumption; QMoE's batches of 16 experts).
 _GPTQ_SHARE = 0.2
 EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
+# On a device, trying a scale for a weight moves so many bytes (a division, a rounding, six operations more); so does making up
+# for an error. A core tries so many scales of a weight, and rounds so many weights, in a second (docs/log/rounding-loops).
+_TRY_BYTES, _CORRECTION_BYTES = 64, 16
+_TRIED_PER_SECOND, _ROUNDED_PER_SECOND = 1e9, 3e7
+# Columns that GPTQ corrects at once: half of them, on average, follow a column.
+_BLOCK_COLUMNS = 128
+# Of `hidden_seconds`, which are of a forward, a recompute and a backward pass, a forward pass takes this share.
+_FORWARD_SHARE = 1 / 3
 # So many weights per second and core become words (docs/log/ternary).
 _ENCODED_PER_SECOND = 1e8
 _BYTES = 2
@@ -30,12 +38,18 @@ _MOST_LOTS, _MOST_GROUPS, _SIMULATED = 8, 4, 6
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """`count` matrices of (outputs, inputs), each used by a `share` of all tokens."""
+    """`count` matrices of (outputs, inputs), each used by a `share` of all tokens.
+
+    `tries`: scales that are tried for a group of weights. `summed`: whether their inputs are not those of other matrices, whose
+    sums they share.
+    """
 
     count: int
     outputs: int
     inputs: int
     share: float
+    tries: int = 0
+    summed: bool = True
 
     @property
     def weights(self) -> int:
@@ -55,7 +69,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is rounded: `blocks`, for `tokens` of `hidden_bytes` each. Around the blocks lie `other_parameters`.
+    """What is rounded: `blocks`, for `tokens` of `hidden_bytes` each, in rows of `row_tokens`. Around the blocks lie
+    `other_parameters`. The loss of held-out tokens takes logits of a `vocabulary`.
 
     `ahead`: the next block is read while one is rounded.
     """
@@ -64,7 +79,19 @@ class Job:
     tokens: int
     hidden_bytes: int
     other_parameters: int
+    row_tokens: int = 0
+    vocabulary: int = 0
     ahead: bool = True
+
+    @property
+    def lots(self) -> int:
+        """How often calibrating rows are taken up in one pass of a block."""
+        return math.ceil(self.tokens / max(_LOT_TOKENS, self.row_tokens))
+
+    @property
+    def passes_of_held_out(self) -> float:
+        """Passes of held-out rows through a block, with weights as they came and as coded, in passes of the others."""
+        return 2 / _CALIBRATING_OF_HELD_OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +116,17 @@ def terms(job: Job, ceilings: Ceilings) -> dict[str, float]:
     for block in job.blocks:
         each, passes = _terms_of(block, job, ceilings), block.passes
         sent = {"weights to the device": _BYTES * block.parameters / link}
-        hidden = {"hidden states read and written": (1 + passes) * each.hidden_read + 2 * each.hidden_written}
-        passed = {"passes, before and after": (1 + passes) * each.passed, "sums of inputs": each.sums}
+        held = job.passes_of_held_out
+        moved = (1 + passes + held) * each.hidden_read + (1 + held) * each.hidden_written
+        hidden = {"hidden states read and written": moved}
+        passed = {"passes, before and after": (1 + passes + held) * each.passed, "sums of inputs": each.sums}
         kept = {"encoding on the host's cores": each.encoded, "result written": each.written}
         for label, seconds in {"weights read": each.read, **sent, **hidden, **passed, **each.rounded, **kept}.items():
             found[label] = found.get(label, 0.0) + seconds
     found["weights read"] += _BYTES * job.other_parameters / read
     found["weights to the device"] += _BYTES * job.other_parameters / link
     found["result written"] += _BYTES * job.other_parameters / write
+    found["loss of held-out rows"] = _loss_seconds(job, ceilings)
     return {label: seconds for label, seconds in found.items() if seconds}
 
 
@@ -105,7 +135,7 @@ def side_by_side(job: Job, ceilings: Ceilings) -> float:
     are simulated until they follow one another evenly.
     """
     rates = Rates(ceilings, "bfloat16", None, None)
-    lots = min(_MOST_LOTS, math.ceil(job.tokens / _LOT_TOKENS))
+    lots = min(_MOST_LOTS, job.lots)
     held_out = math.ceil(lots / _CALIBRATING_OF_HELD_OUT)
     total, start = 0.0, 0
     while start < len(job.blocks):
@@ -124,7 +154,8 @@ def side_by_side(job: Job, ceilings: Ceilings) -> float:
         total += found[-1] + (found[-1] - found[-2]) * (alike - len(found)) if alike > len(found) else found[-1]
         start += alike
     read, write = _drives(ceilings)
-    return total + _BYTES * job.other_parameters / read + _BYTES * job.other_parameters / write
+    ends = _BYTES * job.other_parameters * (1 / read + 1 / write)
+    return total + ends + _loss_seconds(job, ceilings)
 
 
 def _programs(plan: Rounds) -> list[Program]:
@@ -145,24 +176,41 @@ def _terms_of(block: Block, job: Job, ceilings: Ceilings) -> _Terms:
     products, single = ceilings.flops_per_second["bfloat16"], ceilings.flops_per_second["float32"]
     read, write = _drives(ceilings)
     passed = block.parameters - sum(each.weights for each in coded) + sum(each.weights * each.share for each in coded)
-    sums = sum(2.0 * tokens * each.share * each.count * each.inputs**2 for each in coded)
+    hidden_size = job.hidden_bytes // _BYTES
+    attended = job.row_tokens * hidden_size / ceilings.attention_share  # of a query: half of the row, keys and values
+    other = ceilings.hidden_seconds * _FORWARD_SHARE * tokens * hidden_size + ceilings.launch_seconds * job.lots
+    sums = sum(2.0 * tokens * each.share * each.count * each.inputs**2 for each in coded if each.summed)
     rounding = sum(each.count * (_CHOLESKY * each.inputs**3 + 2.0 * each.outputs * each.inputs**2) for each in coded)
     columns = sum(math.ceil(each.count / EXPERTS_AT_ONCE) * each.inputs for each in coded)
-    launch = _KERNEL_SECONDS if ceilings.has_device else ceilings.operator_seconds
+    weights = sum(each.weights for each in coded)
+    tried = 2.0 * sum(each.weights * (1 + each.tries) for each in coded)  # plain rounding, and GPTQ: each searches
+    by_column, search = weights / (_ROUNDED_PER_SECOND * ceilings.cores), tried / (_TRIED_PER_SECOND * ceilings.cores)
+    if ceilings.has_device:
+        launched, corrected = columns * _KERNELS_OF_A_COLUMN * _KERNEL_SECONDS, weights * _BLOCK_COLUMNS / 2
+        by_column = launched + corrected * _CORRECTION_BYTES / ceilings.make_bytes_per_second
+        search = tried * _TRY_BYTES / ceilings.make_bytes_per_second
     return _Terms(
         read=_BYTES * block.parameters / read,
-        passed=2.0 * tokens * passed / products,
+        passed=2.0 * tokens * (passed + attended) / products + other,
         hidden_read=tokens * job.hidden_bytes / read,
         hidden_written=tokens * job.hidden_bytes / write,
         sums=sums / single,
         rounded={
             "GPTQ's factors and corrections": rounding / (single * _GPTQ_SHARE),
             "errors of products, for the report": sum(3.0 * each.weights * each.inputs for each in coded) / single,
-            "GPTQ's launches, column by column": columns * _KERNELS_OF_A_COLUMN * launch,
+            "GPTQ, column by column": by_column,
+            "search of scales": search,
         },
-        encoded=sum(each.weights for each in coded) / (_ENCODED_PER_SECOND * ceilings.cores),
+        encoded=weights / (_ENCODED_PER_SECOND * ceilings.cores),
         written=block.file_bytes / write,
     )
+
+
+def _loss_seconds(job: Job, ceilings: Ceilings) -> float:
+    """Return what the loss of held-out rows takes, twice."""
+    logits = job.passes_of_held_out * job.tokens * job.vocabulary
+    product = job.hidden_bytes / ceilings.flops_per_second["bfloat16"]  # two operations for each of the hidden numbers
+    return logits * (product + ceilings.logit_seconds * _FORWARD_SHARE)
 
 
 def _figures(seconds: _Terms, passes: int, lots: int, rates: Rates) -> BlockFigures:

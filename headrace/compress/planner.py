@@ -14,6 +14,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace.ask.model_config import read_parts, refuse_other_dtypes
 from headrace.ask.place import Place
 from headrace.codec.table import Code, code_to_write
@@ -30,7 +32,10 @@ from headrace.plan.nominal import nominal_machine
 from headrace.terms.budget import Budget
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.coding import as_matrix
+from headrace.terms.compress_options import CompressOptions
+from headrace.terms.layout import ParameterSpec
 from headrace.terms.optimizer import Optimizer
+from headrace.terms.options import DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.sizes import format_bytes, format_seconds
 
 _RECODED_PER_SECOND = 3e8  # weights per second and core that become bf16x12 (docs/log/lossless)
@@ -52,6 +57,7 @@ class CompressionReport:
     parameters: int
     coded_parameters: int
     tokens: int
+    row_tokens: int
     result_bytes: dict[str, int]
     modern_bytes: int | None
     seconds: dict[str, float]
@@ -88,7 +94,7 @@ class CompressionReport:
         yield f"model     {self.model}, {self.parameters / 1e9:.4g} billion parameters, {self.coded_parameters / 1e9:.4g} coded"
         yield f"machine   {self.machine}"
         if self.tokens:
-            yield f"data      {self.tokens} calibration tokens: as many reach each matrix as it has inputs"
+            yield f"data      {self.tokens} calibration tokens, in rows of {self.row_tokens}"
         yield ""
         for title, values in (("result", self.result_bytes), ("memory", self.memory_bytes)):
             for label, value in values.items():
@@ -114,15 +120,16 @@ def plan_compression(
     machine: str | Ceilings | None,
     *,
     tokens: int | None = None,
+    row_tokens: int | None = None,
     here: bool = False,
     budget: Budget = _UNSAID,
 ) -> CompressionReport:
     """Return what compressing `model` to the code `name` takes on a machine (None: a nominal one of this size). `model` is a
     directory, a config.json, or a name on the Hub.
 
-    `tokens` is the number of calibration tokens; by default each matrix sees as many tokens as it has inputs. Of the `budget`
-    host memory counts: with little of it, experts come one at a time, and rows pass a block several times. `here` says that it
-    is this machine.
+    Calibration takes `tokens`: by default the 128 rows that `compress` takes, each of `row_tokens` (None: 2048, or the model's
+    limit). It takes more where a matrix would see fewer tokens than it has inputs. Of the `budget` host memory counts: with little,
+    experts come one at a time, and rows pass a block several times. `here` says that it is this machine.
 
     Raises:
         ConfigError: there is no such code or machine, or the machine has less host memory than the budget.
@@ -143,7 +150,11 @@ def plan_compression(
     coded = [matrix for block in blocks for matrix in block]
     num_coded = sum(matrix.weights for matrix in coded)
     rest = chain.num_parameters - num_coded
-    tokens = tokens or math.ceil(max(matrix.inputs / matrix.share for matrix in coded))
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or DEFAULT_SEQUENCE_LENGTH
+    row_tokens = row_tokens or min(DEFAULT_SEQUENCE_LENGTH, limit)
+    least = math.ceil(max(matrix.inputs / matrix.share for matrix in coded))
+    tokens = tokens or max(least, CompressOptions.calibration_rows * row_tokens)
     size, other = (
         round(sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=otherwise) for each in coded))
         for otherwise in (False, True)
@@ -165,7 +176,9 @@ def plan_compression(
             for parameters, matrices, count in zip(sizes, blocks, passes, strict=True)
         ],
         tokens=tokens,
-        hidden_bytes=_BYTES * config.get_text_config().hidden_size,
+        hidden_bytes=_BYTES * text.hidden_size,
+        row_tokens=row_tokens,
+        vocabulary=text.vocab_size,
         other_parameters=chain.num_parameters - sum(sizes),
         ahead=room is None or room.ahead,
     )
@@ -176,6 +189,7 @@ def plan_compression(
         parameters=chain.num_parameters,
         coded_parameters=num_coded,
         tokens=tokens,
+        row_tokens=row_tokens,
         result_bytes=result,
         modern_bytes=other + _BYTES * rest if code.other_bits is not None else None,
         seconds=terms(job, ceilings),
@@ -216,6 +230,7 @@ def _without_loss(code: Code, chain: Chain, ceilings: Ceilings, budget: Budget) 
         parameters=chain.num_parameters,
         coded_parameters=coded,
         tokens=0,
+        row_tokens=0,
         result_bytes={f"{code.name} matrices": round(sum(codes)), "what stays in 16 bits": rest},
         modern_bytes=None,
         seconds=seconds,
@@ -262,10 +277,26 @@ def _matrices(parameters: Any, config: Any, code: Code) -> list[Matrices]:
     """Return the matrices of a block that are coded."""
     text = config.get_text_config()
     chosen = float(getattr(text, "num_experts_per_tok", 0) or getattr(text, "top_k", 0) or 1)
-    found = coded_shapes(parameters, code)
-    stacks = [spec.shape for spec in found if len(spec.shape) == 3]
-    plain = [spec.shape for spec in found if len(spec.shape) == 2]
-    return [
-        *(Matrices(count, rows, columns, min(1.0, chosen / count)) for count, rows, columns in stacks),
-        *(Matrices(1, rows, columns, 1.0) for rows, columns in plain),
-    ]
+    target = code.target(CompressOptions.group_size) if code.target is not None else None
+    specs = sorted(coded_shapes(parameters, code), key=lambda spec: len(spec.shape), reverse=True)
+    sharing, found = _sharing(specs, text.hidden_size), list[Matrices]()
+    for spec in specs:
+        *stack, rows, columns = spec.shape
+        count = math.prod(stack)
+        grid = target.grid(columns, torch.bfloat16) if target is not None else None
+        share = min(1.0, chosen / count) if stack else 1.0
+        tries = grid.tries if grid is not None else 0
+        found.append(Matrices(count, rows, columns, share, tries=tries, summed=spec.name not in sharing))
+    return found
+
+
+def _sharing(specs: Sequence[ParameterSpec], hidden_size: int) -> frozenset[str]:
+    """Return the matrices whose inputs another one has, too: of those of a module that are as wide as hidden states all but the
+    first, such as keys and values. Where the last makes hidden states again, it has inputs of its own.
+    """
+    modules: dict[str, list[ParameterSpec]] = {}
+    for spec in specs:
+        if spec.shape[-1] == hidden_size:
+            modules.setdefault(".".join(spec.name.split(".")[:-2]), []).append(spec)
+    ends = [each[-1].name for each in modules.values() if each[-1].shape[-2] == hidden_size]
+    return frozenset(spec.name for each in modules.values() for spec in each[1:] if spec.name not in ends)
