@@ -128,8 +128,8 @@ def plan_compression(
     directory, a config.json, or a name on the Hub.
 
     Calibration takes `tokens`: by default the 128 rows that `compress` takes, each of `row_tokens` (None: 2048, or the model's
-    limit). It takes more where a matrix would see fewer tokens than it has inputs. Of the `budget` host memory counts: with little,
-    experts come one at a time, and rows pass a block several times. `here` says that it is this machine.
+    limit). It takes more where a matrix would see fewer tokens than it has inputs. Of the `budget` host memory counts: with
+    little, experts come one at a time, and rows pass a block several times. `here` says that it is this machine.
 
     Raises:
         ConfigError: there is no such code or machine, or the machine has less host memory than the budget.
