@@ -1,0 +1,153 @@
+"""One block of real size of each family has the losses and gradients of plain PyTorch, whole and with experts as parts.
+
+What libraries choose by shape (kernels, tiles, threads) is other than in tiny models; so are sums of thousands of numbers.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import batch_of
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import headrace
+from headrace.engine.seams import Seams, seams_of
+from headrace.engine.trainer import Engine
+from headrace.plan.plan import Plan
+
+ROWS, LENGTH, RATE = 2, 64, 1000.0
+COMMON = {"vocab_size": 512, "num_hidden_layers": 1, "max_position_embeddings": 256, "tie_word_embeddings": False}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "Gemma-2-9B": {
+        "model_type": "gemma2",
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention"],
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+}
+EXPERTS = {"adapter": "lora:rank=4,target_modules=experts"}
+
+
+@pytest.fixture(scope="module", params=BLOCKS)
+def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model of one block with random weights of bfloat16."""
+    torch.manual_seed(1)
+    config = {**COMMON, **BLOCKS[request.param]}
+    made = CONFIG_MAPPING[config.pop("model_type")](**config)
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).float()  # float32 in files: nothing is rounded there
+    path = tmp_path_factory.mktemp("real") / request.param
+    model.save_pretrained(path)
+    yield path
+    for each in path.iterdir():
+        each.unlink()
+
+
+def expected(path: Path, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return plain PyTorch's loss, last logits and gradients, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    out = model(**batch, use_cache=False)
+    out.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return out.loss.item(), out.logits[:, -1].detach(), gradients
+
+
+def far(found: torch.Tensor, want: torch.Tensor) -> float:
+    """Return the distance of two tensors relative to the second's length."""
+    return float((found.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+
+
+def stepped(path: Path, run: Path, batch: dict[str, torch.Tensor], seams: Seams | None, **options: Any) -> tuple[Any, ...]:
+    """Return a run's loss before a step of plain SGD, last logits, the step's loss, and the weights after it."""
+
+    def adjust(plan: Plan) -> Plan:
+        split = {"micro_batch_sequences": 1, "num_micro_batches": ROWS, "accumulate": True, "loss_chunk_tokens": LENGTH}
+        return replace(plan, **split)
+
+    given: dict[str, Any] = {"host_memory": "16GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    given |= {"optimizer": "sgd:momentum=0", "learning_rate": RATE, "weight_decay": 0.0, "max_grad_norm": None}
+    with Engine.open(path, headrace.Options(output=run, **given | options), seams=seams, adjust_plan=adjust) as engine:
+        assert engine.plan is not None
+        assert (engine.plan.experts is not None) == (seams is not None)
+        before = engine.evaluate(batch).loss
+        logits = engine.next_logits({"input_ids": batch["input_ids"]})
+        loss = engine.step(batch).loss
+        engine.save_pretrained(run / "out")
+    weights: dict[str, torch.Tensor] = {}
+    for shard in sorted((run / "out").glob("*.safetensors")):
+        weights |= load_file(shard)
+    return before, logits, loss, weights
+
+
+@pytest.mark.deep
+def test_a_block_has_the_loss_and_the_gradients_of_plain_pytorch(block: Path, tmp_path: Path) -> None:
+    """Experts come one at a time: whole they have the same bits, which the adapters' test shows at this size."""
+    parted = "A3B" in block.name
+    batch = batch_of(ROWS, LENGTH, 0, vocabulary=COMMON["vocab_size"])
+    loss, last, gradients = expected(block, batch)
+    more = {"device_memory": "12GiB"} if parted else {}
+    found = stepped(block, tmp_path / "run", batch, Seams(parted=True) if parted else None, compute_dtype="float32", **more)
+    assert found[0] == pytest.approx(loss, rel=1e-5), "forward alone"
+    assert far(found[1], last) < 1e-5
+    assert found[2] == pytest.approx(loss, rel=1e-5)
+    before = {name: tensor.float() for shard in block.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    stepped_by = joined({name: before[name] - weight for name, weight in found[3].items()}, gradients)
+    assert stepped_by.keys() == gradients.keys()
+    wrong = {name: far(stepped_by[name] / RATE, want) for name, want in gradients.items()}
+    assert max(wrong.values()) < 2e-5, {name: value for name, value in wrong.items() if value >= 2e-5}
+
+
+@pytest.mark.deep
+def test_adapters_of_single_experts_are_those_of_whole_blocks(block: Path, tmp_path: Path) -> None:
+    """In bfloat16, as runs are: the same losses and the same bits."""
+    if "A3B" not in block.name:
+        pytest.skip("it has no experts")
+    batch = batch_of(ROWS, LENGTH, 0, vocabulary=COMMON["vocab_size"])
+    seams = replace(seams_of(headrace.Options(**EXPERTS)), parted=True)
+    given: dict[str, Any] = {**EXPERTS, "device_memory": "12GiB", "optimizer": "adamw", "learning_rate": 1e-3}
+    runs = [stepped(block, tmp_path / str(number), batch, each, **given) for number, each in enumerate((None, seams))]
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1])
+    assert runs[0][2] == runs[1][2]
+    assert runs[0][3].keys() == runs[1][3].keys()
+    assert all(torch.equal(runs[0][3][name], runs[1][3][name]) for name in runs[0][3])
+
+
+def joined(found: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors as the model has them in memory: stored experts in the stacks that transformers makes of them."""
+    stack: Callable[[str, str], torch.Tensor] = lambda stem, own: torch.stack(  # noqa: E731
+        [found[f"{stem}.{number}.{own}.weight"] for number in range(BLOCKS["Qwen3-30B-A3B"]["num_experts"])]
+    )
+    out = {name: tensor for name, tensor in found.items() if name in like}
+    for name in like.keys() - out.keys():
+        stem = name.rpartition(".")[0]
+        whole = stack(stem, "down_proj") if name.endswith("down_proj") else None
+        out[name] = torch.cat([stack(stem, "gate_proj"), stack(stem, "up_proj")], dim=1) if whole is None else whole
+    return out
