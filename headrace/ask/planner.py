@@ -147,6 +147,42 @@ class RunPlanner:
         """
         problem = self._problem(tokens_per_step, sequence_length, state, beside)
         plan = adopted(self._given, problem) if self._given else (self._ways.search or make_plan)(problem, self._ceilings)
+        return self._told(plan)
+
+    def plan_again(self, now: Plan, ceilings: Ceilings, state: Manifest) -> Plan:
+        """Return the fastest plan on a machine with `ceilings` with which a run can go on that is under the plan `now`: the same
+        groups of sums, chunks and budgets. `state` is the run's.
+
+        Raises:
+            PlanInfeasible: there is none, because something takes more than when `now` was made.
+        """
+        return self._told((self._ways.search or make_plan)(self._problem_of(now, state), ceilings))
+
+    def adopt(self, plan: Plan, now: Plan, state: Manifest) -> Plan:
+        """Return `plan` for a run that is under the plan `now`, within the same budgets. `state` is the run's.
+
+        Raises:
+            ConfigError: it is for another run.
+            PlanInfeasible: it takes more than the budgets allow.
+        """
+        return adopted(plan, self._problem_of(now, state))
+
+    def _problem_of(self, now: Plan, state: Manifest) -> Problem:
+        """Return the problem that `now` answers: sums in its groups, within its budgets; free space is what it is today."""
+        problem = self._problem(
+            now.batch.tokens_per_step, now.batch.sequence_length, state, None, grouping=grouping_of(now)
+        )
+        allowed = now.results.allowed_bytes
+        allowance = replace(
+            problem.allowance,
+            host_bytes=allowed["host"],
+            device_bytes=allowed.get("device"),
+            chunk_elements=now.updates.chunk_elements,
+        )
+        return replace(problem, allowance=allowance)
+
+    def _told(self, plan: Plan) -> Plan:
+        """Return a plan that was found, as a run gets it."""
         gc.collect()
         return_pieces()  # gives back the memory of the search, which is in no plan
         if self._place is not None:
@@ -155,7 +191,13 @@ class RunPlanner:
         return self._ways.adjust(plan) if self._ways.adjust else plan
 
     def _problem(
-        self, tokens_per_step: int, sequence_length: int, state: Manifest | Sequence[Path], beside: Beside | None
+        self,
+        tokens_per_step: int,
+        sequence_length: int,
+        state: Manifest | Sequence[Path],
+        beside: Beside | None,
+        *,
+        grouping: Grouping | None = None,
     ) -> Problem:
         costs_of = partial(self._profiles.of, length=sequence_length)
         question = Question.of(
@@ -163,7 +205,7 @@ class RunPlanner:
             self._allowance(lambda: costs_of(1), state, beside),
             tokens_per_step=tokens_per_step,
             sequence_length=sequence_length,
-            grouping=self.grouping,
+            grouping=grouping or self.grouping,
             packed=self._ways.packed,
             head_passes=self._ways.head_passes,
             place=self._place,

@@ -28,6 +28,7 @@ class NodeEngine(Engine):
     """An engine whose `seams` have workers. A step waits for them; if one is lost, the step fails, and `resume` goes on."""
 
     _search = staticmethod(serving_plan)
+    _keeps_plan = "a node keeps its plan, on which its workers rely; end the run, and resume it with other budgets"
 
     @classmethod
     def _check(cls, options: Options) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from headrace.ask.planner import WaysToPlan
 from headrace.engine.beginning import Measure, Run, Whole, begin, first_record, resume
+from headrace.engine.replanning import Replanning
 from headrace.engine.saving import Saver
 from headrace.engine.scoring import Scoring, mean_loss
 from headrace.engine.seams import Seams
@@ -32,7 +33,7 @@ from headrace.terms.saving import Saved, Saving
 from headrace.update import HitRate, LossScale
 
 
-class Engine(Scoring, Closing):
+class Engine(Scoring, Replanning, Closing):
     """Fine-tunes one model out of core. Use as a context manager, or `close` it.
 
     `step` runs one optimizer step over a whole batch. Updates of the last blocks, and the commit, may still be under way

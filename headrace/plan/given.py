@@ -99,6 +99,26 @@ def adopted(plan: Plan, problem: Problem) -> Plan:
     return plan
 
 
+def refuse_other_bits(plan: Plan, now: Plan) -> None:
+    """Refuse a plan with which a run under the plan `now` may not go on: it would change its numbers, or how its state is cut.
+
+    Raises:
+        ConfigError: the message names every difference.
+    """
+    found = {
+        "rows of a micro-batch": (plan.batch.micro_batch_sequences, now.batch.micro_batch_sequences),
+        "tokens of a chunk of the loss": (plan.batch.loss_chunk_tokens, now.batch.loss_chunk_tokens),
+        "rows of the head": (plan.batch.head_rows, now.batch.head_rows),
+        "threads of compute": (plan.compute_threads, now.compute_threads),
+        "gradient_sum": (plan.gradients.order, now.gradients.order),
+        "chunk_elements": (plan.updates.chunk_elements, now.updates.chunk_elements),
+        "checkpoint_every": (plan.updates.checkpoint_every, now.updates.checkpoint_every),
+        "experts as parts": (_words(plan.experts is not None), _words(now.experts is not None)),
+    }
+    if differ := [f"{name} {then} in the plan, {here} in the run" for name, (then, here) in found.items() if then != here]:
+        raise ConfigError(f"plan: a run cannot go on under it: {'; '.join(differ)}; give one that differs in nothing of these")
+
+
 def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
     """Yield the ways in which this run differs from what the plan was made for."""
     workload, cores = problem.workload, problem.allowance.cores
