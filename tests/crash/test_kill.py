@@ -38,6 +38,19 @@ MOMENTS = {
     "within a commit": "headrace.store.record:RecordFiles.write:4:after",
     "after a commit": "headrace.store:StateStore.commit:4:after",
 }
+# Where a run is killed that goes on under another plan after each step: between any two actions of its second change.
+PLAN_MOMENTS = {
+    "before the flush": "headrace.engine.replanning:Replanning._rest:2:before",
+    "after the flush": "headrace.engine.trainer:Engine._drop_buffers:2:before",
+    "without buffers": "headrace.engine.trainer:Engine._drop_buffers:2:after",
+    "before more space": "headrace.store:StateStore.grow_scratch:4:before",
+    "after more space": "headrace.store:StateStore.grow_scratch:4:after",
+    "under another plan": "headrace.engine.replanning:Replanning._take:2:after",
+    "before its buffers": "headrace.engine.beginning:Run.parts:3:before",
+    "after its buffers": "headrace.engine.beginning:Run.parts:3:after",
+    "before its first commit": "headrace.store:StateStore.commit:4:before",
+    "after its first commit": "headrace.store:StateStore.commit:4:after",
+}
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +154,27 @@ def test_killed_at_a_check_a_fit_a_merge_or_a_commit_subspaces_end_like_unbroken
     assert process.exitcode == -signal.SIGKILL, "the moment never came"
     finish(start(model, folder, "lsp", steps=5))
     assert weights_of(folder) == unbroken_subspaces
+
+
+@pytest.fixture(scope="module")
+def one_plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights of a run under one plan from its first step to its last."""
+    folder = tmp_path_factory.mktemp("plans") / "one"
+    finish(start(model, folder, "one plan", steps=4))
+    return weights_of(folder)
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("moment", sampled(PLAN_MOMENTS, ["after more space"]))
+def test_killed_as_it_changes_its_plan_a_run_ends_as_under_one_plan(
+    moment: str, model: Path, one_plan: bytes, tmp_path: Path
+) -> None:
+    folder = tmp_path / "killed"
+    process = start(model, folder, "plans", steps=4, moment=PLAN_MOMENTS[moment])
+    process.join(250)
+    assert process.exitcode == -signal.SIGKILL, "the moment never came"
+    finish(start(model, folder, "plans", steps=4))
+    assert weights_of(folder) == one_plan
 
 
 @pytest.mark.soak

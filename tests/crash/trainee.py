@@ -6,6 +6,7 @@ goes on with the next batch.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from forked import kill_at
@@ -33,7 +34,22 @@ def split(plan: Plan) -> Plan:
     return replace(plan, micro_batch_sequences=1, num_micro_batches=4, accumulate=True)
 
 
-ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split, "experts": split}
+def another(plan: Plan, number: int) -> Plan:
+    """One of two plans that put everything elsewhere: on drives, or in memory."""
+    blocks, every = plan.num_blocks, tuple(range(len(plan.units)))
+    elsewhere: list[dict[str, Any]] = [
+        {"stash_tiers": ("ssd",) * blocks, "stash_slots": 2, "held_gradients": "ssd", "resident_states": (), "host_slots": 2},
+        {"resident_states": every, "host_slots": blocks},
+    ]
+    return replace(plan, prefetch=1, **elsewhere[number % 2])
+
+
+def deferred(plan: Plan) -> Plan:
+    """One row at a time, and no guesses: a plan with both policies changes by itself."""
+    return split(plan.with_results(speculation=None))
+
+
+ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split, "experts": split, "one plan": deferred, "plans": deferred}
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},
@@ -76,4 +92,7 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
         while engine.step_index < steps:
             seed = engine.step_index
             engine.step(batch(seed), position={"next": seed + 1})
+            if policy == "plans":
+                assert engine.plan is not None
+                assert engine.take_plan(another(engine.plan, seed))
         engine.save_pretrained(out)
