@@ -150,8 +150,8 @@ class RunPlanner:
         return self._told(plan)
 
     def plan_again(self, now: Plan, ceilings: Ceilings, state: Manifest) -> Plan:
-        """Return the fastest plan on a machine with `ceilings` with which a run can go on that is under the plan `now`: the same
-        groups of sums, chunks and budgets. `state` is the run's.
+        """Return the fastest plan on a machine with `ceilings` for a run that is under the plan `now`: with the same groups of
+        sums, chunks and budgets. `state` is the run's.
 
         Raises:
             PlanInfeasible: there is none, because something takes more than when `now` was made.
@@ -169,9 +169,7 @@ class RunPlanner:
 
     def _problem_of(self, now: Plan, state: Manifest) -> Problem:
         """Return the problem that `now` answers: sums in its groups, within its budgets; free space is what it is today."""
-        problem = self._problem(
-            now.batch.tokens_per_step, now.batch.sequence_length, state, None, grouping=grouping_of(now)
-        )
+        problem = self._problem(now.batch.tokens_per_step, now.batch.sequence_length, state, None, grouping=grouping_of(now))
         allowed = now.results.allowed_bytes
         allowance = replace(
             problem.allowance,

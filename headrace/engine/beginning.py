@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.lent_base import PARTED, as_begun, lie_together
+from headrace.engine.replanning import REPLANS_LEFT
 from headrace.engine.resharing import taken_up
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.sharing import introduce, planned_options, refuse_without_stages, share_of_step, shared_plan
@@ -176,7 +177,8 @@ def begin(
                 sink(Notice(text=warning))
             sink(Notice(text=subject.importing, level="info"))
             with fleet.reaching(store, importing=True) if fleet else contextlib.nullcontext():
-                subject.import_into(store, first_record(options, plan, subject))
+                never = {REPLANS_LEFT: 0} if ways.given else {}
+                subject.import_into(store, first_record(options, plan, subject) | never)
             undo.pop_all()
         closers.callback(store.close)
         if options.output is None:

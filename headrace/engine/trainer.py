@@ -10,7 +10,7 @@ import torch
 
 from headrace.ask.planner import WaysToPlan
 from headrace.engine.beginning import Measure, Run, Whole, begin, first_record, resume
-from headrace.engine.replanning import Replanning
+from headrace.engine.replanning import MOST_REPLANS, REPLANS_LEFT, LaneTotals, Replanning
 from headrace.engine.saving import Saver
 from headrace.engine.scoring import Scoring, mean_loss
 from headrace.engine.seams import Seams
@@ -53,6 +53,7 @@ class Engine(Scoring, Replanning, Closing):
         self._heap: HeapGuard | None = None
         self._saver = Saver(run.subject, run.store, lambda: self.provenance)
         self._read_record()
+        self._lanes = None if run.sink is _unheard else LaneTotals(run.sink)
         self._meter = MemoryMeter()
         self._closers.callback(self._meter.close)
         self._steps: Steps | None = None
@@ -134,6 +135,7 @@ class Engine(Scoring, Replanning, Closing):
         self.position: Any = record.get("position")
         if (site := self._subject.seams.site) is not None:
             site.go_back(self.num_steps)
+        self._replans_left = int(record.get(REPLANS_LEFT, MOST_REPLANS))
         scale = record.get("loss_scale")
         self._loss_scale = LossScale.from_json(scale) if scale else None
 
@@ -167,10 +169,8 @@ class Engine(Scoring, Replanning, Closing):
             self._heap = HeapGuard(plan.peak("host"), workspace, keep=plan.freed_memory == "kept")
             self._meter.tell(self._heap.look)
         parts = self._run.parts(plan)
-        heard = None if self._emit is _unheard else self._emit
-        return self._kind_of_steps(
-            parts, interpreter_of(self.options.interpreter, self.machine, heard), self._hits, self._schedule
-        )
+        interpreter = interpreter_of(self.options.interpreter, self.machine, self._lanes)
+        return self._kind_of_steps(parts, interpreter, self._hits, self._schedule)
 
     def _drop_buffers(self) -> None:
         if self._steps is not None:
@@ -276,6 +276,7 @@ class Engine(Scoring, Replanning, Closing):
             "updates": verdict.updates_after,
             "position": position,
             "loss_scale": scale.to_json() if scale else None,
+            **({} if self._replans_left == MOST_REPLANS else {REPLANS_LEFT: self._replans_left}),
             **({} if verdict.skipped else proposed_in(verdict)),
         }
 

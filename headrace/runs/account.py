@@ -36,11 +36,20 @@ class Account:
     """The report of a run's plan, and when it is shown."""
 
     def __init__(
-        self, plan: Plan, config: RunOptions, directory: RunDirectory, num_steps: int, between: Sequence[BesideSteps] = ()
+        self,
+        plan: Plan,
+        config: RunOptions,
+        directory: RunDirectory,
+        num_steps: int,
+        between: Sequence[BesideSteps] = (),
+        *,
+        ceilings: Ceilings | None = None,
     ) -> None:
-        """Report on a run of `num_steps` steps, and on what it does `between` them."""
-        spaces = config.budget.ssd or (directory.path,)
-        ceilings = _ceilings(config, directory, file_systems(spaces))
+        """Report on a run of `num_steps` steps, and on what it does `between` them. `ceilings` stand in for those with which it
+        began.
+        """
+        if ceilings is None:
+            ceilings = _ceilings(config, directory, file_systems(config.budget.ssd or (directory.path,)))
         self._directory, self._ceilings = directory, ceilings
         self._report: PlanReport = report_of(
             plan,

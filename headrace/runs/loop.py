@@ -32,11 +32,11 @@ from headrace.runs.pausing import Pauses
 from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.references import References
+from headrace.runs.replanning import PlanInUse
 from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError, StorageError
-from headrace.terms.events import Notice
 from headrace.terms.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
@@ -175,14 +175,13 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     """Take the steps that are left, then finish. The caller closes the engine and the reporters, in this order. `account`
     reports on the plan, which has already been shown; a node's, which has no forecast, is made at the end.
     """
-    if account is not None:
-        account.keep_plan()
+    plans = PlanInUse(account, run.config, engine, reporters, partial(_account, run, found=True))
     with run.directory.writing():
         metrics = _files(run, reporters, engine.step_index)
 
     def summary() -> str:
         """Write the figures of the whole run; return them in words."""
-        told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else account
+        told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else plans.account
         if told is None:
             return ""
         return told.sum_up(metrics.records, metrics.evaluations, host_peak_bytes=run.meter.peak_bytes())
@@ -219,9 +218,8 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             result = engine.step(batch, position={"data": run.stream.state()})
             reporters(replace(result, step=engine.step_index))
             taken.append(result.seconds)
-            if account is not None and (words := account.refined(taken, steps_left=run.total_steps - engine.step_index)):
-                reporters(Notice(text=words, level="info"))
             if stop.received is None and reporters.failure is None:
+                plans.after_step(taken, steps_left=run.total_steps - engine.step_index)
                 look_after_step()
                 if engine.step_index < run.total_steps:
                     pauses.after_step(result)
@@ -292,12 +290,15 @@ def _tell_serving(run: _Run, plan: Plan) -> None:
         run.directory.write_plan(plan.to_json())
 
 
-def _account(run: _Run, plan: Plan, measured: Ceilings | None = None) -> "Account":
-    """Return the account of the engine's plan. `measured` are figures of the machine that the configuration does not name."""
+def _account(run: _Run, plan: Plan, measured: Ceilings | None = None, *, found: bool = False) -> "Account":
+    """Return the account of the engine's plan. `measured` are figures of the machine that the configuration does not name; if
+    the run itself `found` them, they stand in for those with which it began.
+    """
     from headrace.runs.account import Account  # late, for the same reason as the engine
 
     config = run.config if measured is None else replace(run.config, machine=measured)
-    return Account(plan, config, run.directory, run.total_steps, run.checkpoints.between_steps())
+    ceilings = measured if found else None
+    return Account(plan, config, run.directory, run.total_steps, run.checkpoints.between_steps(), ceilings=ceilings)
 
 
 def _run(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from headrace.plan.plan import Plan
 from headrace.report import Reporter
 from headrace.terms.events import Evaluation, StepResult
 from headrace.terms.saving import Saving
+
+if TYPE_CHECKING:
+    from headrace.engine.replanning import Replanned
 
 
 class ExportingEngine(Protocol):
@@ -62,6 +65,9 @@ class RunningEngine(ExportingEngine, AbstractContextManager["RunningEngine"], Pr
 
     def flush(self) -> None:
         """Finish and commit everything under way."""
+
+    def plan_again(self) -> "Replanned | None":
+        """Go on under another plan if one is forecast much faster by the steps so far; return what is changed, if anything."""
 
     def begin_saving(self, out_dir: Path, notes: Mapping[str, str] = MappingProxyType({})) -> Saving:
         """Begin to do as `save_pretrained` does; steps may go on meanwhile."""

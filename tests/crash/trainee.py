@@ -49,7 +49,14 @@ def deferred(plan: Plan) -> Plan:
     return split(plan.with_results(speculation=None))
 
 
-ADJUST = {"speculative": speculative, "rows": speculative, "lsp": split, "experts": split, "one plan": deferred, "plans": deferred}
+ADJUST = {
+    "speculative": speculative,
+    "rows": speculative,
+    "lsp": split,
+    "experts": split,
+    "one plan": deferred,
+    "plans": deferred,
+}
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},

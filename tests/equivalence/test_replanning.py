@@ -7,16 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from first_plans import first_that_fits
 from plain import LENGTH, ROWS, SPLIT, batch_of, everything, exported
 from tiers import sampled
 
 import headrace
+import headrace.ask.planner
 import headrace.engine.beginning
 from headrace.engine.trainer import Engine
 from headrace.flow.buffers import Buffers
+from headrace.plan.forecast import forecast
+from headrace.plan.nominal import nominal_machine
+from headrace.plan.own_rates import Seen
 from headrace.plan.plan import Plan
+from headrace.plan.simulate import union_seconds
 from headrace.terms.errors import ConfigError, DiskFull, PlanInfeasible
-from headrace.terms.events import Notice
+from headrace.terms.events import Notice, OpDone
+from headrace.terms.lanes import Lane
 
 STEPS = 5
 # Plans that have nothing in common but what decides bits; each step takes the next one.
@@ -44,7 +51,13 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
     "a device": (
         {"max_grad_norm": 0.5, "device_memory": "1GiB"},
         (
-            {"stash_tiers": ("host", "ssd", "ssd", "device"), "stash_slots": 2, "device_slots": 2, "host_slots": 2, "prefetch": 1},
+            {
+                "stash_tiers": ("host", "ssd", "ssd", "device"),
+                "stash_slots": 2,
+                "device_slots": 2,
+                "host_slots": 2,
+                "prefetch": 1,
+            },
             {"device_update_every": 2, "resident_states": ()},
             {"resident_states": everything, "stash_tiers": ("device",) * 4},
         ),
@@ -193,3 +206,120 @@ def test_a_plan_above_the_budgets_is_refused_and_the_run_goes_on(path: Path, tmp
             engine.take_plan(now)
         engine.plan = now
         assert len(list(stepped(engine, (), last=2))) == 1
+
+
+class Searches:
+    """A search that finds these plans one after the other: of the first placement that fits, with changes."""
+
+    def __init__(self, *changes: dict[str, Any]) -> None:
+        self.changes = list(changes)
+
+    def __call__(self, problem: Any, ceilings: Any = None) -> Plan:
+        plan = first_that_fits(problem)
+        assert plan is not None
+        return changed(plan, SPLIT | self.changes.pop(0))
+
+
+SLOW_DRIVE = nominal_machine(1, host_bytes=4 << 30, device_bytes=None)
+SLOW_DRIVE = dataclasses.replace(
+    SLOW_DRIVE,
+    drives=tuple(
+        dataclasses.replace(drive, read_bytes_per_second=1e6, write_bytes_per_second=9e6, mixed_bytes_per_second=9e6)
+        for drive in SLOW_DRIVE.drives
+    ),
+)
+IN_MEMORY = {
+    "update_policy": "deferred",
+    "late_units": everything,
+    "resident_states": everything,
+    "host_slots": 4,
+    "prefetch": 1,
+}
+DEFERRED = {"update_policy": "deferred", "late_units": everything}
+
+
+def show_a_slow_drive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the engine's steps show that its drive is slow, whatever they took."""
+
+    def seen() -> tuple[dict[Lane, Seen], int]:
+        assert engine.plan is not None
+        lanes = forecast(engine.plan, SLOW_DRIVE).timeline.lanes
+        return {lane: Seen(use.busy_seconds, use.bytes, 1) for lane, use in lanes.items()}, 1
+
+    monkeypatch.setattr(engine._lanes, "seen", seen)
+
+
+def test_a_run_takes_faster_plans_twice_at_most_with_the_same_bits(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path, tmp_path / "one", max_grad_norm=None) as engine:
+        expected = list(stepped(engine, ()))
+        weights = exported(engine, tmp_path / "one-out")
+    search = Searches(ON_SSD | DEFERRED, {"host_slots": 3} | ON_SSD | DEFERRED, IN_MEMORY, IN_MEMORY)
+    monkeypatch.setattr(headrace.ask.planner, "make_plan", search)
+    given = {"host_memory": "4GiB", "learning_rate": 1e-3, "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    options = headrace.Options(output=tmp_path / "many", max_grad_norm=None, **given)
+    with Engine.open(path, options, lambda event: None) as engine:
+        assert engine.plan_again() is None, "no step has shown anything"
+        found = list(stepped(engine, (), last=2))
+        show_a_slow_drive(engine, monkeypatch)
+        before = engine.plan
+        assert engine.plan_again() is None, "nothing is gained"
+        assert engine.plan == before
+        taken = engine.plan_again()
+        assert taken is not None
+        assert engine.plan == taken.plan
+        assert taken.seconds * 1.1 < taken.seconds_before
+        assert len(engine.plan.resident_states) == len(engine.plan.units)
+        found += list(stepped(engine, (), last=3))
+    search.changes = [ON_SSD | DEFERRED, IN_MEMORY]
+    with Engine.resume(tmp_path / "many", sink=lambda event: None) as engine:
+        assert engine.plan is not None
+        assert engine.plan.updates == taken.plan.updates
+        assert engine.take_plan(changed(engine.plan, ON_SSD))  # so that there is something to gain once more
+        found += list(stepped(engine, (), last=4))
+        show_a_slow_drive(engine, monkeypatch)
+        assert engine.plan_again() is None
+        assert engine.plan_again() is not None
+        found += list(stepped(engine, ()))
+        search.changes = [IN_MEMORY]
+        assert engine.take_plan(changed(engine.plan, ON_SSD))
+        assert engine.plan_again() is None
+        assert search.changes, "it was not even looked for"
+        assert found == expected
+        for name, want in exported(engine, tmp_path / "many-out").items():
+            assert weights[name].equal(want), name
+
+
+def test_a_given_plan_is_never_changed_by_itself_nor_after_a_resume(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path, tmp_path / "one", max_grad_norm=None) as engine:
+        plan = engine.plan
+    given = {"host_memory": "4GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "max_grad_norm": None}
+    monkeypatch.setattr(headrace.ask.planner, "make_plan", lambda *given: pytest.fail("a plan was looked for"))
+    with Engine.open(path, headrace.Options(output=tmp_path / "run", **given), lambda event: None, plan=plan) as engine:
+        list(stepped(engine, (), last=2))
+        assert engine.plan_again() is None
+    with Engine.resume(tmp_path / "run", sink=lambda event: None) as engine:
+        list(stepped(engine, (), last=4))
+        assert engine.plan_again() is None
+
+
+def test_totals_of_lanes_are_those_of_operations(path: Path, tmp_path: Path) -> None:
+    """Without the first step; and two operations of one lane that overlap are busy once."""
+    events: list[Any] = []
+    with opened(path, tmp_path / "run", events.append, max_grad_norm=None) as engine:
+        list(stepped(engine, (), last=3))
+        engine.flush()
+        assert engine._lanes is not None
+        seen, steps = engine._lanes.seen()
+    assert steps == 2
+    ops = [event for event in events if isinstance(event, OpDone) and event.step > 0]
+    assert set(seen) == {op.lane for op in ops}
+    for lane, has in seen.items():
+        mine = [op for op in ops if op.lane == lane]
+        assert (has.bytes, has.operations) == (sum(op.bytes for op in mine), len(mine)), lane
+        busy = union_seconds((op.start_seconds, op.stop_seconds) for op in mine)
+        assert has.seconds == pytest.approx(busy, rel=1e-6) if lane is Lane.COMPUTE else has.seconds <= busy * (1 + 1e-6), lane
+        assert has.seconds > 0, lane

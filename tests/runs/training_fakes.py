@@ -118,6 +118,9 @@ class FakeEngine:
         self.evaluated: list[Mapping[str, torch.Tensor]] = []
         self.evaluating: Mapping[int, Any] = {}
         self.losses: Mapping[int, float] = {}
+        self.step_seconds = 0.25
+        self.asked_again: list[int] = []  # after which steps another plan was looked for
+        self.other_plans: list[Any] = []  # what is found then
 
     @property
     def step_index(self) -> int:
@@ -148,7 +151,7 @@ class FakeEngine:
             learning_rate=1e-5,
             tokens=batch["input_ids"].numel(),
             trained_tokens=int((batch["labels"] != -100).sum()),
-            seconds=0.25,
+            seconds=self.step_seconds,
             bytes_read={"ssd": 10},
             bytes_written={"ssd": 12},
             peak_bytes={"host": 2000},
@@ -183,6 +186,12 @@ class FakeEngine:
 
     def heed(self, check: Callable[[], None]) -> None:
         self.check = check
+
+    def plan_again(self) -> Any:
+        self.asked_again.append(self.step_index)
+        found = self.other_plans.pop(0) if self.other_plans else None
+        self.plan = found.plan if found else self.plan
+        return found
 
     def remove_state(self) -> None:
         (self.directory / "fake.json").unlink()
