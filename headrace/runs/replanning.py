@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from headrace.runs.account import Account
 
 # After so many steps of this process, and as many under another plan, it is asked whether another one would be faster. The
-# search takes seconds, and the next step fills its buffers anew: with less time left than this nothing is gained.
-_AFTER_STEPS, _LEAST_SECONDS = 5, 120.0
+# search takes some seconds, and the next step fills its buffers anew. With less time left than this, a tenth is not worth it.
+_AFTER_STEPS, _LEAST_SECONDS = 5, 300.0
 
 
 class PlanInUse:

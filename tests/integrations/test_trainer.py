@@ -4,34 +4,59 @@ Run: pytest tests/integrations/test_trainer.py
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from first_plans import first_that_fits
 from tiers import sampled
 from trainers import TEXTS, USUAL, Make, StopAfter, logged, weights
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+import headrace.ask.planner
+from headrace.plan.given import load_plan
+from headrace.plan.machine_profiles import load_profile
+from headrace.plan.plan import Plan
 from headrace.runs import train
 from headrace.terms.run_options import RunOptions
 
 
 def test_a_run_has_the_bits_of_headrace_train(make: Make, talking: Path, tmp_path: Path) -> None:
     """The same rows in the same order, each its own, under the same plan."""
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    trainer = make(train_sampling_strategy="sequential", weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")
+    trainer = make(**COSINE)
     trainer.train()
     trainer.save_model(str(tmp_path / "out"))
+    done = train(as_command(trainer, talking, tmp_path, plan=tmp_path / "run"))
+    ours, theirs = weights(tmp_path / "out"), weights(done.final)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    lines = [json.loads(line) for line in (tmp_path / "stock" / "metrics.jsonl").read_text().splitlines()]
+    assert logged(trainer, "loss") == [np.float32(line["loss"]) for line in lines]
+    assert logged(trainer, "learning_rate") == [line["lr"] for line in lines]
+
+
+COSINE: dict[str, Any] = {
+    "train_sampling_strategy": "sequential",
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
+    "warmup_steps": 2,
+}
+
+
+def as_command(trainer: Any, model: Path, folder: Path, **more: Any) -> RunOptions:
+    """What `headrace train` is asked for, to do as a trainer with `COSINE` does."""
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
     run = {
-        "model": talking,
+        "model": model,
         "data": data,
-        "output": tmp_path / "stock",
-        "plan": tmp_path / "run",
+        "output": folder / "stock",
         "host_memory": "2GiB",
-        "cache": tmp_path / "cache",
+        "cache": folder / "cache",
         "compute_dtype": "float32",
         "optimizer": "adamw:beta2=0.999",
         "weight_decay": 0.1,
@@ -45,13 +70,43 @@ def test_a_run_has_the_bits_of_headrace_train(make: Make, talking: Path, tmp_pat
         "packing": False,
         "shuffle": False,
     }
-    done = train(RunOptions.of(run))
-    ours, theirs = weights(tmp_path / "out"), weights(done.final)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    lines = [json.loads(line) for line in (tmp_path / "stock" / "metrics.jsonl").read_text().splitlines()]
-    assert logged(trainer, "loss") == [np.float32(line["loss"]) for line in lines]
-    assert logged(trainer, "learning_rate") == [line["lr"] for line in lines]
+    return RunOptions.of(run | more)
+
+
+def test_runs_that_take_other_plans_on_their_way_have_the_bits_of_one_that_does_not(
+    make: Make, talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice, with the search's own plans: they put on drives what the first plan keeps in memory, or the reverse."""
+    homes = []
+
+    def search(problem: Any, ceilings: Any = None) -> Plan:
+        plan = first_that_fits(problem)
+        if ceilings is not None:  # that steps have shown
+            homes.append("device" if len(homes) % 2 else "ssd")
+            plan = replace(plan, stash_tiers=(homes[-1],) * plan.num_blocks, stash_slots=2, host_slots=2, prefetch=1)
+        return plan
+
+    first = make(**COSINE)
+    first.train()
+    first.save_model(str(tmp_path / "out"))
+    monkeypatch.setattr(headrace.ask.planner, "make_plan", search)
+    monkeypatch.setattr("headrace.engine.replanning.is_worth_taking", lambda plan, now, machine, seen: 1.0)
+    monkeypatch.setattr("headrace.runs.replanning._AFTER_STEPS", 2)
+    monkeypatch.setattr("headrace.runs.replanning._LEAST_SECONDS", 0.0)
+    second = make("second", **COSINE)
+    second.train()
+    second.save_model(str(tmp_path / "second-out"))
+    assert homes == ["ssd", "device"]
+    done = train(as_command(first, talking, tmp_path))
+    assert homes == ["ssd", "device"] * 2
+    expected = weights(tmp_path / "out")
+    for folder, found in ((tmp_path / "second", weights(tmp_path / "second-out")), (tmp_path / "stock", weights(done.final))):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found), folder
+        assert set(load_plan(folder).stash.tiers) == {"device"}
+        assert load_plan(folder).host_slots == 2
+        assert load_profile(folder / "machine.json").name == "this machine"
+        assert json.loads((folder / "summary.json").read_text())["machine"] == "this machine"
 
 
 ASKED = {

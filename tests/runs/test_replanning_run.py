@@ -70,8 +70,8 @@ def test_a_run_asks_once_where_its_plan_is_the_best(options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     ("seconds", "more"),
-    [(7.9, {}), (40.0, {"measure": False}), (40.0, {"max_steps": 6})],
-    ids=["two minutes are not left", "nothing is to be measured", "one step is left"],
+    [(19.9, {}), (40.0, {"measure": False}), (299.0, {"max_steps": 6})],
+    ids=["five minutes are not left", "nothing is to be measured", "one step is left"],
 )
 def test_a_run_does_not_ask(seconds: float, more: dict[str, Any], options: dict[str, Any]) -> None:
     host = SlowHost(seconds, found())
@@ -88,11 +88,11 @@ def test_a_run_under_a_given_plan_never_asks(options: dict[str, Any], tmp_path: 
 
 
 def test_a_resumed_run_tells_of_the_plan_that_it_took(options: dict[str, Any]) -> None:
-    host = SlowHost(40.0, found(), script={7: lambda: os.kill(os.getpid(), signal.SIGINT)})
+    host = SlowHost(60.0, found(), script={7: lambda: os.kill(os.getpid(), signal.SIGINT)})
     with pytest.raises(Interrupted):
         train(RunOptions.of(options), engines=host.engines())
     assert host.made[0].asked_again == [5]
-    again, screen = SlowHost(40.0), Screen()
+    again, screen = SlowHost(60.0), Screen()
     resume(options["output"], display=screen, engines=again.engines())
     assert "this machine" in json.loads((options["output"] / "summary.json").read_text())["machine"]
     assert again.made[0].asked_again == [13]

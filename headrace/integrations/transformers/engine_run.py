@@ -25,7 +25,9 @@ from headrace.runs.engines import begin as open_engine
 from headrace.runs.engines import resume as resume_engine
 from headrace.runs.measuring import MachineOfRun
 from headrace.runs.protocols import RunningEngine
+from headrace.runs.replanning import PlanInUse
 from headrace.store.run_directory import RunDirectory
+from headrace.terms.ceilings import Ceilings
 from headrace.terms.closing import Closing
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluated, Event, Notice, StepResult
@@ -42,8 +44,10 @@ class EngineRun(Closing):
     def __init__(
         self, engine: RunningEngine, config: RunOptions, account: Account | None, reporters: Reporters, closers: ExitStack
     ) -> None:
-        self.engine, self.config, self._account, self._reporters, self._closers = engine, config, account, reporters, closers
+        self.engine, self.config, self._reporters, self._closers = engine, config, reporters, closers
         self.directory = RunDirectory(Path(str(config.output)))
+        self._plans = PlanInUse(account, config, engine, reporters, self._account_of)
+        self._taken: list[float] = []
         self._meter = closers.enter_context(MemoryMeter())
         self._metrics: MetricsFile | None = None
 
@@ -78,10 +82,7 @@ class EngineRun(Closing):
                     directory.forget(made)
                 raise
             closers.enter_context(engine)
-            run = cls(engine, config, told[0] if told else None, reporters, closers.pop_all())
-        if run._account is not None:
-            run._account.keep_plan()
-        return run
+            return cls(engine, config, told[0] if told else None, reporters, closers.pop_all())
 
     @classmethod
     def resume(cls, path: Path, say: Say) -> "EngineRun":
@@ -122,6 +123,8 @@ class EngineRun(Closing):
         self._reporters(result)
         if (failure := self._reporters.failure) is not None:
             raise self.directory.unwritable(failure) from failure
+        self._taken.append(result.seconds)
+        self._plans.after_step(self._taken, steps_left=(self.config.max_steps or result.step) - result.step)
         return result
 
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]], *, recorded: bool) -> tuple[float, int]:
@@ -149,8 +152,11 @@ class EngineRun(Closing):
     def sum_up(self) -> None:
         """Make everything durable, and write planned beside measured figures."""
         self.engine.flush()
-        if self._account is not None and self._metrics is not None:
-            self._account.sum_up(self._metrics.records, self._metrics.evaluations, host_peak_bytes=self._meter.peak_bytes())
+        if (account := self._plans.account) is not None and self._metrics is not None:
+            account.sum_up(self._metrics.records, self._metrics.evaluations, host_peak_bytes=self._meter.peak_bytes())
+
+    def _account_of(self, plan: Plan, machine: Ceilings) -> Account:
+        return Account(plan, self.config, self.directory, self.config.max_steps or 1, ceilings=machine)
 
     def close(self) -> None:
         """Close the engine and the records."""
