@@ -41,7 +41,7 @@ from headrace.plan.machine_profiles import load_bare_profile  # noqa: E402
 from headrace.plan.rates import Rates  # noqa: E402
 from headrace.runs.node import serve, work  # noqa: E402
 from headrace.terms.ceilings import Ceilings  # noqa: E402
-from headrace.terms.lanes import Lane, lane_of_worker  # noqa: E402
+from headrace.terms.lanes import Lane, Peer, lane_of_peer  # noqa: E402
 from headrace.terms.options import Options  # noqa: E402
 from headrace.terms.plan_options import PlanOptions  # noqa: E402
 from headrace.terms.program import Op  # noqa: E402
@@ -148,7 +148,7 @@ def figures(
     step_seconds = statistics.median(after - before for before, after in pairwise(measured))
     moved = {
         lane: statistics.median(
-            line["lanes"].get(lane_of_worker(1, lane), {}).get("bytes", 0) for line in lanes[WARM_UP:-1]
+            line["lanes"].get(lane_of_peer(Peer.WORKER, 1, lane), {}).get("bytes", 0) for line in lanes[WARM_UP:-1]
         )
         for lane in (Lane.NIC_DOWN, Lane.NIC_UP)
     }  # fmt: skip

@@ -23,6 +23,7 @@ from headrace.plan.schedules.serve import Turn
 from headrace.terms.errors import ConfigError, DataError, PeerLost
 from headrace.terms.events import OpDone
 from headrace.terms.grouping import Grouping
+from headrace.terms.lanes import Peer
 from headrace.terms.layout import UnitLayout
 from headrace.terms.muster import Muster
 from headrace.terms.summing import SEQUENTIAL, TREE, Dealing, Order, order_of, shares_of
@@ -241,7 +242,7 @@ class Crowd:
         ops: list[OpDone] = []
         for rank, each in enumerate(found, start=1):
             begin = self._told_seconds[rank]
-            ops += ops_of(each["lanes"]["ops"], step=self._step, rank=rank, begin_seconds=begin)
+            ops += ops_of(each["lanes"]["ops"], step=self._step, peer=Peer.WORKER, number=rank, begin_seconds=begin)
             if each["lanes"]["compute_seconds"] > 0:
                 self._seconds[rank] = each["lanes"]["compute_seconds"] / len(self._shares[rank])
         return Report(loss_sum=sum(sums) if sums else None, aside_loss=asides[0] if asides else None, ops=ops)

@@ -5,6 +5,7 @@ in a record of its own, and votes. Then rank 0 writes the record that names ever
 record of its own than rank 0 names goes back to the one before, which nobody has overwritten.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from headrace.model import Chain
 from headrace.net import Ranks
 from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore
+from headrace.terms.lanes import Peer
 from headrace.terms.options import Options
 from headrace.terms.shards import Share, bytes_by_rank
 from headrace.terms.summing import Order, order_of, shares_of
@@ -42,6 +44,7 @@ class Fleet:
     """
 
     by_stages = False
+    peer = Peer.RANK
 
     def __init__(self, ranks: Ranks, folder_of: Callable[[Mapping[str, Any], int], Path] = folder_of) -> None:
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
@@ -49,6 +52,7 @@ class Fleet:
         self.share: Share = Share(ranks.rank, ranks.size)
         self.dtype = torch.float32
         self.figures: dict[int, dict[str, int]] = {}  # by rank, as far as they are known here: what it did since it started
+        self.told_seconds: dict[int, float] = {}  # by rank: when this one had last told it what to do
         self._order: Order = 1
         self._importing = False
         self._store: ShardStore | None = None
@@ -92,6 +96,7 @@ class Fleet:
             self.ranks.control.send_message({**words, "batch": shapes}, rank)
             for tensor in rows.values():
                 self.ranks.control.send(_bytes_of(tensor), rank)
+            self.told_seconds[rank] = time.perf_counter()
 
     def hear(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return what rank 0 tells, and the batch."""

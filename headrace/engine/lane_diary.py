@@ -1,7 +1,7 @@
-"""What a worker's lanes did in a step, sent to the node in few bytes: for the report page, and to know how fast the worker is.
+"""What the lanes of a worker, a rank or a stage did in a step, told in few bytes to the process that has the run.
 
-Times travel as microseconds since the worker heard of the step. The node counts them from when it had told of it: both clocks
-differ by what that message took on its way.
+They are for the report page, and to know how fast each is. Times travel as microseconds since a process heard of the step. Who
+told it counts them from then: both clocks differ by what that message took on its way.
 """
 
 import threading
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace.terms.events import Event, OpDone, Sink
-from headrace.terms.lanes import Lane, lane_of_worker
+from headrace.terms.events import NO_STEP, Event, OpDone, Sink
+from headrace.terms.lanes import Lane, Peer, lane_of_peer
 from headrace.terms.program import label_of
 
 MAX_LANE_ROWS_PER_STEP = 400  # about 20 KB; neighbours are merged beyond that
@@ -46,17 +46,20 @@ class LaneDiary:
 
     def _row(self, op: OpDone) -> list[Any]:
         start, stop = (round((each - self._begin) * 1e6) for each in (op.start_seconds, op.stop_seconds))
-        return [op.lane, op.verb, op.unit, op.micro, op.chunk, start, stop - start, op.bytes]
+        return [op.step, op.lane, op.verb, op.unit, op.micro, op.chunk, start, stop - start, op.bytes]
 
 
-def ops_of(rows: Sequence[Sequence[Any]], *, step: int, rank: int, begin_seconds: float) -> Iterator[OpDone]:
-    """Yield the operations that the worker of `rank` told of, on lanes that have its name."""
-    for lane, verb, unit, micro, chunk, start, microseconds, num_bytes in rows:
+def ops_of(rows: Sequence[Sequence[Any]], *, step: int, peer: Peer, number: int, begin_seconds: float) -> Iterator[OpDone]:
+    """Yield the operations that a process told of at the end of `step`, on lanes that have its name.
+
+    What ended very late counts as the step's before: nobody here waits for what belongs to an older one.
+    """
+    for own_step, lane, verb, unit, micro, chunk, start, microseconds, num_bytes in rows:
         yield OpDone(
-            step=step,
+            step=NO_STEP if own_step == NO_STEP else max(int(own_step), step - 1),
             label=label_of(str(verb), unit=int(unit), micro=int(micro), chunk=int(chunk)),
             verb=str(verb),
-            lane=lane_of_worker(rank, str(lane)),
+            lane=lane_of_peer(peer, number, str(lane)),
             unit=int(unit),
             micro=int(micro),
             chunk=int(chunk),
@@ -67,12 +70,12 @@ def ops_of(rows: Sequence[Sequence[Any]], *, step: int, rank: int, begin_seconds
 
 
 def _joined(ops: Sequence[OpDone]) -> list[OpDone]:
-    """Return at most about `MAX_LANE_ROWS_PER_STEP` operations: beyond that, neighbours of one lane and verb are merged."""
-    together = -(-len(ops) // MAX_LANE_ROWS_PER_STEP)
-    kinds: dict[tuple[str, str], list[OpDone]] = {}
+    """Return at most `MAX_LANE_ROWS_PER_STEP` operations: beyond that, neighbours of a lane, verb and step are merged."""
+    kinds: dict[tuple[int, str, str], list[OpDone]] = {}
     for op in sorted(ops, key=lambda op: op.start_seconds):
-        kinds.setdefault((op.lane, op.verb), []).append(op)
+        kinds.setdefault((op.step, op.lane, op.verb), []).append(op)
     found = []
+    together = -(-len(ops) // max(1, MAX_LANE_ROWS_PER_STEP - len(kinds)))
     for each in kinds.values():
         for start in range(0, len(each), max(1, together)):
             some = each[start : start + together]

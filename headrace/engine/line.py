@@ -22,6 +22,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.serving import grouping_of
 from headrace.plan.stage_place import StagePlace
 from headrace.terms.errors import ConfigError
+from headrace.terms.lanes import Peer
 from headrace.terms.options import Options
 from headrace.terms.shards import StageShare
 
@@ -35,6 +36,7 @@ class Line(Fleet):
     """The stages that meet over `ranks`. See `flow.stages.Line`."""
 
     by_stages = True
+    peer = Peer.STAGE
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)

@@ -16,6 +16,7 @@ import torch
 from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.beginning import Run, first_record, on_machine
 from headrace.engine.fleet import Fleet
+from headrace.engine.lane_diary import LaneDiary, ops_of
 from headrace.engine.seams import seams_of
 from headrace.engine.sharing import Introduction, be_introduced, own_part, planned_options
 from headrace.engine.subject import Subject, tune
@@ -44,6 +45,9 @@ class ShardedEngine(Engine):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._told_already = False
+        self._diary = LaneDiary(self._emit)
+        if not self._fleet.leads:
+            self._emit = self._diary
         self._closers.callback(self._fleet.ranks.close)
 
     _check = staticmethod(refuse_in_ranks)
@@ -101,9 +105,14 @@ class ShardedEngine(Engine):
             peak_bytes=self._meter.peak_bytes(),
         )
         loss = None if state.loss_sum is None else float(state.loss_sum)
-        found = self._fleet.collect({"loss": loss, "figures": self._fleet.figures[self._fleet.rank]})
+        own = {"loss": loss, "figures": self._fleet.figures[self._fleet.rank], "lanes": self._diary.told()}
+        found = self._fleet.collect(own)
         sums = [each["loss"] for each in found if each["loss"] is not None]
         self._fleet.figures |= {each["figures"]["rank"]: each["figures"] for each in found}
+        for rank, each in enumerate(found[1:], start=1) if self._fleet.leads else ():
+            begin, step = self._fleet.told_seconds[rank], state.verdict.step
+            for op in ops_of(each["lanes"]["ops"], step=step, peer=self._fleet.peer, number=rank, begin_seconds=begin):
+                self._emit(op)
         state.loss_sum = torch.tensor(sum(sums), dtype=torch.float64) if sums else None
 
     # -- what rank 0 is asked for, all ranks do -------------------------------------------------------------------------
@@ -186,6 +195,7 @@ class ShardedEngine(Engine):
         self._told_already = True
         while True:
             words, batch = self._fleet.hear()
+            self._diary.begin()
             match words["do"]:
                 case "step":
                     self.step(batch)

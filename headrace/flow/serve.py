@@ -1,7 +1,7 @@
 """A node's side of a step: rows and weights go to workers, gradients and reports come back."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headrace.flow.step_batch import StepBatch
 from headrace.flow.step_state import StepState
 from headrace.machine.host_memory import Bytes
-from headrace.terms.events import NO_STEP, OpDone
+from headrace.terms.events import OpDone
 from headrace.terms.program import Op, Pool
 from headrace.update import square_sum
 
@@ -82,7 +82,7 @@ def report(state: StepState, op: Op) -> None:
     """Take the step's losses, and show what the workers' lanes did."""
     found = _workers(state).report()
     for each in found.ops:
-        state.parts.sink(each if state.learns else replace(each, step=NO_STEP))
+        state.parts.sink(each)
     state.loss_sum = None if found.loss_sum is None else torch.tensor(found.loss_sum, dtype=torch.float64)
     state.aside_loss = None if found.aside_loss is None else torch.tensor(found.aside_loss, dtype=torch.float64)
 

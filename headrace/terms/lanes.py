@@ -220,19 +220,27 @@ def sharing_words(share: Share, lanes: tuple[Lane, ...]) -> str:
     return f"{' and '.join(directions)}, which share the {share.name}"
 
 
-_WORKER = "worker "
+class Peer(StrEnum):
+    """What another process of a run is, whose lanes are told of here: to a node, to rank 0, or to stage 0."""
+
+    WORKER = "worker"
+    RANK = "rank"
+    STAGE = "stage"
 
 
-def lane_of_worker(rank: int, lane: str) -> str:
-    """Return what a node calls a lane of the worker of that rank."""
-    return f"{_WORKER}{rank}: {lane}"
+def lane_of_peer(peer: Peer, number: int, lane: str) -> str:
+    """Return what a lane of another process is called here; `number` is its rank, or that of its stage."""
+    return f"{peer} {number}: {lane}"
 
 
-def split_lane(name: str) -> tuple[int, str]:
-    """Return the rank of the worker whose lane has that name, 0 for one of this process, and the lane's name there."""
-    who, colon, lane = name.partition(": ")
-    rank = who.removeprefix(_WORKER)
-    return (int(rank), lane) if colon and who.startswith(_WORKER) and rank.isdecimal() else (0, name)
+def split_lane(name: str) -> tuple[Peer | None, int, str]:
+    """Return whose lane has that name, by kind and number, and its name there. One of this process has no peer, and 0."""
+    who, _, lane = name.partition(": ")
+    for peer in Peer:
+        number = who.removeprefix(f"{peer} ")
+        if lane and number != who and number.isdecimal():
+            return peer, int(number), lane
+    return None, 0, name
 
 
 def lane_named(name: str) -> Lane | None:

@@ -17,7 +17,7 @@ from headrace.engine.sharded import ShardedEngine, join
 from headrace.engine.staged import StagedEngine
 from headrace.net import Ranks
 from headrace.plan.plan import Plan
-from headrace.terms.events import StepResult
+from headrace.terms.events import Sink, StepResult
 
 Batches = Sequence[dict[str, torch.Tensor]]
 Weights = dict[str, torch.Tensor]
@@ -56,9 +56,12 @@ def _run(
     plan: Plan | None = None,
     drive: Callable[[Any], None] = lambda engine: None,
     resume: bool = False,
+    sink: Sink = lambda event: None,
     **options: Any,
 ) -> tuple[list[StepResult], Weights]:
-    """Run engines of a `kind`, which `meet`. `adjust` replaces fields of the plan; `drive` gets rank 0's engine at the end."""
+    """Run engines of a `kind`, which `meet`. `adjust` replaces fields of the plan; `drive` gets rank 0's engine at the end, and
+    `sink` its events.
+    """
     store, errors = HashStore(), list[BaseException]()
 
     def adjust_plan(plan: Plan) -> Plan:
@@ -84,10 +87,10 @@ def _run(
     seams, out = Seams(fleet=leader), output.parent / f"{output.name}-out"
     try:
         if resume:
-            opened = kind.resume(output, seams=seams)
+            opened = kind.resume(output, seams=seams, sink=sink)
         else:
             given = node_options(output, batches, **options)
-            opened = kind.open(path, given, plan=plan, adjust_plan=adjust_plan if adjust else None, seams=seams)
+            opened = kind.open(path, given, sink, plan=plan, adjust_plan=adjust_plan if adjust else None, seams=seams)
     except BaseException:
         leader.ranks.close()
         for thread in threads:

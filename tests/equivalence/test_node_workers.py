@@ -28,7 +28,7 @@ from headrace.plan.plan import Plan
 from headrace.report.pages.views import lane_heading, lane_place
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, OpDone
-from headrace.terms.lanes import Lane, lane_of_worker, split_lane
+from headrace.terms.lanes import Lane, Peer, lane_of_peer, split_lane
 from headrace.terms.program import Op, Verb
 from headrace.update.sites.node import NodeSite
 
@@ -188,11 +188,11 @@ def test_each_worker_tells_what_its_lanes_did(model_dir: Callable[..., Path], tm
                 engine.step(batch)
     ops = [event for event in told if isinstance(event, OpDone)]
     for rank in (1, 2):
-        mine = [op for op in ops if op.lane == lane_of_worker(rank, Lane.COMPUTE) and op.step == 1]
+        mine = [op for op in ops if op.lane == lane_of_peer(Peer.WORKER, rank, Lane.COMPUTE) and op.step == 1]
         assert {op.verb for op in mine} >= {"prologue", "forward", "epilogue", "backward"}
         assert all(begin <= op.start_seconds <= op.stop_seconds <= time.perf_counter() for op in mine), "on the node's clock"
         assert [op.unit for op in sorted(mine, key=lambda op: op.start_seconds) if op.verb == "forward"] == [1, 2, 3, 4]
-    assert {split_lane(op.lane)[0] for op in ops} == {0, 1, 2}
+    assert {split_lane(op.lane)[:2] for op in ops} == {(None, 0), (Peer.WORKER, 1), (Peer.WORKER, 2)}
 
 
 def test_a_block_is_updated_at_the_node_while_a_worker_computes_the_one_below(
@@ -231,20 +231,24 @@ def test_what_is_told_of_a_step_is_bounded() -> None:
             start = number * 1e-3
             diary(
                 OpDone(
-                    step=0, label="", verb=verb, lane=lane, unit=1, micro=0, chunk=-1,
+                    step=number // 1000, label="", verb=verb, lane=lane, unit=1, micro=0, chunk=-1,
                     start_seconds=start, stop_seconds=start + 5e-4, bytes=7,
                 )
             )  # fmt: skip
     told = diary.told()
     assert len(told["ops"]) <= lane_diary.MAX_LANE_ROWS_PER_STEP
-    ops = list(lane_diary.ops_of(told["ops"], step=0, rank=2, begin_seconds=0.0))
+    ops = list(lane_diary.ops_of(told["ops"], step=2, peer=Peer.WORKER, number=2, begin_seconds=0.0))
     assert sum(op.bytes for op in ops) == 2 * 3000 * 7
+    # Nobody waits for what belongs to the step before the last.
+    assert [sum(op.bytes for op in ops if op.step == step) for step in range(3)] == [0, 2 * 2000 * 7, 2 * 1000 * 7]
     assert told["compute_seconds"] == pytest.approx(1.5)
     assert diary.told()["ops"] == []
 
 
 def test_lanes_of_workers_have_names_and_places_of_their_own() -> None:
-    lanes = [lane_of_worker(10, Lane.COMPUTE), lane_of_worker(2, Lane.NIC_UP), lane_of_worker(2, "new"), Lane.NIC_UP, "other"]
+    of_two = [lane_of_peer(Peer.WORKER, 2, lane) for lane in (Lane.NIC_UP, "new")]
+    lanes = [lane_of_peer(Peer.WORKER, 10, Lane.COMPUTE), *of_two, Lane.NIC_UP, "other"]
     assert sorted(lanes, key=lane_place) == [Lane.NIC_UP, "other", *lanes[1:3], lanes[0]]
-    assert lane_heading(lanes[0]) == "Worker 10: Compute"
+    assert lane_heading(lanes[0], lanes) == "Worker 10: Compute"
+    assert lane_heading(Lane.COMPUTE, lanes) == "Compute", "a node is no worker"
     assert lane_heading("worker a: b") == "worker a: b"

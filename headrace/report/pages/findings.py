@@ -19,7 +19,7 @@ from headrace.report.pages.run_files import RunFiles
 from headrace.report.pages.views import StepView, measured_view, planned_view
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError
-from headrace.terms.lanes import Lane, lane_named
+from headrace.terms.lanes import Lane, Peer, lane_named, split_lane
 
 _RECENT_STEPS = 20
 
@@ -133,9 +133,11 @@ def waits(view: StepView, lane: str) -> tuple[Wait, ...]:
     """Return what `lane` waited for in the step, longest waits first.
 
     A gap is charged to the operation of another lane that ended last before the gap did, because its end let the lane go on.
+    What other ranks do comes by a lane of this one, so theirs are left out.
     """
     own = view.lane(lane)
-    others = sorted((bar for bar in view.bars if bar.lane != lane), key=lambda bar: bar.stop_seconds)
+    seen = (bar for bar in view.bars if bar.lane != lane and split_lane(bar.lane)[0] is not Peer.RANK)
+    others = sorted(seen, key=lambda bar: bar.stop_seconds)
     totals: dict[tuple[str, str], float] = defaultdict(float)
     reached, index = 0.0, 0
     slack = 1e-4  # threads wake a little after the end of what they waited for

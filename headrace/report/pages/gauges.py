@@ -97,10 +97,11 @@ def rate_gauges(rates: Sequence[Rate]) -> str:
     most = {
         unit: max((each.busy for each in rates if each.unit == unit), default=1.0) for unit in {each.unit for each in rates}
     }
-    return "".join(_gauge(each, most[each.unit]) for each in rates)
+    names = [each.name for each in rates]
+    return "".join(_gauge(each, most[each.unit], names) for each in rates)
 
 
-def _gauge(each: Rate, most: float) -> str:
+def _gauge(each: Rate, most: float, beside: Sequence[str]) -> str:
     scale = max(each.ceiling, each.busy) * 1.02 if each.ceiling else most * 1.02
     fill = element("span", class_="bar rate", style=f"width:{100 * each.busy / scale:.3f}%", title="while busy")
     mean = element("i", class_="mean", style=f"left:{100 * each.mean / scale:.3f}%", title="mean over the step")
@@ -111,7 +112,7 @@ def _gauge(each: Rate, most: float) -> str:
     if each.ceiling:
         words += f" · {each.busy / each.ceiling:.0%} of {rate(each.ceiling, each.unit)}"
     about = element("small", escape(f"{rate(each.mean, each.unit)} over the step"))
-    name = lane_heading(each.name)
+    name = lane_heading(each.name, beside)
     return element(
         "div",
         element("div", element("b", escape(name)), element("span", escape(words)), about, class_="gauge-words"),

@@ -4,10 +4,11 @@ Bars are SVG rectangles in milliseconds, stretched to the width of the page. Nam
 legible at any width. The page's script zooms by changing each drawing's view box.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from headrace.report.pages.markup import element, escape, figure, ticks
 from headrace.report.pages.views import Bar, StepView, in_rows, joined, lane_heading, lane_place
+from headrace.terms.lanes import split_lane
 from headrace.terms.sizes import format_bytes
 
 # Families of verbs; each has a colour of its own in the style sheet.
@@ -44,7 +45,7 @@ def lane_chart(measured: StepView | None, planned: StepView | None) -> str:
     views = [(name, view) for name, view in (("planned", planned), ("measured", measured)) if view is not None]
     span = max(view.seconds for _, view in views)
     used = {bar.lane for _, view in views for bar in view.bars}
-    rows = [_lane_row(lane, views, span) for lane in sorted(used, key=lane_place)]
+    rows = [_lane_row(lane, views, span, used) for lane in sorted(used, key=lane_place)]
     ends = "".join(_end_mark(name, view.seconds, span) for name, view in views)
     body = element("div", _grid(span), ends, *rows, _memory_row(measured, span), class_="lanes-body")
     return element(
@@ -58,16 +59,18 @@ def lane_chart(measured: StepView | None, planned: StepView | None) -> str:
     )
 
 
-def _lane_row(lane: str, views: Iterable[tuple[str, StepView]], span: float) -> str:
+def _lane_row(lane: str, views: Iterable[tuple[str, StepView]], span: float, beside: Collection[str]) -> str:
     tracks, shares = [], []
     for name, view in views:
         bars = view.lane(lane)
+        if split_lane(lane)[0] and not bars:
+            continue  # a plan is that of one process
         busy = busy_share(bars, view.seconds)
         tracks.append(_track(name, bars, span))
         shares.append(element("span", f"{busy:.0%}", class_=f"share {name}", title=f"{name}: busy {busy:.1%} of the step"))
     return element(
         "div",
-        element("div", escape(lane_heading(lane)), class_="lane-name"),
+        element("div", escape(lane_heading(lane, beside)), class_="lane-name"),
         element("div", *tracks, class_="tracks"),
         element("div", *shares, class_="shares"),
         class_="lane",

@@ -4,7 +4,7 @@ Invariant: colours are those of the page's style sheet, read from it.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def picture(view: StepView) -> str:
             element("text", escape(f"{title}: {format_seconds(view.seconds)}"), x=8, y=20, font_weight="600", fill=hues["ink"]),
             *_legend({bar.verb for bar in view.bars}, hues),
             *_axis(view.seconds, body, hues),
-            *(line for row, lane in enumerate(lanes) for line in _lane(lane, view, _TOP + _LANE * row, hues)),
+            *(line for row, lane in enumerate(lanes) for line in _lane(lane, view, _TOP + _LANE * row, hues, lanes)),
             "</svg>\n",
         )
     )
@@ -89,10 +89,10 @@ def _axis(seconds: float, bottom: float, hues: dict[str, str]) -> Iterator[str]:
         yield element("text", axis_words(tick, seconds), x=x, y=bottom + 17, text_anchor="middle", fill=hues["soft"])
 
 
-def _lane(lane: str, view: StepView, top: float, hues: dict[str, str]) -> Iterator[str]:
+def _lane(lane: str, view: StepView, top: float, hues: dict[str, str], beside: Sequence[str]) -> Iterator[str]:
     bars = view.lane(lane)
     middle = top + _LANE / 2 + 4.5
-    yield element("text", escape(lane_heading(lane)), x=8, y=middle, fill=hues["ink"])
+    yield element("text", escape(lane_heading(lane, beside)), x=8, y=middle, fill=hues["ink"])
     yield from _bars(joined(in_rows(bars), view.seconds * RESOLUTION), view.seconds, top, hues)
     share = f"{busy_share(bars, view.seconds):.0%}"
     yield element("text", share, x=_LEFT + _WIDTH + 44, y=middle, text_anchor="end", fill=hues["soft"])

@@ -7,7 +7,7 @@ from headrace.report.pages.findings import Findings, together_share
 from headrace.report.pages.markup import decimal_bytes
 from headrace.report.pages.run_files import RunFiles
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.lanes import Lane, Share, lane_named, sharing_lanes, sharing_words
+from headrace.terms.lanes import Lane, Share, lane_named, sharing_lanes, sharing_words, split_lane
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 
@@ -18,8 +18,10 @@ _WORTH_A_WORD = 0.01
 
 def lane_words(lane: str) -> str:
     """Return a lane's name within a sentence."""
-    known = lane_named(lane)
-    return known.row.words if known else lane
+    peer, number, name = split_lane(lane)
+    known = lane_named(name)
+    words = known.row.words if known else name
+    return f"{words} of {peer} {number}" if peer else words
 
 
 def bottleneck_words(found: Findings, run: RunFiles) -> list[str]:

@@ -4,12 +4,12 @@ Invariant: all times are seconds from the beginning of the step, which is where 
 the step before that continue in this one are part of the view. Their parts outside the window are cut off.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from headrace.plan.simulate import Timeline
 from headrace.report.lanes import Recording
-from headrace.terms.lanes import Lane, lane_named, split_lane
+from headrace.terms.lanes import Lane, Peer, lane_named, split_lane
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,21 +81,23 @@ def planned_view(timeline: Timeline) -> StepView:
     return StepView(seconds=timeline.step_seconds, bars=_window(bars, timeline.step_seconds))
 
 
-def lane_heading(lane: str) -> str:
-    """Return what a lane is called above its row."""
-    rank, name = split_lane(lane)
+def lane_heading(lane: str, beside: Collection[str] = ()) -> str:
+    """Return what a lane is called above its row. Beside lanes of ranks or stages, those of this process are number 0's."""
+    peer, number, name = split_lane(lane)
     known = lane_named(name)
     heading = known.row.heading if known else name
-    return f"Worker {rank}: {heading}" if rank else heading
+    alike = {split_lane(each)[0] for each in beside} & {Peer.RANK, Peer.STAGE}
+    who = peer or next(iter(alike), None)
+    return f"{who.capitalize()} {number}: {heading}" if who else heading
 
 
 def lane_place(lane: str) -> tuple[int, int, str]:
-    """Return what lanes are sorted by: this process's come before those of workers, which come by rank; each in the order of
+    """Return what lanes are sorted by: this process's come before those of others, which come by rank; each in the order of
     the table.
     """
-    rank, name = split_lane(lane)
+    _, number, name = split_lane(lane)
     known = list(Lane)
-    return rank, next((place for place, each in enumerate(known) if each == name), len(known)), name
+    return number, next((place for place, each in enumerate(known) if each == name), len(known)), name
 
 
 def in_rows(bars: Iterable[Bar]) -> tuple[Bar, ...]:
