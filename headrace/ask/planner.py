@@ -43,8 +43,8 @@ class PlannedModel:
     """A model that is planned for, on the machine that computes it.
 
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
-    `experts` are those that are parts. `warm_up` loads and compiles what a run will have loaded, so that this process can be
-    measured.
+    `experts` are those that are parts. So many ranks of this machine are `sharers` of one host copy. `warm_up` loads and
+    compiles what a run will have loaded, so that this process can be measured.
     """
 
     chain: Chain
@@ -56,6 +56,7 @@ class PlannedModel:
     cores: int
     warm_up: Callable[[], None]
     experts: ExpertParts | None = None
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +217,8 @@ class RunPlanner:
         the run can have no other budget, and loses nothing if it is ended from outside.
         """
         self._take_head_by(plan.batch.head_rows)
-        plan = with_runtime(plan, self._runtime(lambda: self._profiles.of(1, plan.batch.sequence_length)))
+        runtime = self._runtime(lambda: self._profiles.of(1, plan.batch.sequence_length))
+        plan = with_runtime(plan, runtime, self._model.sharers)
         if plan.peak("host") > plan.results.allowed_bytes["host"]:
             needed, allowed = format_bytes(plan.peak("host")), format_bytes(plan.results.allowed_bytes["host"])
             tell(f"host memory: {needed} needed, {allowed} allowed: libraries take more than when the run began")
@@ -233,6 +235,7 @@ class RunPlanner:
             import_workspace_bytes=import_workspace_bytes([form.layout for form in self._forms], weights) if weights else None,
             chunk_elements=stored.chunk_elements if stored else self._chunk_elements,
             saves=self._options.saves,
+            sharers=self._model.sharers,
         )
 
     def _ssd_bytes(self, state: Manifest | Sequence[Path], beside: Beside | None) -> int | None:

@@ -20,10 +20,11 @@ from headrace.engine.sharing import introduce, planned_options, refuse_without_s
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
+from headrace.flow.shards import SharedSource
 from headrace.flow.step_state import Parts
 from headrace.flow.update import device_updater
 from headrace.flow.weights import StoreSource
-from headrace.machine.host_memory import keep_freed_memory
+from headrace.machine.host_memory import Bytes, keep_freed_memory
 from headrace.machine.protocol import Machine
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
@@ -86,14 +87,14 @@ class Run:
         subject.chain.take_head_by(plan.batch.head_rows)
         if self.rows is not None:
             self.rows.most_held = max(form.table.touched(plan.batch.tokens_per_step) for form in subject.forms if form.table)
-        buffers = Buffers(plan, subject.machine)
+        buffers = Buffers(plan, subject.machine, self._shared)
         return Parts(
             plan=plan,
             chain=subject.chain,
             machine=subject.machine,
             buffers=buffers,
             store=self.store,
-            source=StoreSource(self.store, subject.maker, subject.seams.site),
+            source=self._source,
             updater=subject.updater,
             own_updater=subject.own_updater,
             forms=subject.forms,
@@ -109,6 +110,23 @@ class Run:
             rows=self.rows,
             experts=subject.expert_loads(plan, buffers),
         )
+
+    @property
+    def _shared(self) -> Callable[[int], Bytes] | None:
+        """What gives memory that the ranks of a machine have together, where there are several."""
+        fleet, machine = self.subject.seams.fleet, self.subject.machine
+        if fleet is None or not fleet.copy.is_used:
+            return None
+        copy = fleet.copy
+        return lambda num_bytes: machine.pinned(copy.map(num_bytes))
+
+    @property
+    def _source(self) -> StoreSource:
+        """Where weights come from."""
+        seams, maker = self.subject.seams, self.subject.maker
+        if seams.fleet and not seams.fleet.by_stages:
+            return SharedSource(self.store, maker, seams.fleet)
+        return StoreSource(self.store, maker, seams.site)
 
 
 def begin(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headrace.ask.planner import RunPlanner
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.model import Chain
-from headrace.net import Ranks
+from headrace.net import Ranks, SharedCopy
 from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore
 from headrace.terms.lanes import Peer
@@ -50,6 +50,7 @@ class Fleet:
         self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
         self.folder_of = folder_of
         self.share: Share = Share(ranks.rank, ranks.size)
+        self.copy = SharedCopy(ranks)
         self.dtype = torch.float32
         self.figures: dict[int, dict[str, int]] = {}  # by rank, as far as they are known here: what it did since it started
         self.told_seconds: dict[int, float] = {}  # by rank: when this one had last told it what to do
@@ -138,7 +139,11 @@ class Fleet:
         assert self._store is not None, "ranks step with a store"
         described = self._store.manifest.units[unit].family(family)
         assert described is not None, "what is gathered has a place"
-        self.ranks.gather(whole, bytes_by_rank(described, unit, self.size))
+        self.ranks.gather(whole, bytes_by_rank(described, unit, self.size), shared=self.copy.holds(whole))
+
+    def clear(self, into: Bytes) -> None:
+        """Return once no rank needs what lies in `into`, if that is memory of all ranks of this machine."""
+        self.copy.clear(into)
 
     def scatter(self, gradient: torch.Tensor, parts: Sequence[slice]) -> None:
         """Replace this rank's part of `gradient`, flat and fp32, by the sum of all ranks'."""

@@ -48,6 +48,8 @@ class ShardedEngine(Engine):
         self._diary = LaneDiary(self._emit)
         if not self._fleet.leads:
             self._emit = self._diary
+        self._meter.count(lambda: self._fleet.copy.resident_bytes)
+        self._closers.callback(self._fleet.copy.close)
         self._closers.callback(self._fleet.ranks.close)
 
     _check = staticmethod(refuse_in_ranks)
@@ -156,6 +158,10 @@ class ShardedEngine(Engine):
             ConfigError: always.
         """
         raise ConfigError("next_logits: ranks send losses, not logits; load what the run has exported")
+
+    def _drop_buffers(self) -> None:
+        super()._drop_buffers()
+        self._fleet.copy.drop()
 
     def flush(self) -> None:
         """See `Engine.flush`."""

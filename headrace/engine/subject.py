@@ -197,6 +197,7 @@ class Subject:
             cores=self.cores,
             warm_up=self.warm_up,
             experts=self.parted.experts if self.parted else None,
+            sharers=self.seams.fleet.copy.sharers if self.seams.fleet else 1,
         )
 
     @property

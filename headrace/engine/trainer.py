@@ -166,7 +166,8 @@ class Engine(Scoring, Replanning, Closing):
     def _build_steps(self, plan: Plan) -> Steps:
         if not plan.separate_device:
             workspace = plan.results.peak_bytes["host"].get("workspace", 0)
-            self._heap = HeapGuard(plan.peak("host"), workspace, keep=plan.freed_memory == "kept")
+            keep = plan.freed_memory == "kept"
+            self._heap = HeapGuard(plan.peak("host"), workspace, keep=keep, resident=self._meter.bytes_now)
             self._meter.tell(self._heap.look)
         parts = self._run.parts(plan)
         interpreter = interpreter_of(self.options.interpreter, self.machine, self._lanes)

@@ -1,5 +1,6 @@
 """The buffers of a run: those for weights, and those for states, gradients and what waits for backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ class Buffers(WeightBuffers):
     each for all planes and the gradient of one chunk, are uint8 tensors.
     """
 
-    def __init__(self, plan: Plan, machine: Machine) -> None:
-        super().__init__(plan, buffer_groups(plan), machine)
+    def __init__(self, plan: Plan, machine: Machine, shared: Callable[[int], Bytes] | None = None) -> None:
+        super().__init__(plan, buffer_groups(plan), machine, shared)
         self.plan = plan
         self.gradient_dtype = TORCH_DTYPES[plan.gradients.dtype]
         self.states = self.take_host("states")

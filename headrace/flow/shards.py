@@ -3,15 +3,18 @@
 Invariant: the norm and each sum have the same bits, however many ranks share them out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.flow.make import Maker
 from headrace.flow.step_state import StepState
+from headrace.flow.weights import StoreSource
 from headrace.machine.host_memory import Bytes
+from headrace.store import StateStore
 from headrace.terms.families import TRAINED, WEIGHTS
 from headrace.terms.program import Op, Pool
 from headrace.terms.shards import elements_by_rank
@@ -29,11 +32,39 @@ class Peers(Protocol):
     def gather(self, unit: int, family: str, whole: Bytes) -> None:
         """Fill `whole`, the bytes of a family, with what others hold."""
 
+    def clear(self, into: Bytes) -> None:
+        """Return once no rank needs what lies in `into`, if that is memory of all ranks of this machine. Threads may call it at
+        once.
+        """
+
     def scatter(self, gradient: torch.Tensor, parts: Sequence[slice]) -> None:
         """Replace this rank's part of `gradient`, flat and fp32, by the sum of all ranks'."""
 
     def gather_norms(self, sums: NDArray[np.float64], parts: Sequence[slice]) -> None:
         """Fill `sums` with the parts of the other ranks."""
+
+
+class SharedSource(StoreSource):
+    """The newest weights of a rank's store: its part of each unit.
+
+    Where ranks share memory, a rank reads into it once all have done with what lay there. No update needs to wait: it follows
+    the gradient's scatter, to which each rank comes when it has computed with the unit.
+    """
+
+    def __init__(self, store: StateStore, maker: Maker, peers: Peers) -> None:
+        super().__init__(store, maker)
+        self._peers = peers
+
+    def read(self, unit: int, into: Bytes) -> None:
+        """See `WeightSource.read`."""
+        self._peers.clear(into)
+        super().read(unit, into)
+
+    def read_trained(self, memory: Mapping[int, Bytes]) -> None:
+        """See `WeightSource.read_trained`."""
+        for into in memory.values():
+            self._peers.clear(into)
+        super().read_trained(memory)
 
 
 def gather(state: StepState, op: Op) -> None:

@@ -21,6 +21,8 @@ from headrace.terms.families import TRAINED, WEIGHTS
 from headrace.terms.program import Op, Pool, Verb
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
+_SHARED = "shared host"
+
 if TYPE_CHECKING:  # a generation brings weights without what trains them
     from headrace.update.site import Site
 
@@ -30,15 +32,23 @@ class WeightBuffers:
 
     `host_weights[slot]` and `trained[unit]` (followed by its basis) are uint8 arrays; `sources[slot]`, from which weights are
     made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them. Buffers for single
-    experts hold one each, `in_round` of them for a slot (`flow/expert_loads.py`).
+    experts hold one each, `in_round` of them for a slot (`flow/expert_loads.py`). Where ranks of one machine have one copy,
+    `shared` gives its memory.
     """
 
-    def __init__(self, plan: Placement, groups: Mapping[str, BufferGroup], machine: Machine) -> None:
+    def __init__(
+        self,
+        plan: Placement,
+        groups: Mapping[str, BufferGroup],
+        machine: Machine,
+        shared: Callable[[int], Bytes] | None = None,
+    ) -> None:
         self._placement, self._groups, self.dtype = plan, groups, TORCH_DTYPES[plan.compute_dtype]
-        sizes = {"host": 0, "device": 0}
+        sizes = {"host": 0, "device": 0, _SHARED: 0}
         for group in groups.values():
-            sizes[group.tier] += group.total_bytes
+            sizes[_SHARED if shared and group.is_shared else group.tier] += group.total_bytes
         self._host = Arena("host", sizes["host"], machine.host_buffer)
+        self._shared = Arena(_SHARED, sizes[_SHARED], shared) if shared else self._host
         self._device = DeviceArena(machine, sizes["device"]) if plan.separate_device else None
         self.host_weights = self.take_host("host_weights")
         self.trained = {unit: self.take_host(f"trained.{unit}")[0] for unit in plan.units_with_family}
@@ -79,7 +89,10 @@ class WeightBuffers:
     def take_host(self, name: str) -> list[Bytes]:
         """Return the buffers of a group in host memory; [] where the plan has no such group."""
         group = self._groups.get(name)
-        return [self._host.take(group.num_bytes, name) for _ in range(group.count)] if group else []
+        if group is None:
+            return []
+        arena = self._shared if group.is_shared else self._host
+        return [arena.take(group.num_bytes, name) for _ in range(group.count)]
 
     def take_compute(self, name: str) -> list[torch.Tensor]:
         """Return the buffers of a group where compute reads."""

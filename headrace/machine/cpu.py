@@ -40,6 +40,10 @@ class CpuMachine:
         """Return huge-page host memory."""
         return huge_page_buffer(num_bytes)
 
+    def pinned(self, buffer: Bytes) -> Bytes:
+        """Nothing is pinned."""
+        return buffer
+
     def device_buffer(self, num_bytes: int) -> torch.Tensor:
         """Return host memory that stands for the device's."""
         return torch.from_numpy(huge_page_buffer(num_bytes))

@@ -89,11 +89,14 @@ class CudaMachine:
         Raises:
             InputError: the driver refused to pin it.
         """
-        buffer = huge_page_buffer(num_bytes)
-        result = torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, num_bytes, 0)  # type: ignore[no-untyped-call]
+        return self.pinned(huge_page_buffer(num_bytes))
+
+    def pinned(self, buffer: Bytes) -> Bytes:
+        """Return `buffer`, registered with CUDA until `release_host_buffers`. Raises as `host_buffer`."""
+        result = torch.cuda.cudart().cudaHostRegister(buffer.ctypes.data, buffer.size, 0)  # type: ignore[no-untyped-call]
         if int(result) != 0:
             raise InputError(
-                f"pinned memory: the driver refused to pin {format_bytes(num_bytes)} (CUDA error {int(result)}); "
+                f"pinned memory: the driver refused to pin {format_bytes(buffer.size)} (CUDA error {int(result)}); "
                 "lower the host memory budget (WSL and containers cap pinned memory; see `headrace doctor`)"
             )
         self._registered.append(buffer)  # keeps the mapping: an unmapped range must not stay registered

@@ -7,6 +7,7 @@ throughput (measured: `docs/decisions/0003`). A mapping must be private and anon
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -74,18 +75,21 @@ class HeapGuard:
     """Keeps freed memory as long as there is room, and gives it back where there is not.
 
     `keep` says whether it is kept from the beginning. Otherwise it is from the first step on that leaves room for another
-    workspace. Everything is returned as soon as more than `most_bytes` is resident, even if all kept blocks are too small to be
-    mapped. Scans of state-space layers make so many of them that half a workspace more stayed than planned. `look` must be
+    workspace. Everything is returned as soon as more than `most_bytes` is `resident`, even if all kept blocks are too small to
+    be mapped. Scans of state-space layers make so many of them that half a workspace more stayed than planned. `look` must be
     called all the time for this, not between operations. One operation was seen to add 1.9 to 2.8 workspaces, by chance
     (docs/log/state-space-models, docs/log/freed-memory). Where giving back does not suffice, freed memory is no longer kept.
     """
 
-    def __init__(self, planned_bytes: int, workspace_bytes: int, *, keep: bool) -> None:
+    def __init__(
+        self, planned_bytes: int, workspace_bytes: int, *, keep: bool, resident: Callable[[], int] | None = None
+    ) -> None:
         self._planned_bytes = planned_bytes
         self._roomy_bytes = planned_bytes - _MARGIN_BYTES - workspace_bytes
         self._was_kept = keep  # once kept, large blocks lie in the heap for as long as they live
         self._left_bytes = self._looks = 0
         self.keeps = keep
+        self._resident = resident or anonymous_bytes
         keep_freed_memory(keep)
 
     @property
@@ -103,7 +107,7 @@ class HeapGuard:
             return
         self._looks = 0
         return_pieces()
-        self._left_bytes = anonymous_bytes()
+        self._left_bytes = self._resident()
         if self.keeps and self._left_bytes > self.most_bytes:
             self.keeps = False
             keep_freed_memory(False)

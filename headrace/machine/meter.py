@@ -21,6 +21,7 @@ class MemoryMeter(Closing):
         self._peak_bytes = 0
         self._interval_seconds = _SECONDS
         self._listener: Callable[[int], None] | None = None
+        self._more: Callable[[], int] = lambda: 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="headrace memory meter", daemon=True)
         self._thread.start()
@@ -29,13 +30,21 @@ class MemoryMeter(Closing):
         """Call `listener` with each sample from now on, on the meter's thread, and no other that was told before."""
         self._listener, self._interval_seconds = listener, _ACTING_SECONDS
 
+    def count(self, more: Callable[[], int]) -> None:
+        """Count what `more` returns, too: of memory that several processes have together, the share of this one."""
+        self._more = more
+
+    def bytes_now(self) -> int:
+        """Return what is resident at this moment."""
+        return anonymous_bytes() + self._more()
+
     def reset(self) -> None:
         """Forget the peak so far."""
-        self._peak_bytes = anonymous_bytes()
+        self._peak_bytes = self.bytes_now()
 
     def peak_bytes(self) -> int:
         """Return the largest sample since `reset`."""
-        self._peak_bytes = max(self._peak_bytes, anonymous_bytes())
+        self._peak_bytes = max(self._peak_bytes, self.bytes_now())
         return self._peak_bytes
 
     def close(self) -> None:
@@ -51,7 +60,7 @@ class MemoryMeter(Closing):
         with statm:
             while not self._stop.wait(self._interval_seconds):
                 statm.seek(0)
-                sample = anonymous_bytes_of(statm.read())
+                sample = anonymous_bytes_of(statm.read()) + self._more()
                 self._peak_bytes = max(self._peak_bytes, sample)
                 if self._listener is not None:
                     self._listener(sample)

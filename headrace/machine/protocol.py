@@ -40,6 +40,9 @@ class Machine(Protocol):
     def host_buffer(self, num_bytes: int) -> Bytes:
         """Return zeroed host memory for an arena: page-aligned, on huge pages, pinned where there is a GPU."""
 
+    def pinned(self, buffer: Bytes) -> Bytes:
+        """Return host memory that was not made by `host_buffer`, as fit for copies as what was."""
+
     def device_buffer(self, num_bytes: int) -> torch.Tensor:
         """Return device memory for an arena as a uint8 tensor."""
 

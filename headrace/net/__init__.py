@@ -10,3 +10,4 @@ from headrace.net.listener import Listener as Listener
 from headrace.net.member import Member as Member
 from headrace.net.ranks import Ranks as Ranks
 from headrace.net.relay import Relay as Relay
+from headrace.net.shared_copy import SharedCopy as SharedCopy

@@ -2,9 +2,11 @@
 
 Each rank sends what it holds of a unit to all others. It gets from all others what it holds of a gradient. So (W - 1)/W of a
 unit go each way: the pattern of a node's workers, without the node. Sums are taken in fp32, in a given order, and rounded once.
+Where the ranks of a machine have one copy together, nothing is sent within it, and each part comes to it once.
 """
 
 import gc
+import json
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,15 +22,17 @@ from headrace.terms.errors import PeerLost
 from headrace.terms.launch import Launch
 from headrace.terms.summing import Order
 
-# One lane for each thread that may use it: weights, gradients, norms, commits, and what is said between steps.
-_LANES = ("gather", "scatter", "norm", "commit", "control")
+# One lane for each thread that may use it: weights, gradients, norms, commits, and what is said between steps. "clear" is
+# that of `SharedCopy`.
+_LANES = ("gather", "scatter", "norm", "commit", "control", "clear")
+_SHARING = "memory of rank {}"
 _JOIN_SECONDS = 600.0
 
 
 class Ranks(Closing):
     """Rank `rank` of `size`, which all meet at `store`. `host` is the IPv4 number of this machine that others reach.
 
-    `names` are those of the peers, `lanes` those of the lanes between them.
+    `names` are those of the peers, `lanes` those of the lanes between them. `machine` are the ranks of this machine.
 
     Raises:
         PeerLost: not every rank came.
@@ -44,6 +48,7 @@ class Ranks(Closing):
         piece_seconds: float = 300.0,
         names: Sequence[str] = (),
         lanes: Sequence[str] = _LANES,
+        machine: Sequence[int] = (),
     ) -> None:
         self.rank, self.size = rank, size
         names = tuple(names) or tuple(f"rank {each}" for each in range(size))
@@ -53,9 +58,21 @@ class Ranks(Closing):
             name: Lane(store, f"ranks/{name}", host=host, rank=rank, names=names, why=self._why, piece_seconds=piece_seconds)
             for name in lanes
         }
+        self.machine = tuple(machine) or (rank,)
+        self.sharing: list[tuple[int, ...]] = [(each,) for each in range(size)]
 
     @classmethod
-    def meet(cls, address: str, port: int, rank: int, size: int, *, prefix: str = "", hosts: bool = False) -> "Ranks":
+    def meet(
+        cls,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        *,
+        prefix: str = "",
+        hosts: bool = False,
+        machine: Sequence[int] = (),
+    ) -> "Ranks":
         """Meet the other ranks at the store of `address`, which rank 0 makes if it `hosts` it. Who comes again takes another
         `prefix`.
 
@@ -71,12 +88,13 @@ class Ranks(Closing):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, port or 1))
             host = str(probe.getsockname()[0])
-        return cls(PrefixStore(f"headrace/{prefix}", store), rank, size, host=host)
+        return cls(PrefixStore(f"headrace/{prefix}", store), rank, size, host=host, machine=machine)
 
     @classmethod
     def of(cls, launch: Launch) -> "Ranks":
         """Meet the other ranks of a launch. Raises as `meet`."""
-        return cls.meet(launch.address, launch.port, launch.rank, launch.size, prefix=launch.meeting, hosts=launch.hosts)
+        where = launch.address, launch.port, launch.rank, launch.size
+        return cls.meet(*where, prefix=launch.meeting, hosts=launch.hosts, machine=launch.machine)
 
     @property
     def others(self) -> list[int]:
@@ -84,27 +102,59 @@ class Ranks(Closing):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @property
+    def neighbours(self) -> list[int]:
+        """The other ranks of this machine."""
+        return [rank for rank in self.machine if rank != self.rank]
+
+    @property
     def control(self) -> Lane:
         """The lane for what is said between steps."""
         return self.lanes["control"]
 
-    def gather(self, whole: Bytes, parts: Sequence[slice], lane: str = "gather") -> None:
-        """Fill `whole` with the `parts` of the other ranks, and send them this rank's.
+    def share(self, *, can: bool) -> None:
+        """Tell all ranks whether this one has memory with its neighbours, and hear of all: `sharing` has the ranks that have a
+        copy together.
+        """
+        self._store.set(_SHARING.format(self.rank), json.dumps(self.machine if can else (self.rank,)))
+        found = (json.loads(self._store.get(_SHARING.format(rank))) for rank in range(self.size))
+        self.sharing = sorted(set(map(tuple, found)))
+
+    def gather(self, whole: Bytes, parts: Sequence[slice], lane: str = "gather", *, shared: bool = False) -> None:
+        """Fill `whole` with the `parts` of the other ranks, and send them this rank's. If those who are `sharing` have it
+        together (`shared`), one of them receives the part of a rank elsewhere, and all return once all parts are there.
 
         Raises:
             PeerLost: a rank is gone.
         """
         flat, over = torch.from_numpy(whole), self.lanes[lane]
         longest = max(part.stop - part.start for part in parts)
+        sources, targets = self._across() if shared else (self.others, self.others)
         for start in range(0, longest, PIECE_BYTES):
             own = _piece(parts[self.rank], start, PIECE_BYTES)
             works = list[Piece]()
             for rank in self.others:
-                if (piece := _piece(parts[rank], start, PIECE_BYTES)) is not None:
+                if rank in sources and (piece := _piece(parts[rank], start, PIECE_BYTES)) is not None:
                     works.append(over.start_receive(flat[piece], rank, first=start == 0))
-                if own is not None:
+                if rank in targets and own is not None:
                     works.append(over.start_send(flat[own], rank, first=start == 0))
             finish_all(works)
+        if shared:
+            self._meet_neighbours(over)
+
+    def _across(self) -> tuple[list[int], list[int]]:
+        """Return from which ranks of other machines this one receives for its own machine, and to which it sends."""
+        ours = next(each for each in self.sharing if self.rank in each)
+        sources = [rank for rank in self.others if rank not in ours and ours[rank % len(ours)] == self.rank]
+        targets = [each[self.rank % len(each)] for each in self.sharing if self.rank not in each]
+        return sources, targets
+
+    def _meet_neighbours(self, over: Lane) -> None:
+        """Return once all ranks of this machine have come here."""
+        works, words = list[Piece](), torch.zeros(len(self.machine), dtype=torch.uint8)
+        for at, rank in enumerate(self.neighbours):
+            works.append(over.start_receive(words[at : at + 1], rank, first=True))
+            works.append(over.start_send(words[-1:], rank, first=True))
+        finish_all(works)
 
     def scatter(self, gradient: torch.Tensor, parts: Sequence[slice], order: Order, dtype: torch.dtype) -> None:
         """Add this rank's part of `gradient`, flat and fp32, to those of the others in `order`, in which ranks count from 1.

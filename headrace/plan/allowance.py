@@ -16,7 +16,7 @@ class Allowance:
     `ssd_bytes` may be written to the SSDs; None if the space is not known; creating the files checks it.
     `import_workspace_bytes` are needed, besides a unit's planes, while the model's tensors are read and while they are written
     at the end. None if neither is done. `saves`: models are to be kept during the run. Tables whose rows are read one by one
-    take `table_bytes` of host memory, and `table_drive_bytes`.
+    take `table_bytes` of host memory, and `table_drive_bytes`. So many ranks of one machine are `sharers` of one host copy.
     """
 
     host_bytes: int
@@ -30,6 +30,7 @@ class Allowance:
     saves: bool = False
     table_bytes: int = 0
     table_drive_bytes: int = 0
+    sharers: int = 1
 
     def of(self, tiers: Iterable[str]) -> dict[str, int]:
         """Return what is allowed of those of these tiers of which it is known."""

@@ -46,7 +46,8 @@ _RUNTIME, _MERGE, _IMPORT = "runtime", "merging between steps", "import and expo
 
 def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
     """Return `plan` with its peak bytes per tier and purpose filled in."""
-    rows = peak_rows(buffer_groups(plan), allowance.runtime_bytes, separate_device=plan.separate_device)
+    groups, sharers = buffer_groups(plan), allowance.sharers
+    rows = peak_rows(groups, allowance.runtime_bytes, separate_device=plan.separate_device, sharers=sharers)
     compute = rows["device" if plan.separate_device else "host"]
     compute["activations"] = compute.get("activations", 0) + _activation_bytes(
         plan, costs, pools=plan.separate_device and allowance.device_overhead_bytes > 0
@@ -169,11 +170,16 @@ def merging_bytes(plan: Plan) -> int:
     )
 
 
-def with_runtime(plan: Plan, runtime_bytes: int) -> Plan:
-    """Return the plan of a run that goes on in another process, whose interpreter takes `runtime_bytes`. Everything else stays,
-    because another placement would be another order of sums, and the model is still to be exported.
+def with_runtime(plan: Plan, runtime_bytes: int, sharers: int = 1) -> Plan:
+    """Return the plan of a run that goes on in another process, whose interpreter takes `runtime_bytes`, and which shares
+    weights with so many ranks. Everything else stays, because another placement would be another order of sums, and the model
+    is still to be exported.
     """
     host = plan.results.peak_bytes["host"] | {_RUNTIME: runtime_row(plan, runtime_bytes)}
+    if "weights" in host:
+        groups = buffer_groups(plan)
+        counted = peak_rows(groups, runtime_bytes, separate_device=plan.separate_device, sharers=sharers)
+        host["weights"] = counted["host"]["weights"]
     return plan.with_results(peak_bytes=plan.results.peak_bytes | {"host": host})
 
 

@@ -280,7 +280,7 @@ def filled(problem: Problem, plan: Plan) -> Plan:
         return plan
     spare = plan.results.allowed_bytes["host"] - plan.peak("host")
     group = buffer_groups(plan)["host_weights"]
-    slot_bytes = group.total_bytes // group.count
+    slot_bytes = group.counted_bytes(problem.allowance.sharers) // group.count
     more = max(0, min(plan.num_blocks - plan.host_slots, spare // slot_bytes))
     plan, spare = with_cached(replace(plan, host_slots=plan.host_slots + more), spare - more * slot_bytes)
     # Immediate updates must be able to take a step back without a copy, and states that live only in memory have none.

@@ -10,17 +10,24 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 
 @dataclass(frozen=True, slots=True)
 class BufferGroup:
-    """`count` buffers of `num_bytes` each, in `tier`, for `purpose` (a key of `Results.peak_bytes`)."""
+    """`count` buffers of `num_bytes` each, in `tier`, for `purpose` (a key of `Results.peak_bytes`). Ranks of one machine may
+    have one copy of a group that `is_shared`.
+    """
 
     tier: str
     purpose: str
     count: int
     num_bytes: int
+    is_shared: bool = False
 
     @property
     def total_bytes(self) -> int:
         """Bytes that the arena gives to the group: each buffer starts on a page."""
         return self.count * round_up(self.num_bytes, PAGE_BYTES)
+
+    def counted_bytes(self, sharers: int) -> int:
+        """Return what of that counts for one of so many ranks of a machine."""
+        return -(-self.total_bytes // sharers) if self.is_shared else self.total_bytes
 
 
 def weight_groups(plan: Placement) -> dict[str, BufferGroup]:
@@ -28,8 +35,14 @@ def weight_groups(plan: Placement) -> dict[str, BufferGroup]:
     compute_tier = "device" if plan.separate_device else "host"
     stored = max(map(plan.stored_bytes, plan.streamed_units), default=0)
     groups = {
-        "host_weights": BufferGroup("host", "weights", plan.host_slots, stored),
-        "resident_weights": BufferGroup(compute_tier, "weights", 1, sum(map(plan.resident_bytes, plan.resident_units))),
+        "host_weights": BufferGroup("host", "weights", plan.host_slots, stored, is_shared=True),
+        "resident_weights": BufferGroup(
+            compute_tier,
+            "weights",
+            1,
+            sum(map(plan.resident_bytes, plan.resident_units)),
+            is_shared=not plan.separate_device,
+        ),
     }
     if plan.separate_device or plan.makes_slots:
         slot_bytes = plan.largest(plan.slot_bytes)
@@ -37,14 +50,18 @@ def weight_groups(plan: Placement) -> dict[str, BufferGroup]:
     if plan.separate_device and (sources := plan.largest(plan.source_bytes)):
         groups["sources"] = BufferGroup("device", "weights", SOURCE_SLOTS, sources)
     for unit in plan.units_with_family:
-        groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, plan.completing_bytes(unit))
+        groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, plan.completing_bytes(unit), is_shared=True)
     return groups
 
 
-def peak_rows(groups: Mapping[str, BufferGroup], runtime_bytes: int, *, separate_device: bool) -> dict[str, dict[str, int]]:
-    """Return by tier and purpose what groups of buffers take, beside `runtime_bytes` of the interpreter."""
+def peak_rows(
+    groups: Mapping[str, BufferGroup], runtime_bytes: int, *, separate_device: bool, sharers: int = 1
+) -> dict[str, dict[str, int]]:
+    """Return by tier and purpose what groups of buffers take, beside `runtime_bytes` of the interpreter, for one of so many
+    ranks that share memory.
+    """
     rows: dict[str, dict[str, int]] = {"device": {}} if separate_device else {}
     rows["host"] = {"runtime": runtime_bytes}
     for group in groups.values():
-        rows[group.tier][group.purpose] = rows[group.tier].get(group.purpose, 0) + group.total_bytes
+        rows[group.tier][group.purpose] = rows[group.tier].get(group.purpose, 0) + group.counted_bytes(sharers)
     return rows

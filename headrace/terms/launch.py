@@ -19,3 +19,9 @@ class Launch:
     hosts: bool
     meeting: str
     again: bool
+
+    @property
+    def machine(self) -> range:
+        """The ranks of this machine, which torchrun numbers one after another."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_size)

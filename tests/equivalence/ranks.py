@@ -23,14 +23,19 @@ Batches = Sequence[dict[str, torch.Tensor]]
 Weights = dict[str, torch.Tensor]
 
 
-def ranks_run(path: Path, output: Path, batches: Batches, size: int, **given: Any) -> tuple[list[float], Weights]:
-    """Return losses and final weights of a run over `batches` on `size` ranks that share out every unit. See `_run`."""
+def ranks_run(
+    path: Path, output: Path, batches: Batches, size: int, machines: Sequence[Sequence[int]] = (), **given: Any
+) -> tuple[list[float], Weights]:
+    """Return losses and final weights of a run over `batches` on `size` ranks that share out every unit; `machines` are the
+    ranks that have a host copy together, by machine. See `_run`.
+    """
 
     def folder_of(told: Mapping[str, Any], rank: int) -> Path:
         return output.parent / f"{output.name}-rank-{rank}-{told['run_id']}"
 
     def meet(store: HashStore, rank: int) -> Fleet:
-        return Fleet(Ranks(store, rank, size, host="127.0.0.1"), folder_of)
+        ours = next((each for each in machines if rank in each), ())
+        return Fleet(Ranks(store, rank, size, host="127.0.0.1", machine=ours), folder_of)
 
     results, weights = _run(path, output, batches, [meet] * size, ShardedEngine, **given)
     return [result.loss for result in results], weights

@@ -11,6 +11,7 @@ from ranks import ranks_run
 from short_run import short_run
 from tiers import sampled
 
+from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 
 STEPS = 3
@@ -49,4 +50,42 @@ def test_ranks_give_the_bits_of_one_process(setting: str, size: int, model_dir: 
     found_losses, found = ranks_run(path, tmp_path / "ranks", batches, size, plan=plans[0], **options)
     assert found_losses == pytest.approx(losses, rel=1e-6)
     assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+# Ranks by machine: those of one machine have a host copy together.
+MACHINES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "one": ((0, 1),),
+    "one of three": ((0, 1, 2),),
+    "two": ((0, 1), (2, 3)),
+    "unlike": ((0, 1, 2), (3,)),
+}
+SHARED_CASES = [(setting, machines) for setting in SETTINGS for machines in (MACHINES if setting in ALL_SIZES else ("one",))]
+
+
+@pytest.mark.parametrize(("setting", "machines"), sampled(SHARED_CASES, [("adamw", "one"), ("lora", "unlike")]))
+def test_ranks_of_a_machine_give_the_same_bits_with_one_host_copy(
+    setting: str, machines: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    options, size = {"gradient_sum": "tree", **SETTINGS[setting]}, sum(map(len, MACHINES[machines]))
+    path = model_dir(options.pop("model"), "bfloat16")
+    *batches, last = [batch_of(8, LENGTH, seed) for seed in range(STEPS)]
+    plans, scores = list[Plan](), list[float]()
+
+    def go_on(engine: Engine) -> None:
+        plans.append(engine.plan)
+        scores.append(engine.evaluate(batches[0]).loss)
+        engine.step(last)
+
+    def look(engine: Engine) -> None:
+        shares = {rank: len(each) for each in MACHINES[machines] for rank in each}
+        assert engine._subject.seams.fleet.copy.sharers == shares[0]
+        assert engine._subject.seams.fleet.copy.resident_bytes > 0
+        go_on(engine)
+
+    split = {**SPLIT, "num_micro_batches": 4}
+    _, weights = short_run(path, tmp_path / "local", batches, adjust=split, inspect=go_on, **options)
+    given: dict[str, Any] = {"machines": MACHINES[machines], "plan": plans[0], "drive": look}
+    _, found = ranks_run(path, tmp_path / "ranks", batches, size, **given, **options)
+    assert scores[1] == pytest.approx(scores[0], rel=1e-6)
     assert all(torch.equal(found[name], weights[name]) for name in weights)
