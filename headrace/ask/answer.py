@@ -24,6 +24,7 @@ from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.given import load_plan
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
+from headrace.plan.ranks import sharers_on
 from headrace.plan.search import nominal_machine_of
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
@@ -124,6 +125,7 @@ def open_question(
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd, beside=_finished(model, options, chain) if here else None),
         import_workspace_bytes=import_workspace_bytes(chain.layouts),
         saves=options.saves,
+        sharers=sharers_on(ceilings) if ceilings is not None else 1,
     )
     if not allowance.device_overhead_bytes and not multiplies(options.compute_dtype, ceilings, here=here):
         chain.multiply_wide()

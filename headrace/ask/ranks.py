@@ -1,7 +1,7 @@
 """Ranks that share out every unit: what one of them computes, keeps and moves in a step.
 
-Ranks of one machine share its drives, cores and memory. With a link each rank is a machine of its own. The plan is that of the
-rank with the largest share. Its memory is planned as a run plans it, with buffers for whole units.
+Ranks of one machine share its drives, cores and memory, and have one host copy of weights. With a link each rank is a machine
+of its own. The plan is that of the rank with the largest share. Its memory is planned as a run plans it.
 """
 
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ def plan_ranks(model: str, options: PlanOptions, *, here: bool, **more: Any) -> 
             f"{ranks * length} at least"
         )
     link = options.link
-    share = RankMachine.of(_machine_of_rank(whole, ranks, link), ranks)
+    share = RankMachine.of(_machine_of_rank(whole, ranks, link), ranks, sharers=ranks if link is None else 1)
     own = -(-(tokens // length) // ranks) * length
     options = replace(
         options, ranks=None, link=None, machine=share, tokens_per_step=own, sequence_length=length, gradient_dtype="float32"

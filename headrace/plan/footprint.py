@@ -176,7 +176,7 @@ def with_runtime(plan: Plan, runtime_bytes: int, sharers: int = 1) -> Plan:
     is still to be exported.
     """
     host = plan.results.peak_bytes["host"] | {_RUNTIME: runtime_row(plan, runtime_bytes)}
-    if "weights" in host:
+    if not plan.serves:
         groups = buffer_groups(plan)
         counted = peak_rows(groups, runtime_bytes, separate_device=plan.separate_device, sharers=sharers)
         host["weights"] = counted["host"]["weights"]

@@ -18,7 +18,7 @@ from headrace.plan.bound import least_seconds
 from headrace.plan.coarse import coarsened, launch_flops
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.ranks import of_rank, ranks_on
+from headrace.plan.ranks import of_rank, ranks_on, sharers_on
 from headrace.plan.rates import Rates
 from headrace.plan.results import Results
 from headrace.plan.schedules.forward import build_forward
@@ -149,9 +149,8 @@ def redo_seconds(plan: Plan, ceilings: Ceilings) -> float:
     ceilings = under(plan, ceilings)
     coarse = coarsened(plan, ceilings, 2 * SEARCH_OPERATIONS)
     tail, _ = build_tail(coarse, redo(coarse), shared=ranks_on(ceilings) > 1)
-    timeline = simulate(
-        [of_rank(tail, ranks_on(ceilings))] * 3, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.updates.threads
-    )
+    programs = [of_rank(tail, ranks_on(ceilings), sharers_on(ceilings))] * 3
+    timeline = simulate(programs, ceilings, compute_dtype=plan.compute_dtype, update_threads=plan.updates.threads)
     return timeline.step_seconds
 
 
@@ -166,7 +165,7 @@ def scoring_seconds(plan: Plan, ceilings: Ceilings) -> float:
     while len(programs) < _MOST_PROGRAMS and (len(programs) < 2 or programs[-1] != programs[-2]):
         shared = ranks_on(ceilings) > 1
         program, before = build_forward(simulated, simulated.batch.num_micro_batches, before, shared=shared)
-        programs.append(of_rank(program, ranks_on(ceilings)))
+        programs.append(of_rank(program, ranks_on(ceilings), sharers_on(ceilings)))
     timeline = simulate(
         [*programs, programs[-1]], machine, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads
     )
@@ -332,10 +331,10 @@ def _simulated(plan: Plan, ceilings: Ceilings) -> _Simulated:
 def _simulated_seconds(plan: Plan, ceilings: Ceilings) -> float:
     """Return the seconds alone; they are the same, and found in less time."""
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, plan.updates.threads)
-    ranks = ranks_on(ceilings)
-    seconds = step_seconds_of(programs_of(plan, durable=plan.updates.checkpoint_every == 1, ranks=ranks), rates)
+    shared = {"ranks": ranks_on(ceilings), "sharers": sharers_on(ceilings)}
+    seconds = step_seconds_of(programs_of(plan, durable=plan.updates.checkpoint_every == 1, **shared), rates)
     if plan.updates.checkpoint_every > 1 and plan.is_lazy:
-        checkpoint = step_seconds_of(programs_of(plan, durable=True, ranks=ranks), rates)
+        checkpoint = step_seconds_of(programs_of(plan, durable=True, **shared), rates)
         seconds += max(0.0, checkpoint - seconds) / plan.updates.checkpoint_every
     return seconds * _filling(plan)
 
@@ -346,7 +345,7 @@ def _filling(plan: Plan) -> float:
 
 def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
     return simulate(
-        programs_of(plan, durable=durable, ranks=ranks_on(ceilings)),
+        programs_of(plan, durable=durable, ranks=ranks_on(ceilings), sharers=sharers_on(ceilings)),
         ceilings,
         compute_dtype=plan.compute_dtype,
         compute_threads=plan.compute_threads,
@@ -354,9 +353,9 @@ def _timeline_of(plan: Plan, ceilings: Ceilings, *, durable: bool) -> Timeline:
     )
 
 
-def programs_of(plan: Plan, *, durable: bool, ranks: int = 1) -> list[Program]:
+def programs_of(plan: Plan, *, durable: bool, ranks: int = 1, sharers: int = 1) -> list[Program]:
     """Return consecutive programs from a cold start until they repeat; the one that repeats comes three times. They are those
-    of one of `ranks` that share out every unit; of a stage those without its neighbours.
+    of one of `ranks` that share out every unit (`of_rank`); of a stage those without its neighbours.
     """
     programs: list[Program] = []
     before = Snapshot()
@@ -367,7 +366,7 @@ def programs_of(plan: Plan, *, durable: bool, ranks: int = 1) -> list[Program]:
             program, after = build_program(plan, plan.batch.num_micro_batches, before, durable=durable, shared=ranks > 1)
         if after == before:
             # Programs built from equal snapshots are equal, and the beginning does not matter to the steady state.
-            return [of_rank(program, ranks)] * 3
-        programs.append(of_rank(program, ranks))
+            return [of_rank(program, ranks, sharers)] * 3
+        programs.append(of_rank(program, ranks, sharers))
         before = after
     return programs

@@ -1,7 +1,8 @@
 """What a rank does of a step where ranks share out every unit: the programs that it runs, and its share of a machine.
 
 A rank reads, writes and updates 1/W of each unit. It gathers the rest of the weights, and sends the rest of a gradient to those
-who hold it: (W - 1)/W of each. What is its own, such as inputs of its blocks, stays whole.
+who hold it: (W - 1)/W of each. Ranks of one machine have one host copy of weights, and gather what other machines hold once.
+What is a rank's own, such as inputs of its blocks, stays whole.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,19 +26,19 @@ _PARTS = frozenset(
         Verb.WRITE_WEIGHTS,
     )
 )
-_EXCHANGES = frozenset((Verb.GATHER, Verb.SCATTER))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMachine(Ceilings):
-    """What one of `ranks` has, which share out every unit."""
+    """What one of `ranks` has, which share out every unit; `sharers` of them are on one machine."""
 
     ranks: int
+    sharers: int = 1
 
     @classmethod
-    def of(cls, machine: Ceilings, ranks: int) -> Self:
+    def of(cls, machine: Ceilings, ranks: int, sharers: int = 1) -> Self:
         """Return `machine`, as that of one of `ranks`."""
-        return cls(**{each.name: getattr(machine, each.name) for each in fields(machine)}, ranks=ranks)
+        return cls(**{each.name: getattr(machine, each.name) for each in fields(machine)}, ranks=ranks, sharers=sharers)
 
 
 def ranks_on(machine: Ceilings) -> int:
@@ -45,8 +46,14 @@ def ranks_on(machine: Ceilings) -> int:
     return machine.ranks if isinstance(machine, RankMachine) else 1
 
 
-def of_rank(program: Program, ranks: int) -> Program:
-    """Return a program of `ranks` that share out every unit, with the bytes and operations of one of them.
+def sharers_on(machine: Ceilings) -> int:
+    """Return how many ranks of one machine have one host copy; 1 where none do."""
+    return machine.sharers if isinstance(machine, RankMachine) else 1
+
+
+def of_rank(program: Program, ranks: int, sharers: int = 1) -> Program:
+    """Return a program of `ranks` that share out every unit, `sharers` of them on one machine, with the bytes and operations of
+    one of them.
 
     Both exchanges send as much as they receive. So they take turns on one lane, as if the link went one way.
     """
@@ -56,7 +63,9 @@ def of_rank(program: Program, ranks: int) -> Program:
     for op in program.ops:
         if op.verb in _PARTS:
             op = replace(op, bytes=-(-op.bytes // ranks), flops=op.flops / ranks)
-        elif op.verb in _EXCHANGES:
+        elif op.verb is Verb.GATHER:
+            op = replace(op, bytes=op.bytes * (ranks - sharers) // (ranks * sharers))
+        elif op.verb is Verb.SCATTER:
             op = replace(op, lane=Lane.NIC_DOWN, bytes=op.bytes * (ranks - 1) // ranks)
         found.append(op)
     return Program(tuple(found))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from headrace.ask.answer import plan_model
 from headrace.ask.ranks import RanksReport, plan_ranks
 from headrace.cli.app import app
+from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.forecast import programs_of
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
@@ -66,6 +67,31 @@ def test_a_rank_moves_its_part_of_every_unit_and_exchanges_the_rest(plan: Plan, 
     assert rank[Verb.GATHER] + rank[Verb.SCATTER] <= 8 * parameters * (ranks - 1) / ranks * 1.01
     for verb in (Verb.STASH, Verb.RECALL, Verb.DRAIN, Verb.UPLOAD):
         assert rank[verb] == one[verb]
+
+
+@pytest.mark.parametrize(("ranks", "sharers"), [(2, 2), (4, 2), (6, 3)])
+def test_ranks_of_one_machine_gather_what_others_hold_once_together(plan: Plan, ranks: int, sharers: int) -> None:
+    alone, shared = (bytes_by_verb(programs_of(plan, durable=True, ranks=ranks, sharers=each)) for each in (1, sharers))
+    # Of W ranks on W / L machines, L together take the parts of W - L others.
+    assert shared[Verb.GATHER] == pytest.approx(alone[Verb.GATHER] * (ranks - sharers) / (ranks - 1) / sharers, abs=4096)
+    assert {verb: shared[verb] for verb in shared if verb is not Verb.GATHER} == {
+        verb: alone[verb] for verb in alone if verb is not Verb.GATHER
+    }
+
+
+@pytest.mark.deep
+def test_a_rank_counts_its_share_of_the_host_copy(model: Path) -> None:
+    found = {}
+    for link in (None, "100Gbit"):
+        plan = report_of(model, ranks=4, link=link).plan.plan
+        assert plan is not None
+        groups = [group for group in buffer_groups(plan).values() if group.purpose == "weights" and group.tier == "host"]
+        own = sum(group.total_bytes for group in groups if not group.is_shared)
+        shared = sum(group.total_bytes for group in groups if group.is_shared)
+        found[link] = plan.results.peak_bytes["host"]["weights"] - own, shared
+        assert shared > 0
+    assert found[None][0] == pytest.approx(found[None][1] / 4, abs=4096)
+    assert found["100Gbit"][0] == found["100Gbit"][1]
 
 
 def test_programs_of_one_process_are_left_alone(plan: Plan) -> None:

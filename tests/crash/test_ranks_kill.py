@@ -77,6 +77,13 @@ class Torchrun:
         return self.log.read_text()
 
 
+def copy_of(process: int) -> tuple[str, str]:
+    """Return device and inode of the memory that a process has together with others."""
+    lines = [line.split() for line in Path(f"/proc/{process}/maps").read_text().splitlines() if "memfd:headrace" in line]
+    (found,) = {(words[3], words[4]) for words in lines}
+    return found
+
+
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("killed", "seed"), sampled([(1, 1), (0, 2), (1, 3), (0, 4)], [(1, 1)]))
 def test_a_killed_rank_is_started_again_and_the_run_goes_on(killed: int, seed: int, place: Path, undisturbed: bytes) -> None:
@@ -96,6 +103,7 @@ def test_ranks_that_are_all_killed_are_resumed(seed: int, place: Path, undisturb
     run.wait_for_step(4)
     time.sleep(random.Random(seed).random() * 0.2)
     ranks = [run.rank(number) for number in range(2)]
+    assert copy_of(ranks[0]) == copy_of(ranks[1]), "they have one host copy"
     for process in (run.process.pid, *ranks):
         os.kill(process, signal.SIGKILL)
     run.process.wait()
