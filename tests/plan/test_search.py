@@ -249,6 +249,21 @@ def weighed_seconds_of(made: Problem, ceilings: Ceilings) -> float:
     return (deferred + min(deferred, hit)) / 2
 
 
+def test_ranks_that_share_a_host_copy_count_a_part_of_it_and_hold_more() -> None:
+    made = problem(62 * MIB)
+    of_four = replace(made, allowance=replace(made.allowance, sharers=4))
+    shared, rows = make_plan(of_four, machine(of_four)), {}
+    assert shared.host_slots == BLOCKS
+    for each in (made, of_four):
+        same = with_footprint(shared, costs_of(shared.micro_batch_sequences), each.allowance)
+        assert same.fits == (each is of_four), "one process has no room for all blocks"
+        rows[each.allowance.sharers] = same.results.peak_bytes["host"]
+        again = with_runtime(shared, each.allowance.runtime_bytes, each.allowance.sharers)
+        assert again.results.peak_bytes["host"]["weights"] == same.results.peak_bytes["host"]["weights"], "also on resume"
+    assert rows[1]["weights"] == pytest.approx(4 * rows[4]["weights"], abs=4 * 4096)
+    assert rows[1] | {"weights": 0} == rows[4] | {"weights": 0}
+
+
 @pytest.mark.parametrize(("host_mib", "expected"), [(400, "kept"), (62, "returned")])
 def test_freed_memory_is_kept_where_there_is_room(host_mib: int, expected: str) -> None:
     made = problem(host_mib * MIB)
