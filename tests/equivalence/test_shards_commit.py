@@ -44,7 +44,8 @@ class Wires:
 
         lane = SimpleNamespace(send_message=lambda value, to: self.queues[rank, to].put(value), receive_message=receive)
         others = [each for each in range(SIZE) if each != rank]
-        return SimpleNamespace(rank=rank, size=SIZE, others=others, lanes={"commit": lane})
+        apart = {"machine": (rank,), "sharing": [(each,) for each in range(SIZE)]}
+        return SimpleNamespace(rank=rank, size=SIZE, others=others, lanes={"commit": lane}, **apart)
 
 
 def on_all(act: Any) -> list[Any]:
