@@ -44,12 +44,18 @@ def weights(run: Path) -> dict[str, bytes]:
     return {f"{path.parent.name}/{path.name}": path.read_bytes() for model in models for path in model.glob("*.safetensors")}
 
 
+PAIRS = ("--loss", "dpo", "--adapter", "lora:rank=2", "--learning-rate", "1e-2")
+CASES = [*((moment, ()) for moment in MOMENTS), ("before the next commit", PAIRS)]
+
+
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("moment", sampled(MOMENTS, ["before it is renamed"]))
-def test_killed_while_it_is_written_it_is_written_again(moment: str, world: World) -> None:
+@pytest.mark.parametrize(("moment", "more"), sampled(CASES, [CASES[1], CASES[-1]]))
+def test_killed_while_it_is_written_it_is_written_again(moment: str, more: tuple[str, ...], world: World) -> None:
     undisturbed, killed = world.folder / "undisturbed", world.folder / "killed"
-    assert started(world.train_words("--save-steps", 2, max_steps=5, output=undisturbed)) == 0
-    words = world.train_words("--save-steps", 2, max_steps=5, output=killed, plan=undisturbed)
+    if more:
+        world.write_rows(*[{"prompt": f"{i} flows", "chosen": f" to {i}", "rejected": f" {i} dry"} for i in range(24)])
+    assert started(world.train_words("--save-steps", 2, *more, max_steps=5, output=undisturbed)) == 0
+    words = world.train_words("--save-steps", 2, *more, max_steps=5, output=killed, plan=undisturbed)
     assert started(words, MOMENTS[moment]) == -signal.SIGKILL, "the moment never came"
     for step, path in RunDirectory(killed).checkpoints().items():
         assert (path / "headrace.json").exists(), f"checkpoint-{step} is there, and not whole"

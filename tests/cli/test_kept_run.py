@@ -24,11 +24,16 @@ WAYS: dict[str, tuple[str, ...]] = {
     "lomo": ("--optimizer", "lomo"),
     "device tier": ("--device-memory", "64MiB"),
     "plain": ("interpreter=plain",),
+    "pairs": ("--loss", "dpo:beta=0.5"),
+    "pairs, adapters": ("--loss", "dpo:beta=0.5", "--adapter", "lora:rank=2", "--learning-rate", "1e-2"),
 }
+PAIRS = [{"prompt": f"{i} drops flow to", "chosen": f" turbine {i}", "rejected": f" {i} desert"} for i in range(24)]
 
 
 def ran(world: World, name: str, *words: str, steps: int) -> Path:
-    """Run `headrace train` in the world's folder `name` and return that."""
+    """Run `headrace train` in the world's folder `name` and return that; on pairs, where its loss is over these."""
+    if "--loss" in words:
+        world.write_rows(*PAIRS)
     with pytest.raises(SystemExit) as left:
         main(world.train_words("--learning-rate", "1e-3", "--seed", "3", *words, max_steps=steps, output=world.folder / name))
     assert not left.value.code
@@ -53,7 +58,7 @@ def test_each_checkpoint_is_final_of_a_run_that_ends_there(way: str, world: Worl
     names = {path.name for path in (kept / "final").iterdir()}
     assert {path.name for path in (kept / "checkpoint-4").iterdir()} | {"README.md"} == names
     assert weights(kept / "final") == weights(kept / "checkpoint-5")
-    config = kept / "checkpoint-2" / ("adapter_config.json" if way == "adapters" else "config.json")
+    config = kept / "checkpoint-2" / ("adapter_config.json" if "--adapter" in WAYS[way] else "config.json")
     assert json.loads(config.read_text())
-    if way != "adapters":
+    if "--adapter" not in WAYS[way]:
         AutoModelForCausalLM.from_pretrained(kept / "checkpoint-2")
