@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headrace.cli.screen import show
@@ -126,48 +126,46 @@ def _export(run: RunDirectory, config: RunOptions, out: Path, *, merge: bool) ->
     kind = engines.state_of(run.path)
     if kind is StateKind.COMMITTED:
         with engines.resume(run.path, to_train=False) as engine, _repeatable(run):
+            files = _decided(config)
             if merge:
-                _merge_newest(engine, run, config.model, out)
+                _merge_newest(engine, run, config.model, out, files)
             else:
-                engine.save_pretrained(out)
-            _ended(config, out)
+                engine.save_pretrained(out, files)
     elif run.final.is_dir():
         with _repeatable(run):
             if merge:
-                _merge(config.model, run.final, out)
+                _merge(config.model, run.final, out, _decided(config))
             else:
-                _copy_final(run.final, out)
-            _ended(config, out)
+                _copy_final(run.final, out, _decided(config, run.final))
     elif (holder := lock_holder(run.path)) is not None:
         raise RunDirectoryError(f"{run.path}: process {holder} imports the model; export it once steps are committed")
     else:
         raise RunDirectoryError(f"{run.path}: the run was stopped before its first commit; `headrace resume` begins it again")
 
 
-def _ended(config: RunOptions, out: Path) -> None:
-    """Let answers of the exported model end where turns of its conversations do."""
-    from headrace.data.turn_end import add_turn_end  # late: it brings the tokenizer
+def _decided(config: RunOptions, final: Path | None = None) -> dict[str, str]:
+    """Return the files of an export that the run decides, so that answers end where turns of its conversations do."""
+    from headrace.data.turn_end import turn_end_file  # late: it brings the tokenizer
 
-    try:
-        note = add_turn_end(config, out.absolute())
-    except OSError as error:
-        raise ExportFailed(f"export to {out}: {_cause(error)}; remove it") from error
+    files, note = turn_end_file(config, final)
     if note:
         show(f"note: {note}")
+    return files
 
 
-def _merge_newest(engine: RunningEngine, run: RunDirectory, model: Path, out: Path) -> None:
+def _merge_newest(engine: RunningEngine, run: RunDirectory, model: Path, out: Path, files: Mapping[str, str]) -> None:
     """Write a model merged with the newest adapters of a run that is not finished."""
     with tempfile.TemporaryDirectory(dir=run.path, prefix="merging-") as folder:
         engine.save_pretrained(Path(folder) / "adapter")
-        _merge(model, Path(folder) / "adapter", out)
+        _merge(model, Path(folder) / "adapter", out, files)
 
 
-def _merge(model: Path, adapter: Path, out: Path) -> None:
-    """Write a model merged with an adapter; it says of which run it is."""
+def _merge(model: Path, adapter: Path, out: Path, files: Mapping[str, str]) -> None:
+    """Write a model merged with an adapter, with `files`; it says of which run it is."""
     from headrace.engine.merging import merge_adapters
 
-    merge_adapters(model, adapter, out, {PROVENANCE_NAME: (adapter / PROVENANCE_NAME).read_text(encoding="utf-8")})
+    said = (adapter / PROVENANCE_NAME).read_text(encoding="utf-8")
+    merge_adapters(model, adapter, out, {**files, PROVENANCE_NAME: said})
 
 
 @contextlib.contextmanager
@@ -179,11 +177,13 @@ def _repeatable(run: RunDirectory) -> Iterator[None]:
         raise ExportFailed(f"{error}. The run is intact: repeat `headrace export {run.path} OUT` then") from error
 
 
-def _copy_final(final: Path, out: Path) -> None:
-    """Copy a finished model to `out`, which appears complete or not at all."""
+def _copy_final(final: Path, out: Path, files: Mapping[str, str]) -> None:
+    """Copy a finished model to `out` and add `files`; it appears complete or not at all."""
     try:
         with appearing(out) as partial:
             shutil.copytree(final, partial, dirs_exist_ok=True)
+            for name, text in files.items():
+                (partial / name).write_text(text, encoding="utf-8")
     except OSError as error:
         if os.strerror(errno.ENOSPC) not in str(error):
             raise ExportFailed(f"export to {out}: {_cause(error)}; name another directory") from error

@@ -15,7 +15,6 @@ from headrace.data.open_data import open_tokenizer, read_chat_template, read_mod
 from headrace.data.preferences import read
 from headrace.data.sources import find_sources
 from headrace.data.values import Kind
-from headrace.files.durable import write_whole
 from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.terms.errors import InputError
 from headrace.terms.preferences import preferences_of
@@ -23,20 +22,6 @@ from headrace.terms.run_options import RunOptions
 
 _NAME = "generation_config.json"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def add_turn_end(config: RunOptions, out: Path) -> str:
-    """Add the token that ends turns to `eos_token_id` of what the run `config` wrote to `out`: a model, or adapters.
-
-    Return a note, or "" where nothing changes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    files, note = turn_end_file(config, out)
-    for name, text in files.items():
-        write_whole(out / name, text)
-    return note
 
 
 def turn_end_file(

@@ -1,6 +1,7 @@
 """What was tuned on conversations ends its answers where their turns end."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headrace.data.turn_end import add_turn_end, turn_end
+from headrace.cli.exporting import export_run
+from headrace.data.turn_end import turn_end, turn_end_file
+from headrace.engine.trainer import Engine
 from headrace.generate.opened import GenerationModel
 from headrace.generate.whose_weights import open_model
 from headrace.runs import train
@@ -76,14 +79,39 @@ def test_it_is_added_where_conversations_were_trained(form: str, own: Any, tmp_p
     before = {"eos_token_id": own, "top_p": 0.9}
     (out / "generation_config.json").write_text(json.dumps(before))
     loss = "dpo" if form == "pairs" else None
-    note = add_turn_end(RunOptions(model=model, data=(str(tmp_path / "data.jsonl"),), loss=loss), out)
-    after = json.loads((out / "generation_config.json").read_text())
+    files, note = turn_end_file(RunOptions(model=model, data=(str(tmp_path / "data.jsonl"),), loss=loss), out)
+    after = json.loads(files.get("generation_config.json", json.dumps(before)))
     if form == "text" or own == [4]:
         assert (note, after) == ("", before)
     else:
         assert "<|im_end|>" in note
         expected = {None: 4, 2: [2, 4]}.get(own) if not isinstance(own, list) else [2, 7, 4]
         assert after == {"eos_token_id": expected, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("way", ["whole", "adapters", "merged", "finished", "finished, merged"])
+def test_an_export_has_it_when_it_appears(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed just after the rename leaves an export that may be sent."""
+    model = make_model(tmp_path / "model", "<|im_end|>\n")
+    (tmp_path / "data.jsonl").write_text((json.dumps(CHAT) + "\n") * 8)
+    values = {"model": model, "data": (str(tmp_path / "data.jsonl"),), "output": tmp_path / "run", "cache": tmp_path / "cache"}
+    values |= {"max_steps": 1, "sequence_length": 32, "host_memory": "4GiB", "keep_state": True}
+    final = train(RunOptions.of(values | {"adapter": "lora" if way not in ("whole", "finished") else None})).final
+    if "finished" not in way:
+        shutil.rmtree(final)
+    else:
+        Engine.resume(tmp_path / "run").remove_state()
+    seen, replace, out = list[Any](), os.replace, tmp_path / "out"
+
+    def replaced(source: Any, target: Any) -> None:
+        if Path(target) == out:
+            seen.append(json.loads((Path(source) / "generation_config.json").read_text())["eos_token_id"])
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    export_run(tmp_path / "run", out, merge="merged" in way)
+    assert seen == [[2, 4]]
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
 
 
 @pytest.mark.parametrize("adapter", [None, "lora"])
