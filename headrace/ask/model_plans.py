@@ -162,7 +162,9 @@ class ModelPlans:
         """Return the `plan` of a stage for another one, which is like it but for the groups in flight."""
         problem = self._problem(question)
         assert problem.place is not None, "the question of a stage"
-        plan = replace(plan, stage=problem.place.choices(plan.batch.num_micro_batches))
+        assert plan.stage is not None, "the plan of a stage"
+        choices = problem.place.choices(plan.batch.num_micro_batches)
+        plan = replace(plan, stage=replace(choices, sums=plan.stage.sums))
         return with_footprint(plan, problem.costs_of(plan.batch.micro_batch_sequences), problem.allowance)
 
     def block_flops(self, question: Question) -> list[float]:

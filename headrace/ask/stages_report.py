@@ -212,7 +212,8 @@ def _table(report: StagesReport) -> Iterator[str]:
             yield row("  allowed", (format_bytes(size) if size else "unknown" for size in allowed), _COLUMN)
     yield row("on the device", (f"{each.device_share:.0%}" for each in stages), _COLUMN)
     waiting = [4 * sum(each.found.units[unit].gradient_elements for unit in each.found.parked_units) for each in stages]
-    yield row("waiting sums", map(format_bytes, waiting), _COLUMN)
+    places = (" on SSD" if each.choices.sums == "ssd" else "" for each in stages)
+    yield row("waiting sums", (format_bytes(size) + place for size, place in zip(waiting, places, strict=True)), _COLUMN)
     yield row("groups in flight", (str(each.choices.in_flight) for each in stages), _COLUMN)
     yield row("a group", (format_seconds(each.group_seconds) for each in stages), _COLUMN)
     assert report.step is not None, "all fit"

@@ -25,8 +25,8 @@ GRADIENT_VIEWS: dict[str, np.dtype[Any]] = {
 class Buffers(WeightBuffers):
     """All buffers of a run, in handlers' types: NumPy on the host, torch for compute. Index them by an operation's slots.
 
-    `states[slot]`, `gradients[slot]`, `stash[slot]` and `parked[unit]` are uint8 arrays. On the device `device_states[slot]`,
-    each for all planes and the gradient of one chunk, are uint8 tensors.
+    `states[slot]`, `gradients[slot]`, `stash[slot]`, `parking[slot]` and `parked[unit]` are uint8 arrays. On the device
+    `device_states[slot]`, each for all planes and the gradient of one chunk, are uint8 tensors.
     """
 
     def __init__(self, plan: Plan, machine: Machine, shared: Callable[[int], Bytes] | None = None) -> None:
@@ -37,7 +37,8 @@ class Buffers(WeightBuffers):
         self.stash = self.take_host("stash")
         self.host_stash = {block: self.take_host(f"stash.{block}") for block in plan.blocks_stashed_on("host")}
         self.between = self.take_host("between")
-        self.parked = {unit: self.take_host(f"parked.{unit}")[0] for unit in plan.parked_units}
+        in_memory = set(plan.parked_units).difference(plan.parked_on_ssd)
+        self.parked, self.parking = {unit: self.take_host(f"parked.{unit}")[0] for unit in in_memory}, self.take_host("parking")
         self.gradients = self._take_gradients()
         self.resident_states = {unit: self.take_host(f"resident_states.{unit}")[0] for unit in plan.updates.resident_states}
         self.device_states = self.take_compute("device_states")

@@ -6,6 +6,8 @@ Invariant: what waits is fp32, as where it is summed, so its way changes no bit.
 import torch
 
 from headrace.flow.step_state import StepState
+from headrace.machine.host_memory import Bytes
+from headrace.plan.buffer_sizes import parked_bytes, parked_offset
 from headrace.terms.program import Op, Pool
 
 
@@ -17,6 +19,16 @@ def park(state: StepState, op: Op) -> None:
 def unpark(state: StepState, op: Op) -> None:
     """Copy it back to where the next group's gradients are added."""
     _accumulator(state, op).copy_(_parked(state, op))
+
+
+def lay_down(state: StepState, op: Op) -> None:
+    """Write a sum that was parked to the SSD, where it waits."""
+    state.parts.store.scratch_write(parked_offset(state.plan, op.unit), _parking(state, op)).wait()
+
+
+def pick_up(state: StepState, op: Op) -> None:
+    """Read it back to host memory."""
+    state.parts.store.scratch_read(parked_offset(state.plan, op.unit), _parking(state, op)).wait()
 
 
 def give(state: StepState, op: Op) -> None:
@@ -38,7 +50,13 @@ def take(state: StepState, op: Op) -> None:
 
 
 def _parked(state: StepState, op: Op) -> torch.Tensor:
-    return torch.from_numpy(state.parts.buffers.parked[op.unit]).view(torch.float32)
+    if op.slot(Pool.PARKING) < 0:
+        return torch.from_numpy(state.parts.buffers.parked[op.unit]).view(torch.float32)
+    return torch.from_numpy(_parking(state, op)).view(torch.float32)[: state.plan.units[op.unit].gradient_elements]
+
+
+def _parking(state: StepState, op: Op) -> Bytes:
+    return state.parts.buffers.parking[op.slot(Pool.PARKING)][: parked_bytes(state.plan, op.unit)]
 
 
 def _accumulator(state: StepState, op: Op) -> torch.Tensor:

@@ -66,6 +66,8 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.SCATTER: shards.scatter,
     Verb.PARK: parked.park,
     Verb.UNPARK: parked.unpark,
+    Verb.LAY_DOWN: parked.lay_down,
+    Verb.PICK_UP: parked.pick_up,
     Verb.GIVE: parked.give,
     Verb.TAKE: parked.take,
     Verb.ANNOUNCE: serve.announce,

@@ -14,6 +14,8 @@ from headrace.terms.summing import TREE, partial_sums
 # Elements that an update on the device works on at once (tests count): its temporaries grow with them.
 DEVICE_UPDATE_PIECE_ELEMENTS = 1 << 20
 TENSOR_ALIGNMENT_BYTES = 64
+# Buffers for sums of gradients on their way to or from the SSD: one is filled while another one is read or written.
+PARKING_SLOTS = 2
 
 
 def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
@@ -55,7 +57,9 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if any(unit in residents for unit in passing):
         resident_gradient = max(plan.gradient_bytes(unit) for unit in residents)
         groups["resident_gradient"] = BufferGroup("host", "gradients", 1, resident_gradient)
-    for unit in plan.parked_units:
+    if laid := plan.parked_on_ssd:
+        groups["parking"] = BufferGroup("host", "gradients", PARKING_SLOTS, max(parked_bytes(plan, unit) for unit in laid))
+    for unit in set(plan.parked_units).difference(laid):
         groups[f"parked.{unit}"] = BufferGroup("host", "gradients", 1, 4 * plan.units[unit].gradient_elements)
     for unit in plan.updates.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
@@ -117,8 +121,10 @@ def host_update_temporary_bytes(plan: Plan) -> int:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Return the bytes on the SSD for block inputs and held gradients: they are not durable and have no second slot."""
-    return stash_scratch_bytes(plan) + held_scratch_bytes(plan)
+    """Return the bytes on the SSD for block inputs, held gradients and sums that wait: they are not durable and have no second
+    slot.
+    """
+    return stash_scratch_bytes(plan) + held_scratch_bytes(plan) + sum(parked_bytes(plan, unit) for unit in plan.parked_on_ssd)
 
 
 def stash_scratch_bytes(plan: Plan) -> int:
@@ -163,6 +169,17 @@ def held_gradient_offset(plan: Plan, unit: int) -> int:
 def held_gradient_bytes(plan: Plan, unit: int) -> int:
     """Return the bytes that the held gradient of a unit takes on the SSD, in whole pages."""
     return round_up(plan.gradient_bytes(unit), PAGE_BYTES)
+
+
+def parked_bytes(plan: Plan, unit: int) -> int:
+    """Return the bytes that a unit's sum takes on the SSD, in whole pages."""
+    return round_up(4 * plan.units[unit].gradient_elements, PAGE_BYTES)
+
+
+def parked_offset(plan: Plan, unit: int) -> int:
+    """Return where a unit's sum lies in the scratch space: after block inputs and held gradients."""
+    before = sum(parked_bytes(plan, other) for other in plan.parked_on_ssd if other < unit)
+    return stash_scratch_bytes(plan) + held_scratch_bytes(plan) + before
 
 
 class ChunkBytes(NamedTuple):

@@ -201,9 +201,14 @@ class Plan(Placement):
 
     @property
     def parked_units(self) -> tuple[int, ...]:
-        """The blocks whose sums of gradients wait in host memory for a stage's next group."""
+        """The blocks whose sums of gradients wait for a stage's next group."""
         several = self.stage is not None and self.stage.groups > 1
         return tuple(unit for unit in self.trained_units if unit not in self.ends) if several else ()
+
+    @property
+    def parked_on_ssd(self) -> tuple[int, ...]:
+        """Those whose sums wait on the SSD."""
+        return self.parked_units if self.stage and self.stage.sums == "ssd" else ()
 
     @property
     def gradient_in_place(self) -> bool:

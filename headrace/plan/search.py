@@ -54,7 +54,8 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     """Return the plan that fits and is fastest in the simulator on a machine with `ceilings` (None: a nominal machine).
     `seconds_of` remembers the forecasts that are made here, if they are for that machine.
 
-    Hidden states wait in host memory between blocks where nothing else fits, or where that is faster.
+    Hidden states wait in host memory between blocks, and a stage's sums of gradients on its SSD, where nothing else fits, or
+    where that is faster.
 
     Raises:
         PlanInfeasible: nothing fits; the message names the tier, what the leanest plan needs there, and what takes most of it.
@@ -63,7 +64,27 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     problem = replace(problem, attention_share=machine.attention_share)
     if seconds_of is None or seconds_of.machine != machine:
         seconds_of = StepSeconds(machine)
-    hosted, measured = replace(problem, hosted=problem.can_host), ceilings is not None
+    place, measured = problem.place, ceilings is not None
+    if place is None or place.sums == "ssd":
+        return _made(problem, seconds_of, measured=measured)
+    laid_down = replace(problem, place=replace(place, sums="ssd"))
+    try:
+        plan = _made(problem, seconds_of, measured=measured)
+    except PlanInfeasible:
+        return _made(laid_down, seconds_of, measured=measured)
+    # Sums in memory save more traffic for a byte than weights do. So only a step in fewer groups would be better without them.
+    if plan.stage == place.choices(problem.workload.sequences):
+        return plan
+    try:
+        other = _made(laid_down, seconds_of, measured=measured)
+    except PlanInfeasible:
+        return plan
+    return _first_of_alike([(seconds_of(each), each) for each in (plan, other)])
+
+
+def _made(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
+    """Return the plan that fits and is fastest, with a stage's sums where `problem` says. Raises as `make_plan`."""
+    hosted = replace(problem, hosted=problem.can_host)
     try:
         plan = _fastest_plan(problem, seconds_of, measured=measured)
     except PlanInfeasible as refusal:

@@ -13,12 +13,15 @@ GROUPS_PER_STAGE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoices:
-    """How a step goes through stage `number` of `count`: in `groups`, of which `in_flight` may have passed and not returned."""
+    """How a step goes through stage `number` of `count`: in `groups`, of which `in_flight` may have passed and not returned.
+    `sums`: the tier where sums of gradients wait for the next group, `host` or `ssd`.
+    """
 
     number: int
     count: int
     groups: int
     in_flight: int
+    sums: str = "host"
 
     @property
     def is_first(self) -> bool:
@@ -56,7 +59,7 @@ class StageChoices:
 class StagePlace:
     """Stage `number` of `count` in a model of `num_blocks`: it has the units `blocks`. A step has at most `most_groups`.
 
-    In a model whose ends are `tied`, the last stage reads the matrix that the first one has.
+    In a model whose ends are `tied`, the last stage reads the matrix that the first one has. `sums` as in `StageChoices`.
     """
 
     number: int
@@ -65,6 +68,7 @@ class StagePlace:
     num_blocks: int
     most_groups: int
     tied: bool = False
+    sums: str = "host"
 
     @classmethod
     def of(
@@ -97,4 +101,6 @@ class StagePlace:
         """
         groups = min(num_micro, self.most_groups)
         in_flight = min(groups, 2 * (self.count - self.number) - 1)
-        return StageChoices(number=self.number, count=self.count, groups=groups, in_flight=in_flight)
+        return StageChoices(
+            number=self.number, count=self.count, groups=groups, in_flight=in_flight, sums=self.sums if groups > 1 else "host"
+        )

@@ -1,6 +1,7 @@
 """Stages give the losses, norms and final weights of one process under one plan, bit for bit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from headrace.engine.staged import StagedEngine
 from headrace.engine.trainer import Engine
 from headrace.net import Relay
 from headrace.plan.plan import Plan
+from headrace.plan.stage_place import StagePlace
 from headrace.terms.errors import ConfigError
+from headrace.terms.events import OpDone
+from headrace.terms.lanes import split_lane
 from headrace.terms.options import Options
 
 STEPS, SPLIT_IN_FOUR = 3, {**SPLIT, "num_micro_batches": 4}
@@ -66,6 +70,29 @@ def test_stages_give_the_bits_of_one_process(setting: str, size: int, model_dir:
     assert scores[0] == scores[1]
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("setting", sampled(["adamw", "tied lora", "a device of its own"], ["a device of its own"]))
+def test_sums_that_wait_on_the_ssd_change_no_bit(
+    setting: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = dict(SETTINGS[setting])
+    path, batches = model_dir(options.pop("model"), "bfloat16"), [batch_of(8, LENGTH, seed) for seed in range(STEPS)]
+    found, done = [], list[OpDone]()
+    make = StagePlace.of
+    for sums in ("host", "ssd"):
+        monkeypatch.setattr(StagePlace, "of", lambda *place, sums=sums, **more: replace(make(*place, **more), sums=sums))
+        sink = done.append if sums == "ssd" else lambda event: None
+        adjust = {**SPLIT_IN_FOUR, "stage": lambda plan, sums=sums: replace(plan.stage, groups=4, in_flight=3, sums=sums)}
+        run = staged_run(path, tmp_path / sums, batches, 2, adjust=adjust, sink=sink, **options)
+        found.append(([(result.loss, result.grad_norm) for result in run[0]], run[1]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+    for verb in ("lay-down", "pick-up"):
+        ops = [event for event in done if isinstance(event, OpDone) and event.verb == verb]
+        assert {split_lane(op.lane)[1] for op in ops} == {0, 1}, "at both stages"
+        mine = [op for op in ops if op.lane.startswith("ssd")]
+        assert len(mine) == STEPS * 3 * len({op.unit for op in mine}), "once between two groups"
 
 
 @pytest.mark.deep

@@ -1,5 +1,6 @@
 """A stage plans its own blocks alone, in the numbers of the whole model, and counts what waits for its groups."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -9,14 +10,15 @@ from hypothesis import strategies as st
 from test_search import BLOCKS, machine, problem
 from tiers import sampled
 
-from headrace.plan.buffer_sizes import buffer_groups
+from headrace.plan.buffer_sizes import buffer_groups, scratch_bytes
 from headrace.plan.forecast import forecast, programs_of
 from headrace.plan.plan import Plan
 from headrace.plan.search import make_plan
 from headrace.plan.stage_place import StageChoices, StagePlace
 from headrace.plan.staging import placed, stage_problem
+from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
-from headrace.terms.sizes import GIB
+from headrace.terms.sizes import GIB, MIB
 
 CUTS = (1, 3)
 
@@ -61,6 +63,36 @@ def test_sums_that_wait_take_four_bytes_a_parameter_of_the_blocks() -> None:
         assert plan.stage.groups > 1
         assert sum(group.num_bytes for group in waiting) == 4 * sum(plan.units[unit].num_elements for unit in plan.own_blocks)
         assert {group.tier for group in waiting} == {"host"}
+
+
+def test_sums_that_wait_on_the_ssd_take_two_buffers_and_go_there_and_back_once_between_two_groups() -> None:
+    for _, plan in stage_plans(True):
+        assert plan.stage is not None
+        laid = replace(plan, stage=replace(plan.stage, sums="ssd"))
+        own = [4 * plan.units[unit].num_elements for unit in plan.own_blocks]
+        sizes = [
+            sum(group.total_bytes for group in buffer_groups(each).values() if group.tier == "host") for each in (plan, laid)
+        ]
+        assert sizes[0] - sizes[1] == sum(own) - 2 * max(own)
+        assert scratch_bytes(laid) - scratch_bytes(plan) == sum(own)
+        program, count = programs_of(laid, durable=True)[-1], (plan.stage.groups - 1) * len(own)
+        for verb, lane in ((Verb.LAY_DOWN, Lane.SSD_WRITE), (Verb.PICK_UP, Lane.SSD_READ)):
+            found = [op for op in program.ops if op.verb is verb]
+            assert {op.lane for op in found} == {lane}
+            assert sum(op.bytes for op in found) == sum(own) * (plan.stage.groups - 1)
+            assert len(found) == count
+        assert Plan.from_json(laid.to_json()) == laid
+
+
+@pytest.mark.deep
+def test_sums_wait_on_the_ssd_where_memory_for_them_would_take_groups_away() -> None:
+    found = []
+    for mib in (200, 50):
+        whole = problem(mib * MIB, device_bytes=GIB, clip=True, rows=8)
+        plan = make_plan(stage_problem(whole, StagePlace.of(1, (1,), BLOCKS, tied=False)), machine(whole))
+        assert plan.stage is not None
+        found.append((plan.stage.sums, plan.stage.groups))
+    assert found == [("host", 8), ("ssd", 8)]
 
 
 def test_a_stage_reads_its_blocks_once_for_each_group_and_touches_no_others() -> None:

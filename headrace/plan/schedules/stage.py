@@ -1,13 +1,14 @@
 """A stage's part of a training step (AxoNN): its blocks, for one group of micro-batches after the other.
 
 A step is several programs, and what arrives from the neighbours decides which comes next. A unit's gradient is whole only in
-the last group's backward. Until then sums wait in host memory. Invariant: groups go backward in their order, so sums are
-grouped as in one process.
+the last group's backward. Until then sums wait in host memory, or on the SSD. Invariant: groups go backward in their order, so
+sums are grouped as in one process.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.plan.buffer_sizes import PARKING_SLOTS
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import Training
@@ -17,6 +18,7 @@ from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Program, Verb, buffer
 
 _PARKED, _RESIDENT_ACCUMULATOR, _FREE_SLOTS = buffer(Pool.PARKED), buffer(Pool.RESIDENT_ACCUMULATOR), buffer(Pool.FREE_SLOTS)
+_PARKING, _SSD_PARKED = buffer(Pool.PARKING), buffer(Pool.SSD_PARKED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ class _Stage(Training):
     def __init__(self, plan: Plan, part: StagePart, before: Snapshot, group: Group | None = None) -> None:
         super().__init__(plan, part.num_micro, before, durable=part.durable)
         self.part, self.first = part, part.blocks.start
+        self.laid_down, self.parking_turn = frozenset(plan.parked_on_ssd), 0
         self.enter(group or Group(range(part.num_micro), is_first=True, is_last=True))
 
     def enter(self, group: Group) -> None:
@@ -183,7 +186,11 @@ class _Stage(Training):
                 self.acquire(ahead, on_host=at_once)
             if block in self.trained and not self.group.is_first:
                 made, num_bytes = (self.accumulator(),), 4 * self.plan.units[block].gradient_elements
-                self.ledger.op(Verb.UNPARK, Lane.HOST_TO_DEVICE, (_PARKED + block,), made, unit=block, num_bytes=num_bytes)
+                parked = self.parking(block)
+                if block in self.laid_down:
+                    laid = (_SSD_PARKED + block,)
+                    self.ledger.op(Verb.PICK_UP, Lane.SSD_READ, laid, (parked,), unit=block, num_bytes=num_bytes)
+                self.ledger.op(Verb.UNPARK, Lane.HOST_TO_DEVICE, (parked,), made, unit=block, num_bytes=num_bytes)
             self.backward(block)
 
     def decide(self, drained: Sequence[int]) -> None:
@@ -203,13 +210,27 @@ class _Stage(Training):
         self.ledger.op(Verb.COMMIT, Lane.COMMIT, (VERDICT,), (_FREE_SLOTS,), late=True)
 
     def drain(self, unit: int, gradient: int, host: int = -1) -> None:
-        """See `Training.drain`. Before the last group the sum waits: of a block in host memory, else where it is."""
+        """See `Training.drain`. Before the last group the sum waits: of a block in host memory or on the SSD, else where it
+        is.
+        """
         if self.group.is_last:
             super().drain(unit, gradient, host)
         elif unit not in self.ends:
             made, num_bytes = (self.accumulator(),), 4 * self.plan.units[unit].gradient_elements
-            self.ledger.op(Verb.PARK, Lane.DEVICE_TO_HOST, made, (_PARKED + unit,), unit=unit, num_bytes=num_bytes)
+            parked = self.parking(unit)
+            self.ledger.op(Verb.PARK, Lane.DEVICE_TO_HOST, made, (parked,), unit=unit, num_bytes=num_bytes)
+            if unit in self.laid_down:
+                laid = (_SSD_PARKED + unit,)
+                self.ledger.op(Verb.LAY_DOWN, Lane.SSD_WRITE, (parked,), laid, unit=unit, num_bytes=num_bytes)
             self.accumulator_turn = (self.accumulator_turn + 1) % self.plan.gradients.accumulators
+
+    def parking(self, unit: int) -> int:
+        """Return the buffer in host memory where a unit's sum waits, or the next one of those on its way to or from the SSD."""
+        if unit not in self.laid_down:
+            return _PARKED + unit
+        slot = self.parking_turn
+        self.parking_turn = (slot + 1) % PARKING_SLOTS
+        return _PARKING + slot
 
     def uses_until(self, block: int) -> int:
         return _distance(self.uses, self.position, block)

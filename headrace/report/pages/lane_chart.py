@@ -20,7 +20,10 @@ FAMILIES = {
         *("stash", "spill", "unspill", "recall", "hidden-out", "hidden-in", "hidden-gradient-out", "hidden-gradient-in"),
         *("cache-read", "cache-in", "cache-out", "cache-write", "query-out", "result-in"),
     ),
-    "gradients": ("drain", "push", "scatter", "receive", "hold", "unhold", "park", "unpark", "give", "take"),
+    "gradients": (
+        *("drain", "push", "scatter", "receive", "hold", "unhold", "give", "take"),
+        *("park", "unpark", "lay-down", "pick-up"),
+    ),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states", "round", "keep"),
     "control": ("announce", "report", "decide", "route", "commit"),
 }
