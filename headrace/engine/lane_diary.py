@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.terms.events import NO_STEP, Event, OpDone, Sink
 from headrace.terms.lanes import Lane, Peer, lane_of_peer
-from headrace.terms.program import label_of
+from headrace.terms.program import Verb, label_of
 
 MAX_LANE_ROWS_PER_STEP = 400  # about 20 KB; neighbours are merged beyond that
 
@@ -41,7 +41,10 @@ class LaneDiary:
             ops, self._ops = self._ops, []
         return {
             "ops": [self._row(each) for each in _joined(ops)],
-            "compute_seconds": sum(op.stop_seconds - op.start_seconds for op in ops if op.lane == Lane.COMPUTE),
+            # Without what waits for other processes.
+            "compute_seconds": sum(
+                op.stop_seconds - op.start_seconds for op in ops if op.lane == Lane.COMPUTE and op.verb != Verb.DECIDE
+            ),
         }
 
     def _row(self, op: OpDone) -> list[Any]:

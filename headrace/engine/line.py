@@ -13,6 +13,7 @@ import torch
 
 from headrace.ask.planner import RunPlanner
 from headrace.engine.fleet import LEADER, Fleet
+from headrace.engine.stage_shares import StageShares
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain
 from headrace.model.passing_check import refuse_what_passes_more
@@ -46,6 +47,9 @@ class Line(Fleet):
         self._back = Relay(ranks.lanes["back"], self._changed, source=right, to=left)
         self._in_8_bits, self._dtype = False, torch.float32
         self._shapes: dict[str, list[Sequence[tuple[int, ...]]]] = {"onward": [], "back": []}
+        self._group_bytes = 0
+        self.stage_shares = StageShares()
+        self.num_groups = 1  # of the newest step
 
     # -- how the run is cut ---------------------------------------------------------------------------------------------
 
@@ -113,7 +117,8 @@ class Line(Fleet):
 
     def begin_step(self, shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype, *, back: bool) -> None:
         """Prepare for hidden states of these shapes by group and micro-batch; with `back` their gradients return."""
-        self._dtype = dtype
+        self._dtype, self.num_groups = dtype, len(shapes)
+        self._group_bytes = max(sum(map(self._num_bytes, group)) for group in shapes)
         for kind, relay, is_wanted in (
             ("onward", self._onward, self.rank > 0),
             ("back", self._back, back and self.rank < self.size - 1),
@@ -174,6 +179,12 @@ class Line(Fleet):
         into: Bytes = np.empty(table.numel() * table.element_size(), np.uint8)
         self.ranks.lanes["table"].receive(into, self.size - 1 if self.leads else LEADER)
         table.copy_(torch.from_numpy(into).view(table.dtype).view(table.shape))
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Seconds in which a group came from a neighbour, where it was slowest, without waiting for the sender."""
+        rates = [relay.best_bytes_per_second for relay in (self._onward, self._back) if relay.best_bytes_per_second]
+        return self._group_bytes / min(rates) if rates else 0.0
 
     def close(self) -> None:
         """End what moves bytes in the background."""

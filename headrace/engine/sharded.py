@@ -4,7 +4,7 @@ Rank 0 is driven as any engine, and tells the other ranks to do the same (`follo
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,9 +45,7 @@ class ShardedEngine(Engine):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._told_already = False
-        self._diary = LaneDiary(self._emit)
-        if not self._fleet.leads:
-            self._emit = self._diary
+        self._emit = self._diary = LaneDiary(run.sink)
         self._meter.count(lambda: self._fleet.copy.resident_bytes)
         self._closers.callback(self._fleet.copy.close)
         self._closers.callback(self._fleet.ranks.close)
@@ -107,15 +105,22 @@ class ShardedEngine(Engine):
             peak_bytes=self._meter.peak_bytes(),
         )
         loss = None if state.loss_sum is None else float(state.loss_sum)
-        own = {"loss": loss, "figures": self._fleet.figures[self._fleet.rank], "lanes": self._diary.told()}
-        found = self._fleet.collect(own)
+        found = self._fleet.collect({"loss": loss, **self._own_words()})
         sums = [each["loss"] for each in found if each["loss"] is not None]
         self._fleet.figures |= {each["figures"]["rank"]: each["figures"] for each in found}
         for rank, each in enumerate(found[1:], start=1) if self._fleet.leads else ():
             begin, step = self._fleet.told_seconds[rank], state.verdict.step
             for op in ops_of(each["lanes"]["ops"], step=step, peer=self._fleet.peer, number=rank, begin_seconds=begin):
-                self._emit(op)
+                self._run.sink(op)
+        self._hear(found, learns=state.learns)
         state.loss_sum = torch.tensor(sum(sums), dtype=torch.float64) if sums else None
+
+    def _own_words(self) -> dict[str, Any]:
+        """Return what this rank says at the end of a step, beside its loss."""
+        return {"figures": self._fleet.figures[self._fleet.rank], "lanes": self._diary.told()}
+
+    def _hear(self, found: Sequence[Mapping[str, Any]], *, learns: bool) -> None:
+        """Take note of what ranks said at the end of a step, or of a pass that scores."""
 
     # -- what rank 0 is asked for, all ranks do -------------------------------------------------------------------------
 

@@ -4,8 +4,9 @@ Stage 0 is driven as any engine; the others follow it, as ranks do.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from headrace.flow.step_batch import StepBatch, checked_batch
 from headrace.flow.steps import Schedule
 from headrace.plan.plan import Plan
 from headrace.terms.errors import DataError, PeerLost, StepFailed
-from headrace.terms.events import Evaluation
+from headrace.terms.events import Evaluation, StepResult
 from headrace.update.combinations import refuse_in_stages
 
 
@@ -29,12 +30,35 @@ class StagedEngine(ShardedEngine):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        line = self._fleet
-        assert isinstance(line, Line), "a staged engine has stages"
-        self._schedule = Schedule(tail=partial(StagedSteps.finish, line=line))
-        self._closers.callback(line.close)
+        self._said: Sequence[Mapping[str, float]] = ()
+        self._schedule = Schedule(tail=partial(StagedSteps.finish, line=self._line))
+        self._closers.callback(self._line.close)
 
     _check = staticmethod(refuse_in_stages)
+
+    @property
+    def _line(self) -> Line:
+        line = self._fleet
+        assert isinstance(line, Line), "a staged engine has stages"
+        return line
+
+    def _own_words(self) -> dict[str, Any]:
+        return super()._own_words() | {"transfer_seconds": self._line.transfer_seconds}
+
+    def _hear(self, found: Sequence[Mapping[str, Any]], *, learns: bool) -> None:
+        self._said = [
+            {"compute_seconds": each["lanes"]["compute_seconds"], "transfer_seconds": each["transfer_seconds"]}
+            for each in found
+        ]
+
+    def step(
+        self, batch: Mapping[str, torch.Tensor], *, position: Any = None, learning_rate: float | None = None
+    ) -> StepResult:
+        """See `ShardedEngine.step`; stage 0 notes how busy each stage was."""
+        result = super().step(batch, position=position, learning_rate=learning_rate)
+        if self._line.leads:
+            self._line.stage_shares.add(self._said, result.seconds)
+        return result
 
     def _for_all(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         sequences, length = checked_batch(batch, self.chain.vocabulary)["input_ids"].shape

@@ -5,6 +5,7 @@ peer is told to whoever takes, gives or waits.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -28,6 +29,7 @@ class Relay:
         self._came: deque[Bytes] = deque()
         self._places = threading.Semaphore(_PLACES)
         self._failure: PeerLost | None = None
+        self.best_bytes_per_second = 0.0  # of what came: a message that did not wait for its sender
         for peer, work in ((source, self._receive), (to, self._send)):
             if peer is not None:
                 name = f"headrace {lane.name} {work.__name__}"
@@ -80,7 +82,10 @@ class Relay:
         while (num_bytes := self._wanted.get()) is not None:
             self._places.acquire()
             into: Bytes = np.empty(num_bytes, np.uint8)
+            begin = time.perf_counter()
             self._lane.receive(into, source)
+            rate = num_bytes / max(time.perf_counter() - begin, 1e-9)
+            self.best_bytes_per_second = max(self.best_bytes_per_second, rate)
             with self._changed:
                 self._came.append(into)
                 self._changed.notify_all()

@@ -3,10 +3,9 @@
 Invariant: rank 0 alone has model, data and `output`, and speaks. If a rank is lost all end, and the next start goes on.
 """
 
-import json
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,10 +74,8 @@ def follow(launch: Launch) -> None:
 
 def _with_ranks(finished: Finished, fleet: "Fleet") -> Finished:
     """Add to the run's summary what each rank did since the last start."""
-    directory = RunDirectory(finished.run_directory)
-    with suppress(FileNotFoundError):
-        summary = json.loads((directory.path / "summary.json").read_text(encoding="utf-8"))
-        directory.write_summary({**summary, "ranks": [fleet.figures[rank] for rank in sorted(fleet.figures)]})
+    ranks = [fleet.figures[rank] for rank in sorted(fleet.figures)]
+    RunDirectory(finished.run_directory).add_to_summary({"ranks": ranks})
     return finished
 
 

@@ -97,8 +97,8 @@ def _lead(directory: RunDirectory, config: RunOptions | None, staging: Staging, 
                     from headrace.runs.engines import stage_engines
 
                     if config is None or directory.config.exists():
-                        return resume(directory.path, display=display, engines=stage_engines(line))
-                    return train(config, display=display, engines=stage_engines(line))
+                        return _with_shares(resume(directory.path, display=display, engines=stage_engines(line)), line)
+                    return _with_shares(train(config, display=display, engines=stage_engines(line)), line)
                 finally:
                     line.ranks.close()
             except (PeerLost, StepFailed) as error:
@@ -107,6 +107,12 @@ def _lead(directory: RunDirectory, config: RunOptions | None, staging: Staging, 
                 words = str(lost)
             # Outside of the handler, because the caught error holds transfers, and these hold their connections.
             display.say(f"{words}; going on from the last committed step once it is back")
+
+
+def _with_shares(finished: Finished, line: "Line") -> Finished:
+    """Add to the run's summary how busy stages were since the last start."""
+    RunDirectory(finished.run_directory).add_to_summary({"stages": line.stage_shares.to_json(line.num_groups)})
+    return finished
 
 
 def follow(options: Options, staging: Staging, *, display: Display | None = None) -> None:

@@ -163,6 +163,12 @@ class RunDirectory:
         with self.writing():
             write_whole(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
 
+    def add_to_summary(self, values: Mapping[str, Any]) -> None:
+        """Add to what `write_summary` wrote; a run that has not written it gets nothing."""
+        with contextlib.suppress(FileNotFoundError):
+            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
+            self.write_summary({**summary, **values})
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Turn the system's refusal to write a file of the run into `unwritable`."""

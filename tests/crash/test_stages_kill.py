@@ -106,6 +106,9 @@ def test_killed_stages_come_back(seed: int, place: Path, alone: bytes) -> None:
             stages.kill(killed)
             stages.start(killed)
         assert stages.weights() == alone
+        found = json.loads((stages.output / "summary.json").read_text())["stages"]
+        assert 0 < min(found["busy_shares"]) <= found["utilisation"] <= 1
+        assert 0 < found["bound"] < 1
     finally:
         stages.close()
     assert not list(Path(f"{stages.output}-ssd").glob("headrace-*")), "what a stage held is removed"

@@ -40,7 +40,16 @@ def test_each_tells_what_its_lanes_did(peer: Peer, model_dir: Callable[..., Path
     if peer is Peer.RANK:
         ranks_run(path, tmp_path / "run", batches, 2, gradient_sum="tree", drive=_evaluate(batches[0]), **given)
     else:
-        staged_run(path, tmp_path / "run", batches, 2, drive=_evaluate(batches[0]), **given)
+        shares = list[Any]()
+
+        def drive(engine: Any) -> None:
+            engine.evaluate(batches[0])
+            shares.append(engine._line.stage_shares.to_json(4))
+
+        staged_run(path, tmp_path / "run", batches, 2, drive=drive, **given)
+        assert 0 < min(shares[0]["busy_shares"]) <= shares[0]["utilisation"] < 1
+        assert shares[0]["transfer_seconds"] > 0
+        assert 0 < shares[0]["bound"] < 1
     end = time.perf_counter()
     lanes.close()
     ops = [event for event in told if isinstance(event, OpDone)]

@@ -14,6 +14,7 @@ from ranks import staged_run
 from short_run import short_run
 from tiers import sampled
 
+from headrace.engine.stage_shares import StageShares
 from headrace.engine.staged import StagedEngine
 from headrace.engine.trainer import Engine
 from headrace.net import Relay
@@ -93,6 +94,24 @@ def test_sums_that_wait_on_the_ssd_change_no_bit(
         assert {split_lane(op.lane)[1] for op in ops} == {0, 1}, "at both stages"
         mine = [op for op in ops if op.lane.startswith("ssd")]
         assert len(mine) == STEPS * 3 * len({op.unit for op in mine}), "once between two groups"
+
+
+def test_shares_of_stages_are_those_of_compute_beside_the_most_that_there_can_be() -> None:
+    shares = StageShares()
+    assert shares.to_json(4) is None
+    said = [{"compute_seconds": 99.0, "transfer_seconds": 9.0}, {"compute_seconds": 99.0, "transfer_seconds": 0.0}]
+    shares.add(said, 999.0)
+    assert shares.to_json(4) is not None, "a run of one step has that alone"
+    for busy, seconds in ((4.0, 10.0), (8.0, 14.0)):
+        shares.add(
+            [{"compute_seconds": busy, "transfer_seconds": 0.25}, {"compute_seconds": 2.0, "transfer_seconds": 0.5}], seconds
+        )
+    found = shares.to_json(4)
+    assert found is not None
+    assert found["busy_shares"] == [pytest.approx(12 / 24, abs=1e-4), pytest.approx(4 / 24, abs=1e-4)]
+    assert found["utilisation"] == 0.5
+    # Six seconds a step on average: a group takes 1.5 s, and 0.5 s on the link.
+    assert found["bound"] == pytest.approx(4 * 1.5 / (4 * 1.5 + 1 * (1.5 + 2 * 0.5)), abs=1e-4)
 
 
 @pytest.mark.deep

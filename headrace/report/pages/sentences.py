@@ -38,7 +38,20 @@ def bottleneck_words(found: Findings, run: RunFiles) -> list[str]:
             sentences.append(f"With {words} the plan's step would take {format_seconds(seconds)} ({much}).")
     elif found.busiest is not None:
         sentences += _bound(found)
-    return sentences
+    return sentences + _of_stages(run)
+
+
+def _of_stages(run: RunFiles) -> list[str]:
+    """Return how busy the slowest stage of a run was, beside the most that it could be."""
+    found = (run.outcome or {}).get("stages")
+    wanted = ("utilisation", "bound", "groups", "group_seconds", "transfer_seconds")
+    if not isinstance(found, dict) or not all(isinstance(found.get(name), int | float) for name in wanted):
+        return []
+    return [
+        f"The slowest stage computed {found['utilisation']:.0%} of the steps' time, where {found['bound']:.0%} is the most: "
+        f"G t / (G t + (S-1)(t + 2c)) with G = {found['groups']} groups, t = {format_seconds(found['group_seconds'])} of one, "
+        f"c = {format_seconds(found['transfer_seconds'])} on a link."
+    ]
 
 
 def endurance_words(found: Findings) -> list[str]:

@@ -56,6 +56,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
         "planned_peak_bytes": {tier: plan.peak(tier) for tier in plan.results.peak_bytes} if plan else None,
         "measured_peak_bytes": measured_peaks(run.metrics),
         "planned_and_measured": (run.outcome or {}).get("planned_and_measured"),
+        "stages": (run.outcome or {}).get("stages"),
         "io_cpu_seconds_per_gigabyte": found.io_cpu.seconds_per_gigabyte if found.io_cpu else None,
         "bytes_written": written.so_far_bytes if written else None,
         "bytes_written_forecast": written.forecast_bytes if written else None,

@@ -3,6 +3,7 @@
 Run: pytest tests/report/pages/test_pages_of_peers.py
 """
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -67,3 +68,16 @@ def test_lanes_of_peers_have_words_and_places() -> None:
     assert [lane_heading(lane, lanes) for lane in lanes[1:3]] == ["Rank 2: SSD writes", "Rank 0: Update"]
     assert lane_heading(Lane.UPDATE) == "Update"
     assert split_lane("rank : compute") == (None, 0, "rank : compute")
+
+
+def test_the_page_says_how_busy_the_slowest_stage_was(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", Peer.STAGE, 2)
+    assert "slowest stage" not in write_report(run).read_text(encoding="utf-8")
+    figures = {"groups": 8, "utilisation": 0.71, "bound": 0.8, "group_seconds": 1.5, "transfer_seconds": 0.25}
+    (run / "summary.json").write_text(json.dumps({"stages": figures}))
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "The slowest stage computed 71% of the steps&#x27; time, where 80% is the most" in page
+    assert "G = 8 groups, t = 1.5 s of one, c = 250 ms on a link" in page
+    for damaged in ({"stages": 3}, {"stages": {"groups": "x"}}, {"stages": None}):
+        (run / "summary.json").write_text(json.dumps(damaged))
+        assert "slowest stage" not in write_report(run).read_text(encoding="utf-8")
