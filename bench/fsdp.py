@@ -12,6 +12,7 @@ two and the last. Bytes are the kernel's, of the whole run over its steps. Losse
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import sys
@@ -89,28 +90,40 @@ class _Pace:
         time.sleep(max(0.0, left))
 
 
-def be_rank(folder: str, host: str, rank: int, steps: int, recompute: bool, seconds: dict[str, float]) -> None:
-    """Train with FSDP2 on this rank's rows, and leave step begins, losses and lateness in a file."""
+def be_rank(
+    folder: str,
+    host: str,
+    rank: int,
+    steps: int,
+    recompute: bool,
+    seconds: dict[str, float],
+    ranks: int = WORKERS,
+    interface: str = "eth0",
+    threads: int = 1,
+) -> None:
+    """Train with FSDP2 on this rank's rows, and leave step begins, losses, lateness and the largest resident size in a file.
+    Without `seconds` layers take the time that they take.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group("gloo", init_method=f"tcp://{host}:29600", rank=rank, world_size=WORKERS)
+    torch.set_num_threads(threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:29600", rank=rank, world_size=ranks)
     model = AutoModelForCausalLM.from_pretrained(Path(folder, "model"), dtype=torch.float32)
     model.config.use_cache = False
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
     policy = {
-        "mesh": init_device_mesh("cpu", (WORKERS,)),
+        "mesh": init_device_mesh("cpu", (ranks,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
     }
-    paces = [_Pace(layer, seconds["block"], 3.0 if recompute else 2.0) for layer in model.model.layers]
-    paces.append(_Pace(model.lm_head, seconds["head"]))
+    paces = [_Pace(layer, seconds["block"], 3.0 if recompute else 2.0) for layer in model.model.layers if seconds]
+    paces += [_Pace(model.lm_head, seconds["head"])] if seconds else []
     for layer in model.model.layers:
         fully_shard(layer, **policy)
     fully_shard(model, **policy)
@@ -123,15 +136,16 @@ def be_rank(folder: str, host: str, rank: int, steps: int, recompute: bool, seco
         with np.load(Path(folder, f"batch-{step}.npz")) as batch:
             rows = {name: torch.from_numpy(batch[name]) for name in ("input_ids", "labels", "position_ids") if name in batch}
         trained = int((rows["labels"][:, 1:] != -100).sum())
-        own = {name: each.chunk(WORKERS)[rank] for name, each in rows.items()}
+        own = {name: each.chunk(ranks)[rank] for name, each in rows.items()}
         loss = model(**own, use_cache=False, num_items_in_batch=trained).loss
-        (WORKERS * loss).backward()  # ranks' gradients are averaged
+        (ranks * loss).backward()  # ranks' gradients are averaged
         before = time.monotonic()
         optimizer.step()
         updates.append(time.monotonic() - before)
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     found = {"begins": begins, "losses": losses, "updates": updates, "late": sum(pace.late for pace in paces)}
+    found["resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
@@ -149,10 +163,7 @@ def run_headrace(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     for step, start, _, _ in noted:
         begins[step] = min(start, begins.get(step, start))
     lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    stream = open_stream(RunDirectory(folder / "run").read_config())
-    for step in range(given.steps):
-        arrays = {name: each.numpy() for name, each in tensors_of(stream.next_batch()).items()}
-        np.savez(folder / f"batch-{step}.npz", **arrays)
+    leave_batches(folder, given.steps)
     shutil.rmtree(folder / "run")
     computed = sum(seconds for step, _, seconds, _ in noted if step >= WARM_UP) / (given.steps - WARM_UP)
     return {
@@ -161,6 +172,14 @@ def run_headrace(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
         "losses": [json.loads(line)["loss"] for line in lines],
         "moved": moved,
     }
+
+
+def leave_batches(folder: Path, steps: int) -> None:
+    """Leave the rows of each step of the run in `folder` in files."""
+    stream = open_stream(RunDirectory(folder / "run").read_config())
+    for step in range(steps):
+        arrays = {name: each.numpy() for name, each in tensors_of(stream.next_batch()).items()}
+        np.savez(folder / f"batch-{step}.npz", **arrays)
 
 
 def run_fsdp(folder: Path, given: argparse.Namespace, recompute: bool) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How busy stages were, as measured, beside the most that they could be (AxoNN).
 
-A step with G groups, S stages, t seconds of the slowest stage for a group, and c of a group on a link keeps that stage busy at
-most for the share G t / (G t + (S-1)(t + 2c)). Invariant: all figures were measured since this start of the run.
+The slowest of S stages computes t seconds for each of G groups, which take c seconds on a link. It is busy at most for the
+share G t / (G t + (S-1)(t + 2c)) of a step. Invariant: all figures were measured since this start of the run.
 """
 
 from collections.abc import Mapping, Sequence

@@ -47,10 +47,10 @@ def _of_stages(run: RunFiles) -> list[str]:
     wanted = ("utilisation", "bound", "groups", "group_seconds", "transfer_seconds")
     if not isinstance(found, dict) or not all(isinstance(found.get(name), int | float) for name in wanted):
         return []
+    group, link = (format_seconds(found[name]) for name in ("group_seconds", "transfer_seconds"))
     return [
-        f"The slowest stage computed {found['utilisation']:.0%} of the steps' time, where {found['bound']:.0%} is the most: "
-        f"G t / (G t + (S-1)(t + 2c)) with G = {found['groups']} groups, t = {format_seconds(found['group_seconds'])} of one, "
-        f"c = {format_seconds(found['transfer_seconds'])} on a link."
+        f"The slowest stage computed {found['utilisation']:.0%} of the steps' time, where {found['bound']:.0%} is the most.",
+        f"That is G t / (G t + (S-1)(t + 2c)) with G = {found['groups']} groups, t = {group} of one, c = {link} on a link.",
     ]
 
 
