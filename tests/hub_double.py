@@ -8,7 +8,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +21,7 @@ class HubDouble(ThreadingHTTPServer):
 
     While `cut_bytes` is set, each answer breaks off after so many bytes; with `stall_bytes`, it stops there and waits.
     With a `token`, who has another one is refused. `sent` has the names of files that came by the protocol of large files,
-    `commits` those of each commit. While `refuse_commits` is set, commits fail.
+    `commits` those of each commit. While `refuse_commits` is set, commits fail. `at_upload` is called before a file is taken.
     """
 
     daemon_threads = True
@@ -35,6 +35,7 @@ class HubDouble(ThreadingHTTPServer):
         self.sent: list[str] = []
         self.commits: list[list[str]] = []
         self.refuse_commits = False
+        self.at_upload: Callable[[], object] = lambda: None
         self.private: bool | None = None
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -67,6 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=False)
 
     def do_PUT(self) -> None:
+        self.server.at_upload()
         content = self._body()
         self.server.sent.append(digest := hashlib.sha256(content).hexdigest())
         self.server.objects[digest] = content

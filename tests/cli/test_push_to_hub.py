@@ -1,10 +1,13 @@
 """`headrace export --push-to-hub`, against a double of the Hub. Run: pytest tests/cli/test_push_to_hub.py"""
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from bad_worlds import World
+from forked import PROCESSES
 from hub_double import HubDouble, hub_of
 from huggingface_hub import constants
 
@@ -25,6 +28,14 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubDouble]:
         monkeypatch.setenv("HF_TOKEN", "of-a-test")
         double.token = "of-a-test"
         yield double
+
+
+def push(address: str, words: tuple[str, ...]) -> None:
+    """The command, in a process of its own."""
+    constants.ENDPOINT, constants.HF_HUB_DISABLE_XET, constants.HF_HUB_OFFLINE = address, True, False
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = address + "/{repo_id}/resolve/{revision}/{filename}"
+    os.environ["HF_TOKEN"] = "of-a-test"
+    main(list(words))
 
 
 def leave(*words: object) -> int:
@@ -84,3 +95,22 @@ def test_adapters_are_not_sent_where_a_merged_model_is_asked_for(world: World, h
     words = ("export", world.run, world.folder / "out", "--push-to-hub", NAME)
     assert leave(*words) == leave(*words) == 0
     assert "exists" in world.refused(*words, "--merge")
+
+
+@pytest.mark.process
+def test_killed_while_a_file_is_sent_the_same_command_sends_the_rest(world: World, hub: HubDouble) -> None:
+    assert leave(*world.train_words()) == 0
+    out, reached, go_on = world.folder / "out", threading.Event(), threading.Event()
+    words = ("export", str(world.run), str(out), "--push-to-hub", NAME)
+    hub.at_upload = lambda: (reached.set(), go_on.wait(120))
+    process = PROCESSES.Process(target=push, args=(hub.address, words))
+    process.start()
+    assert reached.wait(120), process.exitcode
+    process.kill()
+    process.join()
+    go_on.set()
+    assert not hub.commits
+    assert leave(*words) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in hub.directory.iterdir()
+    }
