@@ -124,11 +124,10 @@ class Replanning:
         Raises:
             StepFailed: a lane failed; the last committed step is untouched.
         """
-        now = self.plan
-        if self._keeps_plan or not self._replans_left or now is None or self._lanes is None:
+        if self._keeps_plan or not self._replans_left or self._lanes is None:
             return None
-        seen, steps = self._lanes.seen()
-        if not steps:
+        now, (seen, steps) = self.plan, self._lanes.seen()
+        if now is None or not steps:
             return None
         self._rest()
         assumed = self.options.machine if isinstance(self.options.machine, Ceilings) else nominal_machine_of(now)
