@@ -28,6 +28,7 @@ from headrace.plan.stage_place import StagePlace
 from headrace.plan.staging import placed
 from headrace.store import Manifest
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
@@ -44,7 +45,8 @@ class PlannedModel:
 
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
     `experts` are those that are parts. So many ranks of this machine are `sharers` of one host copy. `warm_up` loads and
-    compiles what a run will have loaded, so that this process can be measured.
+    compiles what a run will have loaded, so that this process can be measured. Rows of the `embedding` can be read one by one
+    (None: they cannot).
     """
 
     chain: Chain
@@ -57,6 +59,7 @@ class PlannedModel:
     warm_up: Callable[[], None]
     experts: ExpertParts | None = None
     sharers: int = 1
+    embedding: EmbeddingRows | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +213,7 @@ class RunPlanner:
             place=self._place,
         )
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
-        return replace(problem, experts=self._model.experts)
+        return replace(problem, experts=self._model.experts, embedding=self._model.embedding)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

@@ -85,6 +85,7 @@ class Run:
         self.store.grow_scratch(scratch_bytes(plan))
         subject.use_threads(plan)
         subject.chain.take_head_by(plan.batch.head_rows)
+        subject.embedding.place(plan)
         if self.rows is not None:
             self.rows.most_held = max(form.table.touched(plan.batch.tokens_per_step) for form in subject.forms if form.table)
         buffers = Buffers(plan, subject.machine, self._shared)

@@ -19,8 +19,8 @@ from headrace.terms.events import Sink
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.sizes import round_up
 
-# In a state's identity, size and time of change of each file: of lent units, and of experts that are parts.
-IDENTITY, PARTED = "lent", "experts"
+# In a state's identity, size and time of change of each file: of lent units, of experts that are parts, of embedding rows.
+IDENTITY, PARTED, ROWS = "lent", "experts", "rows"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def check_lent(identity: Mapping[str, Any]) -> None:
     Raises:
         RunDirectoryError: one is gone, or was written since.
     """
-    for name, mark in {**identity.get(IDENTITY, {}), **identity.get(PARTED, {})}.items():
+    marks = {name: mark for kind in (IDENTITY, PARTED, ROWS) for name, mark in identity.get(kind, {}).items()}
+    for name, mark in marks.items():
         path = Path(name)
         if not path.exists() or _mark(path) != list(mark):
             what = "changed since" if path.exists() else "is gone since"

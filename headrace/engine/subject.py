@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headrace.ask.planner import PlannedModel
+from headrace.engine.embedding import Embedding
 from headrace.engine.lent_base import PARTED, LentBase, check_lent, marks_of
 from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.row_files import open_rows
@@ -110,6 +111,8 @@ class Subject:
         self._closers = ExitStack()
         self.lent = LentBase({})
         self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
+        alone = seams.fleet is None and seams.site is None and seams.workers is None
+        self.embedding = Embedding(self.chain, self.weights, alone=alone)
         self.parted: PartedUnits | None = None
         self.experts: ExpertSource | None = None
         files = [tensor.path for tensor in self.checkpoint.tensors.values()]
@@ -160,7 +163,7 @@ class Subject:
     @property
     def kept(self) -> Chain:
         """The chain with units as a state has them, not to be run."""
-        return self.parted.kept(self.chain) if self.parted else self.chain
+        return self.embedding.whole(self.parted.kept(self.chain) if self.parted else self.chain)
 
     def use_wire(self, wire: Wire) -> None:
         """Let gradients travel by `wire`. To be called before there is a plan or a store."""
@@ -198,6 +201,7 @@ class Subject:
             warm_up=self.warm_up,
             experts=self.parted.experts if self.parted else None,
             sharers=self.seams.fleet.copy.sharers if self.seams.fleet else 1,
+            embedding=self.embedding.rows,
         )
 
     @property
@@ -241,7 +245,7 @@ class Subject:
             units=self.seams.fleet.share.of(units) if self.seams.fleet else units,
             scratch_bytes=scratch_bytes(plan) if plan else 0,
             weights=measured_weights(ssd),
-            identity={"model": str(self.directory), **self.seams.names, **self.lent.identity, **self._parts, **self._groups},
+            identity={"model": str(self.directory), **self.seams.names, **self._files(plan), **self._groups},
             beside=beside,
         )
         kind = ShardStore if self.seams.fleet else StateStore
@@ -263,10 +267,10 @@ class Subject:
         units = f"{len(self.lent.units)} of {len(self.forms)} units"
         return f"{text}; those of {units} are read from {self.directory}: do not change its files"
 
-    @property
-    def _parts(self) -> dict[str, Any]:
-        """The files of experts that are parts, where there are some."""
-        return {PARTED: marks_of(self.parted.paths)} if isinstance(self.parted, PartedBase) else {}
+    def _files(self, plan: Plan | None) -> dict[str, Any]:
+        """The files that the run reads: of lent units, of experts that are parts, of rows of the embedding."""
+        parts = {PARTED: marks_of(self.parted.paths)} if isinstance(self.parted, PartedBase) else {}
+        return {**self.lent.identity, **parts, **self.embedding.identity(plan)}
 
     @property
     def _groups(self) -> dict[str, str]:
@@ -290,7 +294,7 @@ class Subject:
         """
         exact = exact_units(self.kept, self.weights)
         readers = partial(UnitReader, store, self.maker, self.seams.site, exact), partial(read_trained, store)
-        chain = self.parted.whole(self.chain) if self.parted else self.chain
+        chain = self.embedding.whole(self.parted.whole(self.chain) if self.parted else self.chain)
         self.seams.wire.export(Content(self.checkpoint, chain, self.weights, *readers, notes), directory)
 
     def settles(self, verdict: Verdict) -> bool:

@@ -58,7 +58,8 @@ class Engine(Scoring, Replanning, Closing):
         self._closers.callback(self._meter.close)
         self._steps: Steps | None = None
         self._hits, self.export_notes = HitRate(), run.subject.export_notes
-        self._traffic = Traffic(self.store, run.rows)  # what an import or a verification moved before this belongs to no step
+        # What an import or a verification moved before this belongs to no step.
+        self._traffic = Traffic(self.store, run.rows, run.subject.embedding)
         self._closed = False
 
     @classmethod

@@ -1,18 +1,28 @@
 """The bytes between a store and its drives, counted from one query to the next, so that nothing is missed."""
 
+from typing import Protocol
+
 from headrace.store import StateStore
 from headrace.terms.events import Flushed
 from headrace.update.table_rows import TableRows
 
 
+class Reader(Protocol):
+    """What else reads the drives."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that it has read so far."""
+
+
 class Traffic:
-    """Bytes and CPU seconds of `store`, and bytes of `rows` of tables, since the last question.
+    """Bytes and CPU seconds of `store`, and bytes of `rows` of tables and of the `embedding`, since the last question.
 
     Before the first one it is since this object was made.
     """
 
-    def __init__(self, store: StateStore, rows: TableRows | None = None) -> None:
-        self._store, self._rows = store, rows
+    def __init__(self, store: StateStore, rows: TableRows | None, embedding: Reader) -> None:
+        self._store, self._rows, self._embedding = store, rows, embedding
         self._before = self._now()
 
     def moved(self) -> Flushed:
@@ -24,4 +34,4 @@ class Traffic:
     def _now(self) -> tuple[int, int, float]:
         store, rows = self._store, self._rows
         read, written = (rows.bytes_read, rows.bytes_written) if rows is not None else (0, 0)
-        return store.bytes_read + read, store.bytes_written + written, store.io_cpu_seconds
+        return store.bytes_read + read + self._embedding.bytes_read, store.bytes_written + written, store.io_cpu_seconds

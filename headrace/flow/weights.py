@@ -168,7 +168,7 @@ def load_residents(stream: Stream, complete: Callable[[int, str, Bytes], None] =
     source.read_trained(buffers.trained)
     for unit, trained in buffers.trained.items():
         complete(unit, TRAINED, trained[: plan.trained_bytes(unit)])
-    for unit in sorted(set(plan.resident_units).difference(plan.far_units)):
+    for unit in sorted(set(filter(plan.slot_elements, plan.resident_units)).difference(plan.far_units)):
         into, stored = buffers.residents[unit], buffers.staged(unit)
         source.read(unit, stored)
         complete(unit, WEIGHTS, stored)

@@ -7,7 +7,7 @@ from headrace.ask.place import Place
 from headrace.model import Chain, WeightMap
 from headrace.model.embedding_rows import embedding_bytes, has_rows, read_rows
 from headrace.terms.budget import Budget
-from headrace.terms.sizes import format_bytes
+from headrace.terms.embedding_rows import note_on_rows
 
 
 def without_embedding(chain: Chain, weights: WeightMap | None, place: Place, budget: Budget) -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def without_embedding(chain: Chain, weights: WeightMap | None, place: Place, bud
         return ()
     num_bytes = embedding_bytes(chain)
     read_rows(chain, weights)
-    return (f"rows of the embedding are read from the file as tokens ask for them: {format_bytes(num_bytes)} stay there",)
+    return (note_on_rows(num_bytes),)
 
 
 def _is_short(chain: Chain, place: Place, budget: Budget) -> bool:

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult
 from headrace.model.head_rows import label_log_probs
 from headrace.model.sample_groups import SampleGroup, groups_of
+from headrace.model.stored_rows import StoredRows
 from headrace.model.taps import BlockCall, Taps
 from headrace.terms.errors import ModelError
 
@@ -211,7 +212,9 @@ class Runner:
     def _after_blocks(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the logits as the model gives them; None if whoever stands in for the head wanted no more."""
         logits: torch.Tensor | None = None
-        with left_as_found(self.outside), Taps(self.blocks, self.tuple_length, inject=hidden):
+        rows = self.model.get_input_embeddings()
+        unread = rows.unwanted() if isinstance(rows, StoredRows) else nullcontext()
+        with left_as_found(self.outside), unread, Taps(self.blocks, self.tuple_length, inject=hidden):
             logits = self.model(input_ids=input_ids, use_cache=False).logits
         return logits
 

@@ -43,7 +43,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
                 plan.updates.chunk_elements
             )
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
-        groups["staging"] = BufferGroup("host", "weights", 1, max(map(plan.stored_bytes, residents), default=0))
+        coming = [plan.stored_bytes(unit) for unit in residents if plan.slot_elements(unit)]
+        groups["staging"] = BufferGroup("host", "weights", 1, max(coming, default=0))
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:
         summed = plan.largest(plan.summed_elements) * plan.summed_bytes_per_element

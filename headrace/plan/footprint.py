@@ -58,6 +58,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows["host"]["updates"] = temporary_bytes
     if allowance.table_bytes:
         rows["host"]["rows of tables"] = allowance.table_bytes
+    if plan.embedding is not None and plan.separate_device:
+        rows["host"]["rows of the embedding"] = plan.embedding.held_bytes(plan.micro_batch_tokens)
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
@@ -299,7 +301,9 @@ def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
         for block in costs.blocks
         for forward, backward in (block.waiting_bytes,)
     )
-    return max(epilogue, blocks, costs.prologue_workspace_bytes, costs.prologue_backward_workspace_bytes)
+    of_rows = plan.embedding is not None and not plan.separate_device  # which are read on the host
+    rows = plan.embedding.held_bytes(plan.micro_batch_tokens) if of_rows and plan.embedding else 0
+    return max(epilogue, blocks, costs.prologue_workspace_bytes + rows, costs.prologue_backward_workspace_bytes)
 
 
 def epilogue_workspace_bytes(costs: ModelCosts, tokens: int) -> int:

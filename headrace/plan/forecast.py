@@ -90,7 +90,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
         step_seconds=step_seconds,
         tokens_per_second=plan.batch.tokens_per_step / step_seconds,
         flops_per_step=_flops_per_step(_with_rows(_with_samples(plan))),
-        ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes,
+        ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes + plan.read_embedding_bytes,
         ssd_bytes_written_per_step=written_bytes,
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
@@ -257,15 +257,17 @@ def _with_calls(plan: Plan, ceilings: Ceilings) -> Plan:
 def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     """Return a plan in which a model's work besides matrix products is counted as operations that take as many seconds.
 
-    A block's share depends on the size of its hidden states, and on how much slower attention is. The head's depends on logits
+    A block's share depends on the size of its hidden states, and on how much slower attention is. Compute waits for rows of an
+    embedding that are read. The head's depends on logits
     and, for each chunk of the loss, on parameters: `epilogue_flops` are two for each parameter and token.
     """
     if not plan.results.forward_flops:
         return plan
     rate = ceilings.matrix_flops_per_second(plan.compute_dtype)
-    tokens = plan.batch.micro_batch_sequences * plan.batch.sequence_length
+    tokens = plan.micro_batch_tokens
     width = plan.batch.hidden_size_bytes / plan.planes.weight.bytes_per_element
     block = ceilings.hidden_seconds * tokens * width * rate
+    rows = plan.embedding.seconds(tokens, ceilings.ssd_read_bytes_per_second) if plan.embedding else 0.0
     head_parameters = plan.results.epilogue_flops / (2 * tokens)
     chunks = -(-tokens // plan.batch.loss_chunk_tokens)
     head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
@@ -275,7 +277,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     blocks = (flops + block / 4 for flops in plan.results.forward_flops[1 : plan.num_blocks + 1])
     return plan.with_results(
         forward_flops=(
-            plan.results.forward_flops[0],
+            plan.results.forward_flops[0] + rows * rate,
             *(flops + more for flops, more in zip(blocks, attention, strict=True)),
             *plan.results.forward_flops[plan.num_blocks + 1 :],
         ),

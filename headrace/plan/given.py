@@ -142,6 +142,8 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
     for name, (made_for, found) in made_for_and_found.items():
         if made_for != found:
             yield f"{name} differ" if name == "units" else f"{name} {made_for} in the plan, {found} here"
+    if plan.embedding is not None and not (problem.has_rows and plan.embedding == problem.embedding):
+        yield "rows of the embedding are read one by one in the plan, and cannot be here"
     if plan.hosted and not problem.may_wait:
         yield "hidden states wait in host memory in the plan, and stages hand them on"
     if updates.policy not in (*problem.policies, "speculative"):

@@ -22,6 +22,7 @@ from headrace.terms.cuts import (
     state_bytes,
     state_places,
 )
+from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import SSD, UnitFigures
 from headrace.terms.layout import PlaneSet, Runs
@@ -61,6 +62,7 @@ class Plan(Placement):
     freed_memory: str = "returned"
     experts: ExpertParts | None = None  # how experts come that are parts; None where blocks come whole
     hosted: Hosted | None = None  # how hidden states wait in host memory between blocks; None where they stay on the device
+    embedding: EmbeddingRows | None = None  # how its rows are read in the model's files; None where the whole is in its slot
     stage: StageChoices | None = None  # which stage of a run this is for, and how a step goes through it
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
@@ -158,7 +160,9 @@ class Plan(Placement):
         return max(largest_item_elements(unit.cuts) for unit in self.units)
 
     def slot_runs(self, unit: int) -> Runs:
-        """See `Placement.slot_runs`; experts that are trained come beside the others."""
+        """See `Placement.slot_runs`; experts that are trained come beside the others, and an embedding may be read by rows."""
+        if unit == 0 and self.embedding is not None:
+            return ()
         return self._commons(unit) or Placement.slot_runs(self, unit)
 
     def summed_runs(self, unit: int) -> Runs:
@@ -181,6 +185,16 @@ class Plan(Placement):
         """Bytes of the hidden states of one micro-batch."""
         batch = self.batch
         return batch.micro_batch_sequences * batch.sequence_length * batch.hidden_size_bytes
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.batch.micro_batch_sequences * self.batch.sequence_length
+
+    @property
+    def read_embedding_bytes(self) -> int:
+        """The most bytes of rows of the embedding that a step reads."""
+        return self.batch.num_micro_batches * self.embedding.read_bytes(self.micro_batch_tokens) if self.embedding else 0
 
     @property
     def coming_slots(self) -> int:
@@ -296,7 +310,7 @@ class Plan(Placement):
 
     def to_json(self) -> dict[str, Any]:
         """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of what comes with blocks, or stays."""
-        values, left_out = {"format": PLAN_FORMAT, **Placement.to_json(self)}, ("experts", "hosted", "stage")
+        values, left_out = {"format": PLAN_FORMAT, **Placement.to_json(self)}, ("experts", "hosted", "embedding", "stage")
         return {name: value for name, value in values.items() if name not in left_out or value is not None}
 
     @classmethod

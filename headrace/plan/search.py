@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import SEARCH_OPERATIONS, StepSeconds
+from headrace.plan.forecast import SEARCH_OPERATIONS, Forecast, StepSeconds
 from headrace.plan.nominal import nominal_machine
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
@@ -28,9 +28,11 @@ from headrace.plan.policy import (
     with_threads,
     with_two_accumulators,
 )
+from headrace.plan.ranks import ranks_on
 from headrace.plan.refusal import refusal
 from headrace.plan.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.embedding_rows import note_on_rows
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane
 from headrace.terms.sizes import format_bytes
@@ -55,7 +57,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     `seconds_of` remembers the forecasts that are made here, if they are for that machine.
 
     Hidden states wait in host memory between blocks, and a stage's sums of gradients on its SSD, where nothing else fits, or
-    where that is faster.
+    where that is faster. Rows of a frozen embedding are read where the whole has no room, or where that is faster.
 
     Raises:
         PlanInfeasible: nothing fits; the message names the tier, what the leanest plan needs there, and what takes most of it.
@@ -64,26 +66,55 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     problem = replace(problem, attention_share=machine.attention_share)
     if seconds_of is None or seconds_of.machine != machine:
         seconds_of = StepSeconds(machine)
-    place, measured = problem.place, ceilings is not None
-    if place is None or place.sums == "ssd":
-        return _made(problem, seconds_of, measured=measured)
-    laid_down = replace(problem, place=replace(place, sums="ssd"))
+    measured = ceilings is not None
+    if not problem.has_rows or problem.embedding is None or ranks_on(machine) > 1:
+        return _plan_of_sums(problem, seconds_of, measured=measured)
+    by_rows, note = replace(problem, by_rows=True), note_on_rows(problem.embedding.whole_bytes)
     try:
-        plan = _made(problem, seconds_of, measured=measured)
-    except PlanInfeasible:
-        return _made(laid_down, seconds_of, measured=measured)
-    # Sums in memory save more traffic for a byte than weights do. So only a step in fewer groups would be better without them.
-    if plan.stage == place.choices(problem.workload.sequences):
+        plan = _plan_of_sums(problem, seconds_of, measured=measured)
+    except PlanInfeasible as refusal:
+        try:
+            return _plan_of_sums(by_rows, seconds_of, measured=measured).with_notes((note,))
+        except PlanInfeasible as least:
+            raise least if least.tier == refusal.tier else refusal from None
+    found = seconds_of.forecast(plan)
+    if not measured or found.step_seconds <= _WORSE * _busy_seconds(plan, found):
         return plan
     try:
-        other = _made(laid_down, seconds_of, measured=measured)
+        other = _plan_of_sums(by_rows, seconds_of, measured=measured).with_notes((note,))
     except PlanInfeasible:
         return plan
     return _first_of_alike([(seconds_of(each), each) for each in (plan, other)])
 
 
-def _made(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
-    """Return the plan that fits and is fastest, with a stage's sums where `problem` says. Raises as `make_plan`."""
+def _plan_of_sums(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
+    """Return the plan that fits and is fastest, wherever a stage's sums wait. Raises as `make_plan`."""
+    place = problem.place
+    if place is None or place.sums == "ssd":
+        return _plan_of_states(problem, seconds_of, measured=measured)
+    laid_down = replace(problem, place=replace(place, sums="ssd"))
+    try:
+        plan = _plan_of_states(problem, seconds_of, measured=measured)
+    except PlanInfeasible:
+        return _plan_of_states(laid_down, seconds_of, measured=measured)
+    # Sums in memory save more traffic for a byte than weights do. So only a step in fewer groups would be better without them.
+    if plan.stage == place.choices(problem.workload.sequences):
+        return plan
+    try:
+        other = _plan_of_states(laid_down, seconds_of, measured=measured)
+    except PlanInfeasible:
+        return plan
+    return _first_of_alike([(seconds_of(each), each) for each in (plan, other)])
+
+
+def _plan_of_states(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
+    """Return the plan that fits and is fastest, wherever hidden states are between blocks.
+
+    They wait in host memory where nothing else fits, or where that is faster.
+
+    Raises:
+        PlanInfeasible: see `make_plan`.
+    """
     hosted = replace(problem, hosted=problem.can_host)
     try:
         plan = _fastest_plan(problem, seconds_of, measured=measured)
@@ -105,14 +136,20 @@ def _made(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
 
 def _may_gain(plan: Plan, seconds_of: StepSeconds) -> bool:
     """Return whether a step would be shorter if the device had room for everything: if nothing were recomputed or waited for,
-    while other lanes do what they do.
+    while other lanes do what they do. Those that bring experts do less in larger groups.
     """
-    found, results = seconds_of.forecast(plan), plan.results
+    found = seconds_of.forecast(plan)
+    # Larger groups read experts more seldom.
+    may_join = plan.experts is not None and plan.experts.together < plan.batch.num_micro_batches
+    others = () if may_join else tuple(seconds for lane, seconds in found.work.items() if lane is not Lane.COMPUTE)
+    return found.step_seconds > _WORSE * max((_busy_seconds(plan, found), *others))
+
+
+def _busy_seconds(plan: Plan, found: Forecast) -> float:
+    """Return the seconds of compute in a step that recomputes nothing: no placement makes the step shorter."""
+    results = plan.results
     again = plan.batch.num_micro_batches * (sum(results.forward_flops[1 : plan.num_blocks + 1]) - sum(results.spared_flops))
-    least = max(
-        seconds * (1 - again / found.flops_per_step if lane is Lane.COMPUTE else 1) for lane, seconds in found.work.items()
-    )
-    return found.step_seconds > _WORSE * least
+    return found.work[Lane.COMPUTE] * (1 - again / found.flops_per_step)
 
 
 def _fastest_plan(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:

@@ -20,7 +20,8 @@ from headrace.plan.stage_place import StagePlace
 from headrace.plan.workload import Workload
 from headrace.terms.costs import ModelCosts
 from headrace.terms.cuts import least_chunk_elements
-from headrace.terms.forms import Form, UnitFigures
+from headrace.terms.embedding_rows import EmbeddingRows
+from headrace.terms.forms import DEVICE, Form, UnitFigures
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.packed_rows import Groups
 from headrace.terms.rule_figures import RuleFigures
@@ -44,7 +45,8 @@ class Problem:
     """A model whose units have these `forms`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`.
 
     `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
-    memory between blocks; where they are `hosted`, they do. `place` is that of a stage, whose part of a model these are.
+    memory between blocks; where they are `hosted`, they do. Rows of the `embedding` can be read in the model's files;
+    None: they cannot. In plans `by_rows` they are. `place` is that of a stage, whose part of a model these are.
     """
 
     forms: tuple[Form, ...]
@@ -59,6 +61,8 @@ class Problem:
     attention_share: float = 1.0  # the share of the matrix rate that attention's products reach (`Ceilings`)
     may_wait: bool = True
     hosted: bool = False
+    embedding: EmbeddingRows | None = None
+    by_rows: bool = False
     place: StagePlace | None = None
 
     @cached_property
@@ -91,6 +95,13 @@ class Problem:
     def can_host(self) -> bool:
         """Whether hidden states may wait in host memory between blocks: there are several micro-batches, on a device."""
         return self.may_wait and self.separate_device and self.workload.sequences > 1
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows of the embedding can be read: nothing of its unit is trained, and all of it is here."""
+        unit = self.units[0]
+        stays = unit.home == DEVICE and not unit.is_trained and not unit.is_made
+        return self.embedding is not None and self.place is None and stays
 
     @property
     def clips(self) -> bool:
@@ -229,6 +240,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         own_rule=problem.own_rule,
         freed_memory=choice.freed_memory,
         hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.hosted else None,
+        embedding=problem.embedding if problem.by_rows else None,
         stage=problem.place.choices(num_micro) if problem.place else None,
     )
     return fitted(with_groups(plan, problem), problem, costs)
