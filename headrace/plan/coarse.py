@@ -9,9 +9,11 @@ them. Invariant: bytes, operations and launches of a step stay the same.
 from dataclasses import replace
 from itertools import groupby
 
+from headrace.plan.choices import Batch
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.plan import Plan, spread
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.costs import touched
 from headrace.terms.forms import merged
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.sizes import round_up
@@ -125,6 +127,22 @@ def _merged_experts(experts: ExpertParts | None, groups: list[list[int]]) -> Exp
     return replace(experts, figures=figures, commons=runs, cached=round(experts.cached / factor))
 
 
+def _joined_experts(experts: ExpertParts, batch: Batch, count: int) -> ExpertParts:
+    """Return experts of `count` joined micro-batches. There may be fewer groups of these than a step has. Then experts are
+    larger, so that as many bytes come.
+    """
+    most = max(experts.figures.num_experts)
+    joined = replace(experts, together=max(1, round(experts.together * count / batch.num_micro_batches)))
+
+    def visits(together: int, micros: int) -> float:
+        tokens = round(batch.tokens_per_step * min(together, micros) / micros)
+        return -(-micros // together) * touched(most, experts.choices, tokens)
+
+    more = visits(experts.together, batch.num_micro_batches) / visits(joined.together, count)
+    larger = {name: round(getattr(experts.figures, name) * more) for name in ("elements", "stored_bytes", "making_like")}
+    return replace(joined, figures=replace(experts.figures, **larger))
+
+
 def _around(plan: Plan, units: tuple[int, ...], num_blocks: int) -> tuple[int, ...]:
     """Return those of `units` that are no blocks, with the numbers that they have among `num_blocks` blocks."""
     return tuple(
@@ -149,7 +167,7 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
     return replace(
         plan,
         batch=replace(plan.batch, num_micro_batches=count, hidden_size_bytes=round(plan.batch.hidden_size_bytes * factor)),
-        experts=replace(plan.experts, together=max(1, round(plan.experts.together / factor))) if plan.experts else None,
+        experts=_joined_experts(plan.experts, plan.batch, count) if plan.experts else None,
         stash=replace(plan.stash, kept_bytes=tuple(round(size * factor) for size in plan.stash.kept_bytes)),
         results=replace(
             plan.results,
