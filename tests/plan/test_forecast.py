@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
+from headrace.plan.expert_plan import ExpertFigures, ExpertParts
 from headrace.plan.forecast import StepSeconds, forecast, redo_seconds, scoring_seconds
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
@@ -155,6 +156,29 @@ def test_a_cut_into_fewer_operations_keeps_time_and_bytes(profile: Ceilings) -> 
     assert coarse.step_seconds == pytest.approx(fine.step_seconds, rel=0.1)
     assert coarse.ssd_bytes_read_per_step == fine.ssd_bytes_read_per_step
     assert coarse.ssd_bytes_written_per_step == fine.ssd_bytes_written_per_step
+
+
+@pytest.mark.parametrize("together", [1, 2, 5, 32])
+def test_a_cut_into_fewer_operations_brings_experts_as_often(together: int) -> None:
+    """Joined micro-batches were so few that an expert came for fewer groups, or for more, than in the step."""
+    figures = ExpertFigures(
+        units=(),
+        num_experts=(0, *(64,) * 12, 0),
+        elements=1 << 20,
+        stored_bytes=2 << 20,
+        is_made=False,
+        making_bytes=0,
+        num_parameters=1 << 20,
+    )
+    plan = large_plan(12, elements=8 << 20)
+    units = tuple(replace(unit, trained_elements=0) for unit in plan.units)
+    parts = ExpertParts(figures=figures, choices=2, in_round=16, together=together)
+    plan = replace(plan, units=units, experts=parts, update_policy="immediate", late_units=())
+    fine, coarse = (forecast(plan, machine(), most_operations=most) for most in (10**6, 1000))
+    assert len(coarse.timeline.step_ops()) < 0.7 * len(fine.timeline.step_ops())
+    for lane in (Lane.SSD_READ, Lane.HOST_TO_DEVICE):
+        assert coarse.timeline.lanes[lane].bytes == pytest.approx(fine.timeline.lanes[lane].bytes, rel=0.03), lane
+    assert coarse.timeline.lanes[Lane.COMPUTE].flops == pytest.approx(fine.timeline.lanes[Lane.COMPUTE].flops, rel=0.01)
 
 
 def test_launches_survive_the_cut() -> None:

@@ -1,0 +1,118 @@
+"""Rows of a frozen embedding in plans: taken where the whole has no room or is slower, with their memory, bytes and seconds.
+
+Run: pytest tests/plan/test_rows_in_plans.py
+"""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from machines import machine as small_machine
+from small_plans import small_plan
+from test_search import LENGTH, WIDTH, machine, problem
+
+from headrace.plan.buffer_sizes import buffer_groups
+from headrace.plan.forecast import forecast
+from headrace.plan.given import adopted
+from headrace.plan.ranks import RankMachine
+from headrace.plan.search import make_plan
+from headrace.plan.space import Problem, placements_of, plan_of
+from headrace.terms.embedding_rows import SECONDS_PER_ROW, EmbeddingRows
+from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.forms import UnitFigures, home_of
+from headrace.terms.sizes import MIB
+
+TABLE = EmbeddingRows(rows=1000, stored_bytes=2 * WIDTH, computed_bytes=2 * WIDTH)
+
+
+def frozen(host_mib: int, device_bytes: int | None) -> Problem:
+    """Return the question of `test_search`, where the embedding is not trained and may be read by rows."""
+    made = problem(host_mib * MIB, device_bytes=device_bytes)
+    return replace(made, forms=(replace(made.forms[0], trained=None), *made.forms[1:]), embedding=TABLE)
+
+
+def least_device_bytes(made: Problem) -> int:
+    with pytest.raises(PlanInfeasible) as refusal:
+        make_plan(replace(made, allowance=replace(made.allowance, device_bytes=1)), machine(made))
+    assert refusal.value.tier == "device"
+    return refusal.value.needed_bytes
+
+
+@pytest.mark.deep
+def test_rows_are_read_only_where_the_whole_has_no_room_and_more_memory_is_never_slower() -> None:
+    least, of_whole = (least_device_bytes(each) for each in (frozen(900, 1), replace(frozen(900, 1), embedding=None)))
+    # The freed megabyte, rounded to whole pages; what comes to the slot by way of the host needs no buffer there.
+    assert of_whole - least == pytest.approx(TABLE.whole_bytes, rel=0.1)
+    seconds = []
+    for device in (least, of_whole, 2 * of_whole, 8 * of_whole):
+        made = frozen(900, device)
+        plan = make_plan(made, machine(made))
+        assert plan.fits
+        seconds.append(forecast(plan, machine(made)).step_seconds)
+        if plan.embedding is not None:
+            whole = replace(made, embedding=None)
+            try:
+                assert forecast(make_plan(whole, machine(made)), machine(made)).step_seconds > seconds[-1]
+            except PlanInfeasible:
+                assert device < of_whole
+        assert (plan.embedding is not None) == any("rows of the embedding" in note for note in plan.results.notes)
+    assert make_plan(frozen(900, least), machine(frozen(900, least))).embedding == TABLE
+    assert make_plan(frozen(900, 8 * of_whole), machine(frozen(900, 8 * of_whole))).embedding is None
+    assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds)), seconds
+
+
+@pytest.mark.parametrize("change", ["trained", "ranks", "not there"])
+def test_rows_are_not_read_where_they_cannot_be(change: str) -> None:
+    made = frozen(900, least_device_bytes(frozen(900, 1)))
+    ceilings = machine(made)
+    if change == "trained":
+        made = replace(made, forms=problem(900 * MIB).forms)
+    if change == "not there":
+        made = replace(made, embedding=None)
+    if change == "ranks":
+        ceilings = RankMachine.of(ceilings, 2)
+    with pytest.raises(PlanInfeasible):
+        make_plan(made, ceilings)
+
+
+def test_a_given_plan_that_reads_rows_is_for_runs_that_can() -> None:
+    made = frozen(900, least_device_bytes(frozen(900, 1)))
+    plan = make_plan(made, machine(made))
+    assert adopted(plan, made).embedding == TABLE
+    for other in (None, replace(TABLE, stored_bytes=4 * WIDTH)):
+        with pytest.raises(ConfigError, match="rows of the embedding are read one by one in the plan, and cannot be here"):
+            adopted(plan, replace(made, embedding=other))
+
+
+def test_memory_bytes_and_seconds_are_those_of_the_rows_of_a_micro_batch() -> None:
+    device = 1000 * MIB
+    made = frozen(900, device)
+    whole = next(map(partial(plan_of, made), placements_of(made, made.policies[0], 0)))
+    by_rows = replace(whole, embedding=TABLE)
+    groups, before = buffer_groups(by_rows), buffer_groups(whole)
+    slot = before["resident_weights"].total_bytes - groups["resident_weights"].total_bytes
+    assert slot == pytest.approx(TABLE.whole_bytes, abs=4096)
+    tokens = whole.batch.micro_batch_sequences * LENGTH
+    assert TABLE.held_bytes(tokens) == min(1000, tokens) * 4 * WIDTH + tokens * (2 * WIDTH + 64)
+    assert by_rows.read_embedding_bytes == whole.batch.num_micro_batches * min(1000, tokens) * 2 * WIDTH
+
+
+def test_compute_waits_for_rows() -> None:
+    """Two micro-batches of 64 tokens, whose rows are all different, or of a table of 10 rows."""
+    units = tuple(
+        UnitFigures(name=f"unit{index}", num_elements=8192, num_parameters=8000, home=home_of(index, 4), trained_elements=0)
+        if index == 0
+        else unit
+        for index, unit in enumerate(small_plan().units)
+    )
+    plan = small_plan(units=units, forward_flops=(0.0, *(1e12,) * 4, 0.0), epilogue_flops=1e12)
+    slow = small_machine(compute=1e12)
+    before = forecast(plan, slow)
+    for rows in (10**6, 10):
+        table = EmbeddingRows(rows=rows, stored_bytes=4096, computed_bytes=4096)
+        found = forecast(replace(plan, embedding=table), slow)
+        read = min(rows, 64)
+        assert found.step_seconds - before.step_seconds == pytest.approx(2 * read * SECONDS_PER_ROW, rel=0.02)
+        assert found.ssd_bytes_read_per_step - before.ssd_bytes_read_per_step == 2 * read * 4096
+        assert found.flops_per_step == before.flops_per_step
