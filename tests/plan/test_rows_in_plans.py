@@ -113,6 +113,6 @@ def test_compute_waits_for_rows() -> None:
         table = EmbeddingRows(rows=rows, stored_bytes=4096, computed_bytes=4096)
         found = forecast(replace(plan, embedding=table), slow)
         read = min(rows, 64)
-        assert found.step_seconds - before.step_seconds == pytest.approx(2 * read * SECONDS_PER_ROW, rel=0.02)
+        assert found.step_seconds - before.step_seconds == pytest.approx(2 * read * SECONDS_PER_ROW, abs=3e-5)
         assert found.ssd_bytes_read_per_step - before.ssd_bytes_read_per_step == 2 * read * 4096
         assert found.flops_per_step == before.flops_per_step
