@@ -164,7 +164,7 @@ def _hand_back(state: StepState, op: Op, gradient: torch.Tensor | None) -> None:
 
 def _backward_around_experts(state: StepState, op: Op) -> None:
     """As `backward`, for a micro-batch that was recomputed already, and was back at the block's experts."""
-    block = state.at_experts.recomputed.pop(op.micro)
+    block = state.at_experts.recomputed.pop(op.micro).block()
     del state.hidden_gradients[op.micro]
     with torch.enable_grad(), caught(state, op, op.unit) as found:
         block.sink.to = found.sink if found else None
@@ -216,7 +216,8 @@ def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> I
     if form.is_beside:
         assert form.trained is not None, "what is trained beside weights has a layout"
         trained = torch.from_numpy(state.parts.buffers.trained[unit]).view(torch.float32)
-        beside = state.parts.wire.beside(unit, form.trained, trained.to(flat.device), sink)
+        there = state.at_experts.beside(unit, trained, flat.device) if state.plan.experts else trained.to(flat.device)
+        beside = state.parts.wire.beside(unit, form.trained, there, sink)
     with beside:
         try:
             yield

@@ -3,7 +3,8 @@
 Forward: each micro-batch of a group runs up to the experts in a thread of its own (`enter`). `route` tells which experts they
 want. A few experts come at a time, and take all tokens of the group (`visit`); then `compute.forward` runs the rest. Backward:
 `recompute` makes the block's graph, in which a result stands for the experts, and the gradient of that result. The experts come
-again (`revisit`); then `compute.backward` runs as always.
+again (`revisit`); then `compute.backward` runs as always. Where the plan says so (`remakes`), no graph waits meanwhile: the
+block is recomputed a second time.
 
 Invariant: an expert that no token of a group wants is not read.
 """
@@ -11,15 +12,16 @@ Invariant: an expert that no token of a group wants is not read.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from headrace.flow.compute import OF_EXPERTS, bound, seed
 from headrace.flow.expert_loads import ExpertLoads
-from headrace.flow.step_state import StepState
+from headrace.flow.step_state import Package, StepState
 from headrace.flow.trained_experts import TrainedExperts
 from headrace.model.banks import Weights
-from headrace.model.parted_experts import PartedExperts, Recompute, Walk, alone
+from headrace.model.parted_experts import PartedExperts, Recompute, Visit, Walk, alone
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Verb
@@ -39,13 +41,20 @@ class _Later:
 
 @dataclass
 class Recomputed:
-    """A block with its graph, as far as its experts: `again` stands for them. `gradients` are those of its `outputs`."""
+    """A block with its graph, as far as its experts. `gradients` are those of its `outputs`; their gradients go to `sink`."""
 
     hidden: torch.Tensor
     outputs: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
-    again: Recompute
     sink: _Later = field(default_factory=_Later)
+
+
+@dataclass
+class Waiting:
+    """A micro-batch in backward at its experts: its `visit`, and what gives the block with its graph when that is over."""
+
+    visit: Visit
+    block: Callable[[], Recomputed]
 
 
 def enter(state: StepState, op: Op) -> None:
@@ -85,18 +94,35 @@ def recompute(state: StepState, op: Op) -> None:
     if state.plan.stash.tiers[op.unit - 1] == "ssd" and not state.plan.separate_device:
         package = package.like(torch.clone)  # another micro-batch gets the buffer before this one's backward
     gradients = [state.hidden_gradients[op.micro], *state.aside_gradients.pop((op.unit, op.micro), ())]
+    again, block = _recomputed(state, op, package, gradients)
+    remakes = state.plan.experts is not None and state.plan.experts.remakes
+    again.begin_backward(block.outputs, gradients, stays=not remakes)
+    visit = again.visit
+    visit.route()
+
+    def remade() -> Recomputed:
+        other, block = _recomputed(state, op, package, gradients)
+        other.go_on(visit)
+        return block
+
+    state.at_experts.recomputed[op.micro] = Waiting(visit, remade if remakes else partial(_same, block))
+
+
+def _same(block: Recomputed) -> Recomputed:
+    return block
+
+
+def _recomputed(state: StepState, op: Op, package: Package, gradients: Sequence[torch.Tensor]) -> tuple[Recompute, Recomputed]:
+    """Return a block with its graph, and what stands for its experts there."""
     again, sink = Recompute(package.kept[OF_EXPERTS][1]), _Later()
     unit = state.plan.units[op.unit]
     found = Caught(sink, lambda spec: unit.in_place) if unit.is_trained else None
     hidden = package.hidden.detach().requires_grad_()
-    del package
     seed(state, op.unit, op.micro)
     with torch.enable_grad(), bound(state, op, op.unit, found), _parts(state).visited_by(again):
         result = state.parts.chain.block(op.unit - 1, hidden, state.calls[op.micro][op.unit - 1])
     outputs = [result.hidden, *result.asides][: len(gradients)]
-    again.begin_backward(outputs, gradients)
-    again.visit.route()
-    state.at_experts.recomputed[op.micro] = Recomputed(hidden, outputs, gradients, again, sink)
+    return again, Recomputed(hidden, outputs, gradients, sink)
 
 
 def revisit(state: StepState, op: Op) -> None:
@@ -105,7 +131,7 @@ def revisit(state: StepState, op: Op) -> None:
     """
     for expert, weights in _weights(state, op).items():
         for each in state.at_experts.recomputed.values():
-            gradients = each.again.visit.backward(expert, alone(weights))
+            gradients = each.visit.backward(expert, alone(weights))
             if gradients:
                 _trained(state).add(op, expert, gradients)
 

@@ -130,6 +130,14 @@ class AtExperts:
     recomputed: dict[int, Any] = field(default_factory=dict)
     # By unit and the first micro-batch of a group, which experts it wants.
     wanted: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    _beside: tuple[int, torch.Tensor] | None = None
+
+    def beside(self, unit: int, trained: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return what is trained beside a unit where compute reads it: one copy for all micro-batches that wait in the unit."""
+        if self._beside is None or self._beside[0] != unit:
+            self._beside = None  # there is room for one
+            self._beside = unit, trained.to(device)
+        return self._beside[1]
 
     def close(self) -> None:
         """End what waits, where it is."""
@@ -137,6 +145,7 @@ class AtExperts:
             walk.close()
         self.walks.clear()
         self.recomputed.clear()
+        self._beside = None
 
 
 class _Hole:

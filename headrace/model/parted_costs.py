@@ -28,7 +28,8 @@ def part_experts(chain: Chain, blocks: Sequence[BlockExperts | None], *, trained
 
 
 class PartedOnShapes:
-    """Takes a block through its experts, twice: forward, and with a graph. `waiting_bytes` are those of each.
+    """Takes a block through its experts, twice: forward, and with a graph. `waiting_bytes` are those of each,
+    `waiting_alone_bytes` those in backward without the graph.
 
     `more_flops` are the operations of the experts that tokens go to besides the one that was measured.
     """
@@ -39,7 +40,7 @@ class PartedOnShapes:
         for name in experts.names:
             shape = experts.module._parameters[name].shape  # type: ignore[union-attr]
             self.weights[name] = torch.zeros((1, *shape[1:]), dtype=chain.dtype, device=chain.device)
-        self.waiting_bytes = (0, 0)
+        self.waiting_bytes, self.waiting_alone_bytes = (0, 0), 0
         self.more_flops, self.choices = 0.0, 0
         self._meter: CostMeter | None = None
         self._again: Recompute | None = None
@@ -79,4 +80,4 @@ class PartedOnShapes:
         visit = self._again.visit
         visit.route_all()
         visit.backward(0, self.weights)
-        self.waiting_bytes = self.waiting_bytes[0], self._meter.live_bytes
+        self.waiting_bytes, self.waiting_alone_bytes = (self.waiting_bytes[0], self._meter.live_bytes), visit.held_bytes

@@ -136,6 +136,22 @@ class Visit:
                 into.copy_(found)
         return dict(zip(weights, of_own, strict=True)) if self.trained else {}
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what it holds while it waits in backward, without a graph."""
+        held = (
+            self.hidden,
+            self.weights,
+            self._order,
+            self._counts,
+            self._rows,
+            self._gradient,
+            self._of_weights,
+            *self._of_beside,
+        )
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in held if each is not None}
+        return sum(storages.values())
+
     def gradients(self) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Return the gradients of hidden states, of the router's weights, and of what is trained beside."""
         assert self._rows is not None, "backward has begun"
@@ -304,7 +320,8 @@ def _draw_on(device: torch.device, numbers: Sequence[Tensor]) -> None:
 class Recompute:
     """A visitor of recompute, with a graph: experts return what forward made, and their gradients come from a visit.
 
-    Use: run the block; `begin_backward`; take the visit through its experts; then run backward as always.
+    Use: run the block; `begin_backward`; take the visit through its experts; then run backward as always. Where the graph
+    did not stay, run the block by another one first, and let that `go_on` with the visit.
     """
 
     def __init__(self, output: Tensor) -> None:
@@ -333,10 +350,14 @@ class Recompute:
         assert out is not None, "a block has one module of experts"
         return out.clone()  # what comes after may write into it
 
-    def begin_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Give the visit the gradient of what experts made. The graph of `outputs` stays for backward."""
-        (found,) = torch.autograd.grad(outputs, (self._edge,), gradients, retain_graph=True)
+    def begin_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], *, stays: bool = True) -> None:
+        """Give the visit the gradient of what experts made. The graph of `outputs` `stays` for backward, or is done with."""
+        (found,) = torch.autograd.grad(outputs, (self._edge,), gradients, retain_graph=stays)
         self.visit.begin_backward(found)
+
+    def go_on(self, visit: Visit) -> None:
+        """Have backward take what an earlier run of the same block made of its `visit`."""
+        self._visit = visit
 
 
 class _Cut(torch.autograd.Function):

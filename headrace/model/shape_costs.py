@@ -189,6 +189,7 @@ def _profile_block(
         operators=tuple(operators),
         attention_flops=sum(operator.flops for operator in forward.operators if operator.name == ATTENTION),
         waiting_bytes=parted.waiting_bytes if parted else (0, 0),
+        waiting_alone_bytes=parted.waiting_alone_bytes if parted else 0,
         choices=parted.choices if parted else 0,
     )
     return costs, after

@@ -129,10 +129,12 @@ class ExpertParts(ExpertPlan):
     """How experts come in training, where they are parts: once for `together` micro-batches, forward and backward.
 
     Those that are trained belong to the state of their units, and come from their units in host memory. A round is then of
-    certain experts. On a separate device `commons` are, by unit, which elements the slot without experts has.
+    certain experts. On a separate device `commons` are, by unit, which elements the slot without experts has. With `remakes` a
+    micro-batch waits in backward without its graph, and is recomputed once more when its experts have been there.
     """
 
     together: int = 1
+    remakes: bool = False
     is_trained: bool = False
     commons: tuple[Runs, ...] = ()
 

@@ -12,7 +12,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.results import SAVING_ROW
 from headrace.plan.schedules.train import RECALLED_AHEAD
 from headrace.plan.weight_sizes import peak_rows
-from headrace.terms.costs import ATTENTION, ModelCosts
+from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 from headrace.terms.layout import rest_of_master
 from headrace.terms.sizes import KEPT_FREE_BYTES, MAPPED_BYTES, MERGED_ELEMENTS, MIB
 
@@ -299,11 +299,17 @@ def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
     blocks = max(
         max(block.forward_workspace_bytes + others * forward, block.backward_workspace_bytes + others * backward)
         for block in costs.blocks
-        for forward, backward in (block.waiting_bytes,)
+        for forward, backward in (_waiting_bytes(plan, block),)
     )
     of_rows = plan.embedding is not None and not plan.separate_device  # which are read on the host
     rows = plan.embedding.held_bytes(plan.micro_batch_tokens) if of_rows and plan.embedding else 0
     return max(epilogue, blocks, costs.prologue_workspace_bytes + rows, costs.prologue_backward_workspace_bytes)
+
+
+def _waiting_bytes(plan: Plan, block: BlockCosts) -> tuple[int, int]:
+    """Return what a micro-batch takes while others are at the experts of a block, in forward and in backward."""
+    forward, backward = block.waiting_bytes
+    return forward, block.waiting_alone_bytes if plan.experts and plan.experts.remakes else backward
 
 
 def epilogue_workspace_bytes(costs: ModelCosts, tokens: int) -> int:

@@ -4,7 +4,6 @@ An expert is read once for each group of micro-batches, so a plan takes the larg
 is at the experts is measured (`BlockCosts.waiting_bytes`).
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -31,21 +30,30 @@ def fitted(plan: Plan, problem: "Problem", costs: ModelCosts) -> Plan:
     kept = tuple(size + (output if count else 0) for size, count in zip(plan.stash.kept_bytes, counts[1:], strict=False))
     plan = replace(plan, stash=replace(plan.stash, kept_bytes=kept))
     known = replace(problem.experts, choices=max(block.choices for block in costs.blocks))
-    for experts in _ways(known, plan.batch.num_micro_batches):
-        found = with_footprint(replace(plan, experts=experts), costs, problem.allowance)
-        if found.fits:
-            break
+    sizes = _sizes(plan.batch.num_micro_batches)
+    found = _of_size(plan, problem, costs, replace(known, together=1))
+    least, most = 0, len(sizes) - 1 if found.fits else 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        larger = _of_size(plan, problem, costs, replace(known, together=sizes[middle]))
+        found, least, most = (larger, middle, most) if larger.fits else (found, least, middle - 1)
     return found
 
 
-def _ways(experts: ExpertParts, together: int) -> Iterator[ExpertParts]:
+def _sizes(count: int) -> list[int]:
+    """Return the sizes of groups of `count` micro-batches, ascending: the smallest for each number of groups."""
+    return sorted({-(-count // groups) for groups in range(1, count + 1)})
+
+
+def _of_size(plan: Plan, problem: "Problem", costs: ModelCosts, experts: ExpertParts) -> Plan:
+    """Return `plan` with these groups of micro-batches, and the largest rounds that fit; the smallest where none do."""
     most = max(experts.figures.num_experts)
-    rounds = dict.fromkeys((-(-most // _FEWEST_ROUNDS), experts_in_round(most)))
-    while True:
-        yield from (replace(experts, in_round=in_round, together=together) for in_round in rounds)
-        if together == 1:
-            return
-        together = -(-together // 2)
+    experts = replace(experts, remakes=problem.remakes and experts.together > 1)
+    for in_round in dict.fromkeys((-(-most // _FEWEST_ROUNDS), experts_in_round(most))):
+        found = with_footprint(replace(plan, experts=replace(experts, in_round=in_round)), costs, problem.allowance)
+        if found.fits:
+            break
+    return found
 
 
 def with_cached(plan: Plan, spare_bytes: int) -> tuple[Plan, int]:

@@ -46,7 +46,8 @@ class Problem:
 
     `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
     memory between blocks; where they are `hosted`, they do. Rows of the `embedding` can be read in the model's files;
-    None: they cannot. In plans `by_rows` they are. `place` is that of a stage, whose part of a model these are.
+    None: they cannot. In plans `by_rows` they are. See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
+    model these are.
     """
 
     forms: tuple[Form, ...]
@@ -63,6 +64,7 @@ class Problem:
     hosted: bool = False
     embedding: EmbeddingRows | None = None
     by_rows: bool = False
+    remakes: bool = False
     place: StagePlace | None = None
 
     @cached_property

@@ -37,6 +37,7 @@ class BlockCosts:
     attention_flops: float = 0.0  # the part of `forward_flops` that attention's two products take
     # Where experts are parts: what a micro-batch takes while others are at them, in forward and in backward.
     waiting_bytes: tuple[int, int] = (0, 0)
+    waiting_alone_bytes: int = 0  # and in backward without its graph
     choices: int = 0  # and to how many experts a token is sent
 
 

@@ -27,6 +27,7 @@ class PartedBlocks:
         self._plan, self._ledger, self._num_micro, experts = plan, ledger, num_micro, plan.experts
         weight = plan.planes.weight
         self.trains = experts is not None and experts.is_trained
+        self.remakes = experts is not None and experts.remakes
         frozen = experts if not self.trains else None
         self._bringing = BringExperts(frozen, ledger, weight, separate=plan.separate_device) if frozen else None
         self._turn = 0

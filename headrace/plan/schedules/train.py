@@ -209,7 +209,8 @@ class Training(Updates):
         self, block: int, group: range, weights: Sequence[int], gradients: Mapping[int, Sequence[int]], made: Sequence[int]
     ) -> None:
         """Take a group, which was back at the experts, through the rest of the block."""
-        flops = (2 if self.parted.trains else 1) * self.parted.common_flops(block)
+        times = (2 if self.parted.trains else 1) + self.parted.remakes
+        flops = times * self.parted.common_flops(block)
         for micro in group:
             self.backward_one(block, micro, (*weights, *gradients[micro]), made, flops)
 
