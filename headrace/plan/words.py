@@ -1,5 +1,6 @@
 """A plan's choices in words, for people."""
 
+from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.plan import Plan
 from headrace.terms.sizes import format_bytes
 
@@ -15,6 +16,15 @@ def _stash_of(plan: Plan) -> str:
 def _cached_of(plan: Plan) -> str:
     experts = plan.experts
     return f"; {experts.cached} of {sum(experts.figures.num_experts)} experts, too" if experts and experts.cached else ""
+
+
+def _experts_of(experts: ExpertParts) -> str:
+    waits = "; blocks are recomputed twice, so that no graph waits there" if experts.remakes else ""
+    return f"{experts.in_round} at a time, each for {_count_of(experts.together, 'micro-batch', 'es')}{waits}"
+
+
+def _count_of(number: int, noun: str, plural: str) -> str:
+    return f"{number} {noun}{plural if number > 1 else ''}"
 
 
 def explain_update(plan: Plan) -> str:
@@ -57,6 +67,8 @@ def explain_plan(plan: Plan) -> str:
         + f"; states of {len(updates.resident_states)} of {len(plan.units)} units in memory{_cached_of(plan)}",
         f"replay   {_stash_of(plan)}",
     ]
+    if plan.experts is not None:
+        lines.append(f"experts  {_experts_of(plan.experts)}")
     if plan.freed_memory == "kept":
         lines.append("heap     freed memory is kept for the next operations")
     lines += plan.results.explain_peaks()

@@ -1,6 +1,7 @@
 """Frozen experts that come one at a time give the bits of whole blocks, wherever things live."""
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,12 @@ from tiers import sampled
 import headrace
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.trainer import Engine
+from headrace.flow import parted as parted_flow
 from headrace.flow.expert_source import ExpertSource
 from headrace.flow.step_state import AtExperts
 from headrace.generate.generator import Generator
 from headrace.generate.opened import GenerationModel
+from headrace.model.parted_experts import Visit
 from headrace.plan.plan import Plan
 from headrace.terms.errors import PlanInfeasible, RunDirectoryError
 
@@ -29,12 +32,14 @@ def parted(adapter: str) -> Seams:
     return replace(seams_of(headrace.Options(adapter=adapter)), parted=True)
 
 
-def together(count: int, in_round: int = 1, cached: int = 0) -> Callable[[Plan], Any]:
-    """Return a change of plans: so many micro-batches are at a block's experts together, and so many experts stay in memory."""
+def together(count: int, in_round: int = 1, cached: int = 0, *, remakes: bool = False) -> Callable[[Plan], Any]:
+    """Return a change of plans: so many micro-batches are at a block's experts together, and so many experts stay in memory.
+    With `remakes` no graph waits there.
+    """
 
     def change(plan: Plan) -> Any:
         assert plan.experts is not None, "its experts are parts"
-        return replace(plan.experts, together=count, in_round=in_round, cached=cached)
+        return replace(plan.experts, together=count, in_round=in_round, cached=cached, remakes=remakes)
 
     return change
 
@@ -64,6 +69,17 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
         "interpreter": "plain",
     },
     "a device": {"change": {"experts": together(2, 3)}, "device_memory": "1GiB"},
+    "a device, graphs made again": {"change": {"experts": together(2, 3, remakes=True)}, "device_memory": "1GiB"},
+    "SSD, plain, graphs made again": {
+        "change": {
+            "experts": together(3, remakes=True),
+            "stash_tiers": ("ssd",) * 4,
+            "stash_slots": 2,
+            "host_slots": 2,
+            "prefetch": 1,
+        },
+        "interpreter": "plain",
+    },
     "a device, inputs on the SSD, a tree": {
         "change": {"experts": together(2), "stash_tiers": ("ssd",) * 4, "stash_slots": 2},
         "device_memory": "1GiB",
@@ -72,13 +88,54 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", sampled(PLACEMENTS, ("a device",)))
+@pytest.mark.parametrize("placement", sampled(PLACEMENTS, ("a device, graphs made again",)))
 @pytest.mark.parametrize("name", sampled(("gpt-oss", "deepseek"), ("gpt-oss",)))
 def test_the_bits_are_the_same_wherever_things_live(
     name: str, placement: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
     options = dict(PLACEMENTS[placement])
     runs(model_dir(name, "bfloat16"), tmp_path, EXPERTS, options.pop("change"), compute_dtype="bfloat16", **options)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("place", ["SSD, plain, graphs made again", "a device, graphs made again"])
+def test_a_graph_that_is_made_again_draws_the_same_numbers(place: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    options = dict(PLACEMENTS[place])
+    adapter = "lora:rank=4,dropout=0.25"
+    runs(model_dir("mixtral-aux", "bfloat16"), tmp_path, adapter, options.pop("change"), compute_dtype="bfloat16", **options)
+
+
+@pytest.mark.parametrize("remakes", [True, False])
+def test_no_graph_waits_where_it_is_made_again(
+    remakes: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    own, own_backward = parted_flow._recomputed, Visit.backward
+
+    def noting(*given: Any) -> Any:
+        again, block = own(*given)
+        graphs.append(weakref.ref(block.outputs[0]))
+        return again, block
+
+    def counting(visit: Visit, *given: Any) -> Any:
+        alive.append(sum(graph() is not None for graph in graphs))
+        return own_backward(visit, *given)
+
+    monkeypatch.setattr(parted_flow, "_recomputed", noting)
+    monkeypatch.setattr(Visit, "backward", counting)
+    adjust = SPLIT | {"experts": together(3, remakes=remakes)}
+    train(model_dir("many-experts"), tmp_path / "run", steps=1, adapter=EXPERTS, adjust=adjust, seams=parted(EXPERTS))
+    assert set(alive) == {0 if remakes else 3}
+
+
+def test_what_waits_in_a_block_has_one_copy_of_its_adapters() -> None:
+    """Each micro-batch at the experts held one, which no plan counted."""
+    waiting, trained = AtExperts(), torch.zeros(8)
+    first = waiting.beside(1, trained, torch.device("meta"))
+    assert waiting.beside(1, trained, torch.device("meta")) is first
+    assert waiting.beside(2, trained, torch.device("meta")) is not first
+    assert waiting.beside(1, trained, torch.device("meta")) is not first
 
 
 def test_a_run_goes_on_where_it_was_and_is_read_unfinished(model_dir: Callable[..., Path], tmp_path: Path) -> None:

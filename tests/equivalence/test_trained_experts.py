@@ -29,6 +29,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"change": {"experts": together(2)}},
     "host, in place": {"change": {"experts": together(1, 3)}, "split": WHOLE_STEP},
     "a device": {"change": {"experts": together(3, 2)}, "device_memory": "1GiB"},
+    "host, graphs made again": {"change": {"experts": together(2, remakes=True)}},
+    "a device, graphs made again": {"change": {"experts": together(2, remakes=True), **ON_SSD}, "device_memory": "1GiB"},
     "a device, in place": {"change": {"experts": together(1)}, "split": WHOLE_STEP, "device_memory": "1GiB"},
     "a device, in groups": {"change": {"experts": together(2), **ON_SSD}, "device_memory": "1GiB"},
     "a device, one by one, plain": {
