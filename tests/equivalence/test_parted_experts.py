@@ -126,7 +126,7 @@ def test_no_graph_waits_where_it_is_made_again(
     monkeypatch.setattr(Visit, "backward", counting)
     adjust = SPLIT | {"experts": together(3, remakes=remakes)}
     train(model_dir("many-experts"), tmp_path / "run", steps=1, adapter=EXPERTS, adjust=adjust, seams=parted(EXPERTS))
-    assert set(alive) == {0 if remakes else 3}
+    assert max(alive) == (0 if remakes else 3)
 
 
 def test_what_waits_in_a_block_has_one_copy_of_its_adapters() -> None:
