@@ -80,11 +80,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     found = seconds_of.forecast(plan)
     if not measured or found.step_seconds <= _WORSE * _busy_seconds(plan, found):
         return plan
-    try:
-        other = _plan_of_sums(by_rows, seconds_of, measured=measured).with_notes((note,))
-    except PlanInfeasible:
-        return plan
-    return _first_of_alike([(seconds_of(each), each) for each in (plan, other)])
+    return _or_faster(plan, lambda: _plan_of_sums(by_rows, seconds_of, measured=measured).with_notes((note,)), seconds_of)
 
 
 def _plan_of_sums(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
@@ -100,11 +96,7 @@ def _plan_of_sums(problem: Problem, seconds_of: StepSeconds, *, measured: bool) 
     # Sums in memory save more traffic for a byte than weights do. So only a step in fewer groups would be better without them.
     if plan.stage == place.choices(problem.workload.sequences):
         return plan
-    try:
-        other = _plan_of_states(laid_down, seconds_of, measured=measured)
-    except PlanInfeasible:
-        return plan
-    return _first_of_alike([(seconds_of(each), each) for each in (plan, other)])
+    return _or_faster(plan, lambda: _plan_of_states(laid_down, seconds_of, measured=measured), seconds_of)
 
 
 def _plan_of_states(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
@@ -127,8 +119,13 @@ def _plan_of_states(problem: Problem, seconds_of: StepSeconds, *, measured: bool
             raise least if least.tier == refusal.tier else refusal from None
     if not (hosted.hosted and measured and _may_gain(plan, seconds_of)):
         return plan
+    return _or_faster(plan, lambda: _fastest_plan(hosted, seconds_of, measured=measured), seconds_of)
+
+
+def _or_faster(plan: Plan, make: Callable[[], Plan], seconds_of: StepSeconds) -> Plan:
+    """Return the faster of a plan and another, if that fits."""
     try:
-        other = _fastest_plan(hosted, seconds_of, measured=measured)
+        other = make()
     except PlanInfeasible:
         return plan
     return _first_of_alike([(seconds_of(each), each) for each in (plan, other)])
