@@ -15,6 +15,7 @@ import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
+from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.testing import GroupedCodec, RowWire, item_rules
 
 
@@ -49,6 +50,11 @@ def deferred(plan: Plan) -> Plan:
     return split(plan.with_results(speculation=None))
 
 
+def by_rows(plan: Plan) -> Plan:
+    """Rows of the embedding are read in the model's file."""
+    return replace(plan, embedding=EmbeddingRows(rows=384, stored_bytes=128, computed_bytes=128))
+
+
 ADJUST = {
     "speculative": speculative,
     "rows": speculative,
@@ -56,10 +62,12 @@ ADJUST = {
     "experts": split,
     "one plan": deferred,
     "plans": deferred,
+    "embedding": by_rows,
 }
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},
+    "embedding": {"adapter": "lora:rank=4"},
     "tables": {"adapter": "table:rows=64,layers=0+2,top=4"},
     "experts": {"device_memory": "1GiB"},
 }
