@@ -17,6 +17,7 @@ from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.beginning import Run, first_record, on_machine
 from headrace.engine.fleet import Fleet
 from headrace.engine.lane_diary import LaneDiary, ops_of
+from headrace.engine.replanning import LaneTotals
 from headrace.engine.seams import seams_of
 from headrace.engine.sharing import Introduction, be_introduced, own_part, planned_options
 from headrace.engine.subject import Subject, tune
@@ -46,6 +47,7 @@ class ShardedEngine(Engine):
         super().__init__(run)
         self._told_already = False
         self._emit = self._diary = LaneDiary(run.sink)
+        self._lanes = LaneTotals(self._diary)
         self._meter.count(lambda: self._fleet.copy.resident_bytes)
         self._closers.callback(self._fleet.copy.close)
         self._closers.callback(self._fleet.ranks.close)

@@ -1,4 +1,4 @@
-"""`bench/ranks.py`: what is run, with which budgets, and the table.
+"""`bench/torchrun_ranks.py`: what is run, with which budgets, and the table.
 
 Run: pytest tests/bench/test_bench_ranks.py
 """
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
-from ranks import FSDP, KINDS, ONE, RANKS, RECOMPUTED, options_of, table, words_of
+import torchrun_ranks
+from torchrun_ranks import FSDP, KINDS, ONE, RANKS, RECOMPUTED, options_of, table, words_of
 
 from headrace.terms.sizes import GIB
 
@@ -57,7 +57,7 @@ def test_steps_that_are_left_out_must_not_be_all() -> None:
 def test_all_kinds_run_and_agree(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = ["--scratch", str(tmp_path), "--size", "T", "--tokens", "256", "--length", "32", "--steps", "4", "--rounds", "1"]
-    command = [sys.executable, str(Path(ranks.__file__)), *words, "--host-memory", "4GiB", "--out", str(out)]
+    command = [sys.executable, str(Path(torchrun_ranks.__file__)), *words, "--host-memory", "4GiB", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(out.read_text())["rounds"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, MODELS, ROWS, PlainTrainer, batch_of, packed, train
+from plain import LENGTH, MODELS, ROWS, PlainTrainer, batch_of, check_close, packed, train
 from safetensors.torch import load_file
 from tiers import sampled
 from torch._subclasses.fake_tensor import FakeTensor
@@ -52,7 +52,7 @@ def test_float32_training_is_plain_pytorch(
     assert losses == pytest.approx(expected, rel=2e-6)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+        check_close(got, want, key)
 
 
 def test_padded_batches_are_plain_pytorch(model_dir: Callable[..., Path], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import FAR_PLACEMENTS, LENGTH, MODELS, ROWS, SPLIT, PlainTrainer, batch_of, train
+from plain import FAR_PLACEMENTS, LENGTH, MODELS, ROWS, SPLIT, PlainTrainer, batch_of, check_close, train
 from tiers import sampled
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ def test_float32_training_by_ranges_is_plain_pytorch(
     assert losses == pytest.approx(expected, rel=2e-6)
     ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+        check_close(got, want, key)
 
 
 @pytest.mark.deep

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import PlainTrainer, batch_of
+from plain import PlainTrainer, batch_of, check_close
 from short_run import short_run
 from tiers import sampled
 from tiny_wholes import make_whole
@@ -56,4 +56,4 @@ def test_the_whole_model_is_that_of_plain_pytorch(tmp_path: Path, name: str) -> 
     assert losses == pytest.approx(expected, rel=2e-6)
     ours = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
     for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+        check_close(got, want, key)

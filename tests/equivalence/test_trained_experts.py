@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, ROWS, SPLIT, PlainTrainer, batch_of, everything, train
+from plain import LENGTH, ROWS, SPLIT, PlainTrainer, batch_of, check_close, everything, train
 from test_parted_experts import together
 from tiers import sampled
 from transformers import AutoModelForCausalLM
@@ -78,7 +78,7 @@ def test_float32_training_of_single_experts_is_plain_pytorch(name: str, model_di
     assert losses == pytest.approx(expected, rel=2e-6)
     ours = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     for (key, got), want in zip(ours.named_parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5, msg=lambda text, key=key: f"{key}: {text}")
+        check_close(got, want, key)
 
 
 def test_a_run_goes_on_where_it_was_evaluated_and_read_unfinished(model_dir: Callable[..., Path], tmp_path: Path) -> None:
