@@ -28,6 +28,8 @@ from headrace.terms.sizes import MIB
 PIECE_BYTES = 16 * MIB
 # A connection breaks before a watchman knows why: he is waited for so long.
 _WHY_SECONDS = 0.3
+# How long is waited for a thread to end whose lane is closed: it is told at once.
+END_SECONDS = 5.0
 _FOR_EVER = timedelta(days=365)
 _LENGTH_BYTES = 8
 # The most bytes of a message (configurations and plans); a larger one is somebody's mistake.

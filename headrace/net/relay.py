@@ -13,7 +13,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from headrace.machine.host_memory import Bytes
-from headrace.net.lane import Lane
+from headrace.net.lane import END_SECONDS, Lane
 from headrace.terms.errors import PeerLost
 
 _PLACES = 2
@@ -30,10 +30,16 @@ class Relay:
         self._places = threading.Semaphore(_PLACES)
         self._failure: PeerLost | None = None
         self.best_bytes_per_second = 0.0  # of what came: a message that did not wait for its sender
-        for peer, work in ((source, self._receive), (to, self._send)):
-            if peer is not None:
-                name = f"headrace {lane.name} {work.__name__}"
-                threading.Thread(target=self._until_lost, args=(work, peer), name=name, daemon=True).start()
+        works = ((source, self._receive), (to, self._send))
+        self._threads = [
+            threading.Thread(
+                target=self._until_lost, args=(work, peer), name=f"headrace {lane.name} {work.__name__}", daemon=True
+            )
+            for peer, work in works
+            if peer is not None
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def expect(self, num_bytes: int) -> None:
         """Receive a message of this size after those that are expected already."""
@@ -73,10 +79,12 @@ class Relay:
         self._going.put(data)
 
     def close(self) -> None:
-        """End the threads, once their lane is closed."""
+        """End the threads: what is to be sent is sent before."""
         self._wanted.put(None)
         self._going.put(None)
         self._places.release()
+        for thread in self._threads:  # one that leaves a transfer while Python ends would end the process with an abort
+            thread.join(END_SECONDS)
 
     def _receive(self, source: int) -> None:
         while (num_bytes := self._wanted.get()) is not None:

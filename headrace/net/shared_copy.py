@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.shared_memory import SharedMemory
-from headrace.net.lane import Lane
+from headrace.net.lane import END_SECONDS, Lane
 from headrace.net.ranks import Ranks
 from headrace.terms.closing import Closing
 from headrace.terms.errors import PeerLost, StorageError
@@ -110,8 +110,10 @@ class SharedCopy(Closing):
             memory.close()
 
     def close(self) -> None:
-        """See `drop`."""
+        """See `drop`; end the threads, once their lane is closed."""
         self.drop()
+        if self._clearing is not None:
+            self._clearing.close()
 
 
 class _Clearing:
@@ -122,9 +124,17 @@ class _Clearing:
         self._sending, self._changed = threading.Lock(), threading.Condition()
         self._done = {rank: Counter[int]() for rank in (lane.rank, *neighbours)}
         self._failure: PeerLost | None = None
-        for rank in neighbours:
-            name = f"headrace {lane.name} of rank {rank}"
-            threading.Thread(target=self._hear, args=(rank,), name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._hear, args=(rank,), name=f"headrace {lane.name} of rank {rank}", daemon=True)
+            for rank in neighbours
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Wait for the threads: one that leaves a transfer while Python ends would end the process with an abort."""
+        for thread in self._threads:
+            thread.join(END_SECONDS)
 
     def meet(self, place: int) -> None:
         """Say that this rank has done with a place once more, and wait until all have as often."""

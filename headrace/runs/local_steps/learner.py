@@ -137,8 +137,9 @@ class Learning(Closing):
             after = {**at, "step": at["step"] + 1}
             factor = schedule.factor(at["first_step"] + at["step"])
             result = engine.step(batch, position=after, learning_rate=rate * factor)
-            figures = {"loss_sum": at["loss_sum"] + result.loss * trained, "trained": at["trained"] + trained}
-            self._at, self.steps_done = after | figures, self.steps_done + 1
+            # A deferred commit comes later, so its position has this step's loss, too.
+            after.update(loss_sum=at["loss_sum"] + result.loss * trained, trained=at["trained"] + trained)
+            self._at, self.steps_done = after, self.steps_done + 1
             reporter(replace(result, step=engine.step_index))
         return True
 
