@@ -1,6 +1,7 @@
 """Ranks of torchrun on one machine beside one process, and beside FSDP2 with CPU offload: seconds of a step, memory, losses.
 
-    python bench/torchrun_ranks.py --scratch DISK [--size M] [--ranks 2] [--tokens 2048] [--host-memory 6GiB] [--steps 6] [--rounds 3]
+    python bench/torchrun_ranks.py --scratch DISK [--size M] [--ranks 2] [--tokens 2048] [--host-memory 6GiB] [--steps 6]
+        [--rounds 3]
 
 Ranks share out every unit on SSDs (`gradient_sum: tree`), and have one host copy of weights. One process has the host memory of
 all of them. FSDP2 is that of `fsdp.py` over loopback: `CPUOffloadPolicy`, gloo, float32 masters, computing in bfloat16, torch's

@@ -151,10 +151,8 @@ def plan_compression(
     num_coded = sum(matrix.weights for matrix in coded)
     rest = chain.num_parameters - num_coded
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or DEFAULT_SEQUENCE_LENGTH
-    row_tokens = row_tokens or min(DEFAULT_SEQUENCE_LENGTH, limit)
-    least = math.ceil(max(matrix.inputs / matrix.share for matrix in coded))
-    tokens = tokens or max(least, CompressOptions.calibration_rows * row_tokens)
+    row_tokens = row_tokens or _row_tokens(text)
+    tokens = tokens or _calibrating(coded, row_tokens)
     size, other = (
         round(sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=otherwise) for each in coded))
         for otherwise in (False, True)
@@ -197,6 +195,18 @@ def plan_compression(
         memory_bytes=memory | {"hidden states, in tiers": job.hidden_bytes * tokens},
         warning=None if room is None else room.warning,
     )
+
+
+def _row_tokens(text: Any) -> int:
+    """Return the tokens of a row where nobody says them."""
+    limit = getattr(text, "max_position_embeddings", None) or DEFAULT_SEQUENCE_LENGTH
+    return min(DEFAULT_SEQUENCE_LENGTH, limit)
+
+
+def _calibrating(coded: Sequence[Matrices], row_tokens: int) -> int:
+    """Return the tokens that calibrate where nobody says them."""
+    least = math.ceil(max(matrix.inputs / matrix.share for matrix in coded))
+    return max(least, CompressOptions.calibration_rows * row_tokens)
 
 
 def _without_loss(code: Code, chain: Chain, ceilings: Ceilings, budget: Budget) -> CompressionReport:
