@@ -157,17 +157,16 @@ def plan_compression(
         round(sum(code.matrix_bytes(each.count * each.outputs, each.inputs, otherwise=otherwise) for each in coded))
         for otherwise in (False, True)
     )
-    largest = max(_BYTES * layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1])
+    sizes = [layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1]]
     result = {f"{name} matrices": size, "what stays in 16 bits": _BYTES * rest}
     memory = {
-        "the largest block in 16 bits": largest,
+        "the largest block in 16 bits": _BYTES * max(sizes),
         "sums of inputs of 16 experts": max(4 * min(EXPERTS_AT_ONCE, each.count) * each.inputs**2 for each in coded),
     }
     room, passes = None, [1] * len(blocks)
     if budget.host_bytes is not None:
         room = _room(chain, Place.of(measured, here=here or machine is None), budget)
         memory, passes = _memory(room, blocks)
-    sizes = [layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1]]
     job = Job(
         blocks=[
             Block(parameters, matrices, _file_bytes(code, parameters, matrices), count)
