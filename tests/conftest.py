@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from kept_profiles import KeptProfiles
 from time_ledger import MOST_PERCENT, CpuClock, TimeLedger
@@ -76,6 +77,15 @@ def profiles(request: pytest.FixtureRequest) -> Iterator[KeptProfiles | None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "profile", kept)
         yield kept
+
+
+@pytest.fixture(autouse=True)
+def default_dtype_stays() -> Iterator[None]:
+    """torch's default dtype belongs to the whole process: who leaves it changed fails, not the tests that come after."""
+    yield
+    found = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert found == torch.float32
 
 
 @pytest.fixture(autouse=True)

@@ -6,13 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, TextStreamer
+from transformers import TextStreamer
 
 from headrace.data.open_data import open_tokenizer
 from headrace.data.prompts import Messages, Prompts, answer_of
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import Generated, MicroBatch, kept_copies
 from headrace.generate.opened import end_tokens
+from headrace.model.building import model_read_from
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
 from headrace.terms.events import Sink
@@ -147,7 +148,7 @@ def open_assistant(directory: str | Path) -> Any:
         ModelError: it cannot be loaded.
     """
     try:
-        found = AutoModelForCausalLM.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        found = model_read_from(str(directory))
     except Exception as error:  # whatever transformers raises for what a directory may hold
         raise ModelError(f"assistant: {directory}: cannot be loaded: {in_one_line(error)}") from error
     return found.eval()

@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from headrace.model.building import model_from
 from headrace.model.chain_values import MicroBatch
 from headrace.model.why_not_built import why_not_built
 from headrace.terms.errors import ModelError
@@ -25,7 +25,7 @@ def tiny_model(config_class: type, key: str) -> Any:
         try:
             config = config_class(**values)
             config.use_cache = False
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            model = model_from(config, dtype=torch.float32)
         except Exception as error:  # whatever the architecture's own code raises for sizes it cannot have
             raise ModelError(
                 f"{config_class.__name__}: cannot build a tiny instance for checking: {why_not_built(values, error)}"

@@ -74,7 +74,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         found_bytes = path.stat().st_size
-        with path.open("rb") as file:
+        with os.fdopen(_open_without_read_ahead(path), "rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             if found_bytes < 8 or header_bytes > min(found_bytes - 8, _LARGEST_HEADER_BYTES):
                 if is_lfs_pointer(path):
@@ -157,7 +157,10 @@ def read_bytes(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator
 
 
 def _open_without_read_ahead(path: Path) -> int:
-    """Open a file without reading ahead: what the kernel reads beyond a tensor would stay in its cache."""
+    """Open a file without reading ahead: what the kernel reads beyond a tensor would stay in its cache.
+
+    Headers are read so, too: a page that one read ahead bears a mark, and reading that later makes the kernel read further on.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

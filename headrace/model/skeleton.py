@@ -5,7 +5,6 @@ corrections) holds the value that the architecture gives it, because most are in
 """
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -14,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from headrace.model.building import BUILDING, model_from
 from headrace.model.find_blocks import check_architecture
 from headrace.model.why_not_built import why_not_built
 from headrace.terms.errors import ModelError
@@ -24,9 +24,6 @@ from headrace.terms.errors import ModelError
 # meta device. Otherwise constructing Llama 4 Scout writes 200 GB of zeros, one block at a time (141 s measured).
 _LARGE_ELEMENTS = 1 << 20
 _FILLED = (torch.zeros, torch.ones, torch.randn, torch.rand)
-# transformers changes torch's default dtype while it builds, and the hook below is torch's. Both belong to the whole process,
-# so two threads that build at once would leave them changed.
-_BUILDING = threading.RLock()
 
 
 class _LargeOnMeta(TorchFunctionMode):
@@ -91,7 +88,7 @@ def build_whole(model_class: type[PreTrainedModel], config: Any) -> Any:
 def _without_weights() -> Iterator[None]:
     """While entered, modules that are constructed have their parameters on the meta device."""
     with ExitStack() as stack:
-        stack.enter_context(_BUILDING)
+        stack.enter_context(BUILDING)  # for the hook below, too, belongs to the whole process
         stack.enter_context(torch.random.fork_rng(devices=[]))  # construction must not move the caller's generator
         stack.callback(register_module_parameter_registration_hook(_to_meta).remove)
         stack.enter_context(_LargeOnMeta())
@@ -100,7 +97,7 @@ def _without_weights() -> Iterator[None]:
 
 def _from_config(config: Any, dtype: torch.dtype) -> Any:
     def made(attention: str) -> Any:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+        return model_from(config, dtype=dtype, attn_implementation=attention)
 
     try:
         try:

@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Any, cast
 
 import torch
-from transformers import AutoModelForCausalLM
 
+from headrace.model.building import model_from
 from headrace.model.find_blocks import block_of, find_blocks
 from headrace.model.instance import LENGTHS, tiny_model, tiny_samples
 from headrace.model.kinds import keys_of
@@ -151,7 +151,7 @@ def _layers(config_class: type, values: dict[str, Any]) -> Layers:
 def _block_kinds(config: Any) -> list[Hashable]:
     """Return the kind of each block of a model: classes of its submodules, names and ranks of its parameters."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = model_from(config)
     blocks = find_blocks(model)
     keys, found = keys_of(model, blocks.name), dict[int, set[tuple[str, int]]]()
     for name, parameter in model.named_parameters():
@@ -186,7 +186,7 @@ def _runs(whole: _Full, chosen: Mapping[str, float], *, scaled_rope: bool) -> bo
 
 def _shapes(config: Any) -> Iterator[torch.Size]:
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = model_from(config)
     yield from (parameter.shape for parameter in model.parameters())
 
 

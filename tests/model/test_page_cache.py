@@ -26,10 +26,11 @@ def cached_bytes(path: Path) -> int:
     return sum(page & 1 for page in found) * PAGE
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("read", [read_rows, read_bytes])
-def test_no_page_of_a_file_stays_whatever_the_order_of_its_tensors(read: object, tmp_path: Path) -> None:
+def test_no_page_of_a_file_stays_whatever_the_order_of_its_tensors(read: object, dtype: torch.dtype, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save_file({f"t{number}": torch.zeros(3000 + number, 1001) for number in range(5)}, path)
+    save_file({f"t{number}": torch.zeros(3000 + number, 1001, dtype=dtype) for number in range(5)}, path)
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
