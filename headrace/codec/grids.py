@@ -107,7 +107,7 @@ class Int4Grid:
     def _fit_by_loop(self, weights: Tensor, importance: Tensor) -> Tensor:
         from headrace.codec.rounding_loops import best_scales  # late: numba
 
-        scales, narrow = torch.empty(weights.shape[:-1]), self.stored == torch.bfloat16
+        scales, narrow = torch.empty(weights.shape[:-1], dtype=torch.float32), self.stored == torch.bfloat16
         columns, least = weights.shape[-1], float(torch.finfo(self.stored).tiny)
         groups = [each.reshape(-1, *each.shape[-2:]) for each in (weights, importance[..., None, :], scales[..., None])]
         for own, counts, found in zip(*groups, strict=True):

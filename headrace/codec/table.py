@@ -108,7 +108,7 @@ def _mostly_zeros(rows: int, columns: int) -> "Tensor":
 
     from headrace.codec.dictionary import QMOE_ZEROS
 
-    share = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0))
+    share = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     zeros = QMOE_ZEROS / 1000
     return torch.where(share < zeros, 0.0, torch.where(share < (1 + zeros) / 2, -1.0, 1.0))
 
@@ -116,7 +116,7 @@ def _mostly_zeros(rows: int, columns: int) -> "Tensor":
 def _half_zeros(rows: int, columns: int) -> "Tensor":
     import torch
 
-    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return torch.where(values.abs() < values.abs().median(), 0.0, values)
 
 

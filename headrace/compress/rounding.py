@@ -116,7 +116,7 @@ class BlockRounder:
         grid = parameter.grid
         device = self._parameters[parameter.spec.name].device
         inputs = [caught.inputs.get(matrix) for matrix in matrices]
-        identity = torch.eye(parameter.shape[1], device=device)
+        identity = torch.eye(parameter.shape[1], device=device, dtype=torch.float32)
         sums = [own.hessian if own is not None and own.tokens else identity for own in inputs]
         hessians = torch.stack(sums)
         before = torch.stack(

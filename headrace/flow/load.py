@@ -171,7 +171,7 @@ def merge(maker: Maker, unit: int, weights: torch.Tensor, rest: torch.Tensor | N
         maker.complete(unit, weights, trained)
         return
     is_split = weights.dtype == torch.bfloat16
-    master = torch.empty(weights.numel(), device=weights.device) if is_split else rest
+    master = torch.empty(weights.numel(), device=weights.device, dtype=torch.float32) if is_split else rest
     pieces = [slice(start, start + MERGED_ELEMENTS) for start in range(0, weights.numel(), MERGED_ELEMENTS)]
     for piece in pieces if is_split else ():
         master[piece] = join(weights[piece], rest[piece])

@@ -81,7 +81,7 @@ def _move_states(
     family = store.manifest.units[unit].family(STATES)
     assert family is not None, "there are states"
     content = _of(_read(store, unit, STATES))
-    planes = {plane.name: torch.empty(layouts[1].num_elements) for plane in family.planes}
+    planes = {plane.name: torch.empty(layouts[1].num_elements, dtype=torch.float32) for plane in family.planes}
     for name, part, (start, stop) in _plane_parts(family, content):
         planes[name][start:stop] = part
     wire.move(unit, *layouts, bases, planes)

@@ -37,7 +37,7 @@ class Kto(Loss):
         refuse_odd_rows(self.name, batch, "completion, another's completion, ...")
         super().check(batch)
         rows = len(batch["input_ids"])
-        if tuple(batch.get("desirable", torch.empty(0)).shape) != (rows,):
+        if tuple(batch.get("desirable", torch.empty(0, dtype=torch.float32)).shape) != (rows,):
             raise DataError(f"batch: kto needs desirable, true or false for each of {rows} rows; its columns have a label")
 
     def __call__(self, log_probs: Tensor, completion_mask: Tensor, batch: Mapping[str, Tensor]) -> Outcome:

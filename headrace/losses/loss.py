@@ -47,7 +47,9 @@ class Loss(Named):
             DataError: the message says what is missing.
         """
         rows = len(batch["input_ids"])
-        if self.takes_reference and tuple(batch.get("reference_log_probs", torch.empty(0)).shape) != (rows,):
+        if self.takes_reference and tuple(batch.get("reference_log_probs", torch.empty(0, dtype=torch.float32)).shape) != (
+            rows,
+        ):
             raise DataError(f"batch: {self.name} needs reference_log_probs, one for each of {rows} rows (Engine.log_probs)")
 
     @abstractmethod

@@ -14,7 +14,7 @@ _REPEATS = 3
 
 def decoded_per_second() -> dict[str, float]:
     """Return weights a second of one core to bfloat16, by kind: the least processor time of a few counts."""
-    normal = torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(0))
+    normal = torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     contestants = {
         code.kind: ((code.measured or code.codec)(), code.sample(_ROWS, _COLUMNS) if code.sample else normal)
         for code in CODES.values()

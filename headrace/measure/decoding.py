@@ -101,7 +101,7 @@ def attended_rate() -> float:
     rows, heads, group, tokens, width = _ATTENDED
     numbers = torch.full((tokens, 2 * rows * heads * width), 0.01, dtype=torch.bfloat16)
     keys, values = (part.view(tokens, rows, heads, width).permute(1, 2, 0, 3) for part in numbers.chunk(2, dim=1))
-    query, seconds = torch.full((rows, heads * group, 1, width), 0.1), list[float]()
+    query, seconds = torch.full((rows, heads * group, 1, width), 0.1, dtype=torch.float32), list[float]()
     for _ in range(_PRODUCTS + 1):
         start = time.perf_counter()
         attended(query, numbers.view(torch.uint8).view(-1), keys, values)

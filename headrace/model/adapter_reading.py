@@ -103,7 +103,7 @@ class _Found:
                 ranked = replace(product, rank=sum(each.rank for each in found), scale=found[0].scale)
                 products.setdefault(unit, []).append(ranked)
         adapters = Adapters.over(chain.layouts, config.settings, products)
-        flats = {unit: torch.zeros(layout.num_elements) for unit, layout in adapters.layouts.items()}
+        flats = {unit: torch.zeros(layout.num_elements, dtype=torch.float32) for unit, layout in adapters.layouts.items()}
         for unit, layout in adapters.layouts.items():
             views = {spec.name: part(flats[unit], spec).view(spec.shape) for spec in layout.parameters}
             for product in adapters.products[unit]:

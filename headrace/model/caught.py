@@ -158,7 +158,7 @@ class CatchInputs(TorchFunctionMode):
         flat = inputs.detach().reshape(-1, matrix.shape[1])
         chosen = self._choose(matrix, flat)
         if own is None:
-            hessian = torch.zeros(matrix.shape[1], matrix.shape[1], device=flat.device)
+            hessian = torch.zeros(matrix.shape[1], matrix.shape[1], device=flat.device, dtype=torch.float32)
             own = self.caught.inputs[matrix] = Inputs(hessian)
         most = self._most_tokens(matrix)
         if most is not None:

@@ -63,13 +63,13 @@ def check_compiler(device: torch.device) -> None:
     """
     needed = "Triton (part of torch's CUDA builds)" if device.type == "cuda" else "a C++ compiler (g++ or clang++)"
     try:
-        found = torch.compile(_tiny_function, fullgraph=True, dynamic=False)(torch.ones(8, device=device))
+        found = torch.compile(_tiny_function, fullgraph=True, dynamic=False)(torch.ones(8, device=device, dtype=torch.float32))
     except Exception as error:  # whatever compilers raise, which are other people's programs
         raise ConfigError(
             f"compile_blocks: torch.compile was asked for, but does not work on {device.type} here: {_first_line(error)}; "
             f"it needs {needed}: install it, or leave compile_blocks out"
         ) from error
-    if not torch.equal(found.cpu(), torch.full((8,), 4.0)):
+    if not torch.equal(found.cpu(), torch.full((8,), 4.0, dtype=torch.float32)):
         raise ConfigError(
             f"compile_blocks: code compiled for {device.type} here gives {found.tolist()} instead of 4.0 each; "
             "mend the compiler that torch finds, or leave compile_blocks out"

@@ -240,7 +240,7 @@ def _try(model: Any, config: Any, rest: Mapping[str, Any], vocabulary: int) -> N
         generation_config=config, input_ids_seq_length=_PROMPT, encoder_input_ids=ids, device="cpu", model_kwargs=mask
     )
     for length in range(_PROMPT, config.max_length):
-        scores = processors(ids.expand(1, length), torch.linspace(-10, 10, vocabulary)[None])
+        scores = processors(ids.expand(1, length), torch.linspace(-10, 10, vocabulary, dtype=torch.float32)[None])
         if config.do_sample and not torch.softmax(scores, dim=-1).isfinite().all():
             raise ValueError("no token is left, or scores are too large, to sample from")
     ends = config._eos_token_tensor

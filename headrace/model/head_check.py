@@ -20,7 +20,7 @@ def takes_head_by_rows(runner: Runner) -> bool:
     targets = shift_labels(sample.labels)
     with torch.no_grad():
         hidden = runner.prologue(sample).hidden
-    wanted = torch.linspace(-1.0, 1.0, targets.numel()).view(targets.shape) * (targets != IGNORED)
+    wanted = torch.linspace(-1.0, 1.0, targets.numel(), dtype=torch.float32).view(targets.shape) * (targets != IGNORED)
 
     def found(rows: int) -> list[torch.Tensor | None]:
         runner.head_rows, leaf = rows, hidden.detach().requires_grad_()

@@ -119,9 +119,13 @@ def attended(
             raise ModelError(f"its attention is given a mask of shape {tuple(mask.shape)}")
         wide = torch.where(mask, 0.0, -math.inf) if mask.dtype is torch.bool else mask.float()
         added = wide.expand(rows, 1, 1, tokens).reshape(rows, tokens).numpy()
-    free = torch.full((heads, group), -math.inf) if sinks is None else sinks.float().reshape(heads, group).contiguous()
+    free = (
+        torch.full((heads, group), -math.inf, dtype=torch.float32)
+        if sinks is None
+        else sinks.float().reshape(heads, group).contiguous()
+    )
     asked = query.reshape(rows, heads, group, width).contiguous().numpy()
-    out = torch.empty(rows, heads, group, values.shape[3])
+    out = torch.empty(rows, heads, group, values.shape[3], dtype=torch.float32)
     given = (asked, table, rows * heads * width, kind, added, free.numpy(), out.numpy())
     threads = max(1, min(torch.get_num_threads(), rows * heads))
     bounds = [rows * heads * number // threads for number in range(threads + 1)]

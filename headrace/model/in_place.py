@@ -187,6 +187,6 @@ def _as_read(
 
 def _start(spec: ParameterSpec, piece: Piece) -> int:
     """Return the first element of the slot that a piece fills: pieces are whole rows of a parameter, one after another."""
-    part = torch.empty(spec.shape, device="meta")[piece.index]
+    part = torch.empty(spec.shape, device="meta", dtype=torch.float32)[piece.index]
     assert part.is_contiguous(), f"{piece.key} is no run of {spec.name}"
     return spec.offset + int(part.storage_offset())

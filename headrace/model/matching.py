@@ -232,7 +232,9 @@ class _Roles:
         renamed = {rename_source_key(key, self._renamings, [])[0]: key for keys in sources.values() for key in keys}
         grouped = {pattern: tuple(keys) for pattern, keys in sources.items()}
         conversion = Conversion(copy.deepcopy(rule), target, grouped, renamed)
-        made = run_conversion(conversion, self._model, lambda key: torch.empty(self._shape(key), device="meta"))
+        made = run_conversion(
+            conversion, self._model, lambda key: torch.empty(self._shape(key), device="meta", dtype=torch.float32)
+        )
         for name, tensor in made.items():
             self._check_shape(self._own(name), next(iter(sources.values()))[0], tuple(tensor.shape))
         conversion = replace(conversion, made=tuple(made), parameters=tuple(self._own(name) for name in made))

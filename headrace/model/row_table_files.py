@@ -78,7 +78,7 @@ def read_tables(directory: Path, chain: Chain, weights: WeightMap) -> StoredBesi
 
 
 def _flat(directory: Path, tables: RowTables, unit: int, stored: Mapping[str, Tensor | None]) -> Tensor:
-    flat = torch.zeros(tables.layouts[unit].num_elements)
+    flat = torch.zeros(tables.layouts[unit].num_elements, dtype=torch.float32)
     for spec in tables.layouts[unit].parameters:
         tensor = stored[spec.name]
         if tensor is None or tuple(tensor.shape) != spec.shape:

@@ -194,7 +194,9 @@ class RowTables(Beside):
         """
         different, places = different_rows(ids, self.settings.rows)
         if not self._source:
-            return torch.zeros((len(different), self.width), device=ids.device, requires_grad=learns), places
+            return torch.zeros(
+                (len(different), self.width), device=ids.device, requires_grad=learns, dtype=torch.float32
+            ), places
         source, known = self._source[0], different.cpu().numpy()
         rows = torch.from_numpy(source.gather(unit, known)).to(ids.device).requires_grad_(learns)
         if learns:

@@ -250,7 +250,9 @@ class Runner:
     @torch.enable_grad()
     def _find_coefficient(self, asides: Sequence[torch.Tensor]) -> float:
         """Return how much the model's loss grows per unit of auxiliary loss, whatever configuration keys decide it."""
-        leaves = [torch.zeros(2, aside.shape[-1], device=aside.device).requires_grad_() for aside in asides]
+        leaves = [
+            torch.zeros(2, aside.shape[-1], device=aside.device, dtype=torch.float32).requires_grad_() for aside in asides
+        ]
         out = self._head_on(leaves, None)
         if not isinstance(out.aux_loss, torch.Tensor) or not out.aux_loss.requires_grad:
             return 0.0

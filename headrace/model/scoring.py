@@ -76,7 +76,7 @@ class ContinuationSeat(ScoringSeat):
 
     def _score(self, hidden: torch.Tensor) -> None:
         ids, scored = self._batch.input_ids, self._targets != IGNORED
-        found, likeliest = torch.zeros(ids.shape), torch.ones(ids.shape, dtype=torch.bool)
+        found, likeliest = torch.zeros(ids.shape, dtype=torch.float32), torch.ones(ids.shape, dtype=torch.bool)
         step, wanted = chunk_positions(self._chain, ids.shape[0]), scored.any(dim=0).tolist()
         for start in range(0, ids.shape[1], step):
             span = slice(start, start + step)

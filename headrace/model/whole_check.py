@@ -70,7 +70,7 @@ def _share(text: Any, whole: Any) -> None:
     names = names_in_whole(text, whole)
     for inside in [*names, *(name for name, _ in whole.named_parameters() if name not in names)]:
         module, _, leaf = inside.rpartition(".")
-        value = own[names[inside]] if inside in names else nn.Parameter(torch.empty(0))
+        value = own[names[inside]] if inside in names else nn.Parameter(torch.empty(0, dtype=torch.float32))
         setattr(whole.get_submodule(module), leaf, value)
 
 

@@ -40,7 +40,7 @@ class CodecContract:
     def weights(self, rows: int, columns: int, seed: int = 0) -> Tensor:
         """Return a matrix like those of models, bfloat16."""
         generator = torch.Generator().manual_seed(seed)
-        return (torch.randn(rows, columns, generator=generator) * 0.02).to(torch.bfloat16)
+        return (torch.randn(rows, columns, generator=generator, dtype=torch.float32) * 0.02).to(torch.bfloat16)
 
     def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
         """Return the values of `parts`, decoded by other means than the codec's."""

@@ -213,7 +213,7 @@ class Wire:
         """Return the trained family's first weights, float32 of `trained.num_elements`, for a unit's imported `weights`: zero
         for what is not trained as it is.
         """
-        first = torch.zeros(trained.num_elements)
+        first = torch.zeros(trained.num_elements, dtype=torch.float32)
         for spec, own in self.as_they_are(unit, layout, trained):
             part(first, own).copy_(part(weights, spec))
         return first

@@ -54,7 +54,7 @@ class Mxfp4:
         largest = groups.abs().amax(dim=-1)
         exponent = (torch.frexp(largest)[1] - 3).clamp(-_BIAS, _BIAS).to(torch.int32)  # 4 <= largest / 2^e < 8
         scaled = torch.ldexp(groups, -exponent[..., None])
-        table = torch.tensor(_VALUES)
+        table = torch.tensor(_VALUES, dtype=torch.float32)
         codes = torch.where(scaled < 0, 8, 0) + (scaled.abs()[..., None] - table[:8]).abs().argmin(dim=-1)
         codes = codes.to(torch.uint8)
         return {"blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": (exponent + _BIAS).to(torch.uint8)}
@@ -62,7 +62,7 @@ class Mxfp4:
     def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
         """Fill `into` with these rows. Powers of two change no digit, so the values are exact in bfloat16."""
         blocks, scales = parts["blocks"], parts["scales"]
-        table = torch.tensor(_VALUES, device=into.device)
+        table = torch.tensor(_VALUES, device=into.device, dtype=torch.float32)
         step = self._inputs_at_once(into.shape[1])
         start = rows.start
         while start < rows.stop:

@@ -71,13 +71,13 @@ class Nf4:
         flat = weights.float().flatten()
         number = len(flat)
         sizes = torch.nn.functional.pad(flat, (0, -number % self.block)).view(-1, self.block).abs().amax(dim=1)
-        parts = {"quant_map": torch.tensor(NF4)}
+        parts = {"quant_map": torch.tensor(NF4, dtype=torch.float32)}
         if not self.nested:
             parts["absmax"] = sizes
         else:
             offset = sizes.mean()
             blocks = torch.nn.functional.pad(sizes - offset, (0, -len(sizes) % self.nested_block)).view(-1, self.nested_block)
-            nested, table = blocks.abs().amax(dim=1), torch.linspace(-1, 1, 256)
+            nested, table = blocks.abs().amax(dim=1), torch.linspace(-1, 1, 256, dtype=torch.float32)
             shares = blocks / torch.where(nested > 0, nested, 1.0)[:, None]
             codes = ((shares + 1) * 127.5).round().to(torch.uint8).flatten()[: len(sizes)]
             parts |= {"absmax": codes, "nested_quant_map": table, "nested_absmax": nested, "nested_offset": offset[None]}

@@ -219,7 +219,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             rate = float(self.optimizer.param_groups[0]["lr"])
             result = run.step(batch, learning_rate=rate, position={**self._identity(), **self._counted(inputs)})
             loss, self._grad_norm = result.loss, result.grad_norm
-        return torch.tensor(loss, device=self.args.device)
+        return torch.tensor(loss, device=self.args.device, dtype=torch.float32)
 
     def _counted(self, inputs: Mapping[str, Any]) -> dict[str, float]:
         """Return what the loop will have counted after the micro-batch `inputs`."""

@@ -80,7 +80,7 @@ def _leading(matrices: Tensor, dimension: int, nonzeros: int) -> Tensor:
     groups = dimension // nonzeros
     cut = in_groups(matrices, groups)
     gram = (cut @ cut.transpose(1, 2)).to("cpu", torch.float64)
-    real = in_groups(torch.ones(stack, rows, 1), groups)[:, :, 0].double()
+    real = in_groups(torch.ones(stack, rows, 1, dtype=torch.float32), groups)[:, :, 0].double()
     # Padding rows come last, also behind directions in which nothing varies.
     mean = gram.diagonal(dim1=1, dim2=2).mean(dim=1, keepdim=True)
     gram.diagonal(dim1=1, dim2=2).sub_((1 - real) * (mean + 1))

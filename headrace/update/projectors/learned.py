@@ -58,14 +58,15 @@ def _descent(sides: Sides[Scattered], gradient: Tensor) -> Sides[Scattered]:
     """Return the best of the projectors that Adam meets, with a rate that falls as a cosine."""
     values = [side.values.clone() for side in sides if side is not None]
     first, second = ([torch.zeros_like(each) for each in values] for _ in range(2))
-    best, least = sides, torch.full((), torch.inf, device=gradient.device)
+    best, least = sides, torch.full((), torch.inf, device=gradient.device, dtype=torch.float32)
     rate = _RATE / (values[0].shape[-1] ** 0.5) if values else 0.0
     for step in range(1, _ITERATIONS + 1 if values else 1):
         now = _with_values(sides, values)
         error, slopes = _slopes(now, gradient)
         if error < least:
             best, least = _with_values(sides, [each.clone() for each in values]), error
-        scale = rate * 0.5 * (1 + torch.cos(torch.tensor((step - 1) / _ITERATIONS * torch.pi)).item())
+        turned = torch.cos(torch.tensor((step - 1) / _ITERATIONS * torch.pi, dtype=torch.float32)).item()
+        scale = rate * 0.5 * (1 + turned)
         for value, m, v, slope in zip(values, first, second, slopes, strict=True):
             m.lerp_(slope, 1 - _BETAS[0])
             v.lerp_(slope.square(), 1 - _BETAS[1])

@@ -79,7 +79,7 @@ def _change(old: Projector, new: Projector, moment: Tensor, side: int) -> Tensor
     if old is IDENTITY and new is IDENTITY:
         return None
     stack, size = moment.shape[0], moment.shape[side]
-    basis = torch.eye(size, device=moment.device).expand(stack, size, size)
+    basis = torch.eye(size, device=moment.device, dtype=torch.float32).expand(stack, size, size)
     return new.reduce(old.expand(basis))
 
 
@@ -184,7 +184,7 @@ def both(sides: Sides[_T], make: Callable[[_T], Projector]) -> Pair:
 
 def distinct_positions(stack: int, rows: int, dimension: int, nonzeros: int, generator: torch.Generator) -> Tensor:
     """Return `nonzeros` different columns for each row (stack, rows, nonzeros), each set as likely as any other."""
-    drawn = torch.rand(stack * rows, dimension, generator=generator)
+    drawn = torch.rand(stack * rows, dimension, generator=generator, dtype=torch.float32)
     return drawn.topk(nonzeros, dim=1).indices.view(stack, rows, nonzeros)
 
 

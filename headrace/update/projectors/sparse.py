@@ -42,7 +42,7 @@ def csr_times_dense(sparse: Csr, dense: Tensor) -> Tensor:
 def by_kernel(kernels: Any, sparse: Csr, dense: Tensor) -> Tensor:
     """Return the product with `dense`, by the kernel in `kernels`."""
     rows, width = len(sparse.begins) - 1, dense.shape[1]
-    out = torch.empty(rows, width, device=dense.device)
+    out = torch.empty(rows, width, device=dense.device, dtype=torch.float32)
     if out.numel():
         kernels.csr_times_dense[rows, -(-width // _BLOCK)](*sparse, dense.contiguous(), out, width, block=_BLOCK)
     return out
@@ -56,7 +56,7 @@ def triton_kernels(device: torch.device) -> Any | None:
     try:
         kernels = importlib.import_module("headrace.update.projectors.triton_kernels")
         whole = torch.arange(2, device=device)
-        tried = Csr(torch.tensor([2.0], device=device), whole[1:], torch.tensor([0, 0, 1], device=device))
+        tried = Csr(torch.tensor([2.0], device=device, dtype=torch.float32), whole[1:], torch.tensor([0, 0, 1], device=device))
         found = by_kernel(kernels, tried, whole.float()[:, None])
         return kernels if found.tolist() == [[0.0], [2.0]] else None
     except Exception:  # whatever an incomplete compiler may raise

@@ -108,7 +108,7 @@ class BesideWire(Wire):
     def _flat(self, read_trained: ReadTrained, unit: int) -> Tensor:
         """Return a unit's tensors in the adapters' own layout: a rule may align parameters otherwise."""
         layout, found = self.known.layouts[unit], read_trained(unit)
-        flat = torch.zeros(layout.num_elements)
+        flat = torch.zeros(layout.num_elements, dtype=torch.float32)
         for spec in layout.parameters:
             part(flat, spec).copy_(found[spec.name])
         return flat
@@ -188,7 +188,7 @@ class RowTableWire(BesideWire):
 
         whole, flats = self._tables.whole(), dict[int, Tensor]()
         for unit, layout in whole.layouts.items():
-            flats[unit] = torch.zeros(layout.num_elements)
+            flats[unit] = torch.zeros(layout.num_elements, dtype=torch.float32)
             tensors = self._tables.tensors(unit, self._flat(read_trained, unit))
             for spec in layout.parameters:
                 pieces = [torch.from_numpy(piece).flatten() for piece in tensors[spec.name]]

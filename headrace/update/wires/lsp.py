@@ -303,7 +303,7 @@ class _Check:
         self._catching.moment.kept.clear()
         replaces = self._catching.is_fitted
         if self._changed or self._errors:
-            basis = self._other.cpu() if self._changed else torch.empty(0)
+            basis = self._other.cpu() if self._changed else torch.empty(0, dtype=torch.float32)
             self._catching.moment.propose(Proposal(basis, replaces, self._errors))
 
     def _conclude(self, found: Subspace, last: Tensor | None) -> None:
@@ -312,7 +312,7 @@ class _Check:
         self._done.add(found.name)
         if not catching.is_fitted:
             whole = _sum(kept, last)
-            sample = torch.zeros(found.matrices, device=catching.basis.device) if whole is None else whole
+            sample = torch.zeros(found.matrices, device=catching.basis.device, dtype=torch.float32) if whole is None else whole
             self._fit(found, sample)
             self._errors[found.name] = float(relative_error(found.pair(catching.kind, self._other), sample)), None
         else:
@@ -350,7 +350,11 @@ class _Check:
         catching = self._catching
         pair = found.pair(catching.kind, catching.basis if catching.is_fitted else self._other)
         # A gradient that is not finite has to stay so in any basis, and where there is none.
-        core = pair.compress(whole) if bool(whole.isfinite().all()) else torch.full(found.core, torch.nan, device=whole.device)
+        core = (
+            pair.compress(whole)
+            if bool(whole.isfinite().all())
+            else torch.full(found.core, torch.nan, device=whole.device, dtype=torch.float32)
+        )
         catching.gradients.add(found.name, core)
 
 
