@@ -16,7 +16,7 @@ from headrace.ask.variants import Variant, other_rules, other_wires, smaller_sta
 from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters import Adapters
-from headrace.model.embedding_rows import rows_of
+from headrace.model.embedding_rows import has_own_head, rows_of
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.expert_plan import note_on_parts
 from headrace.plan.footprint import with_footprint
@@ -70,7 +70,7 @@ class ModelPlans:
         self._chain, self._stored, self._weights, self._here = chain, stored, weights, here
         self._layouts = (parted.kept(chain) if parted else chain).layouts
         self._experts = parted.experts if parted else None
-        self._embedding = rows_of(chain, weights)
+        self._embedding, self._own_head = rows_of(chain, weights), has_own_head(chain)
         for_gpu = question.allowance.device_overhead_bytes > 0
         # Elsewhere, too, tensors will be allocated as the command tells the library, whatever this process was told.
         huge_pages = None if here or ceilings is None else True
@@ -198,7 +198,8 @@ class ModelPlans:
             question.wire.refuse(question.optimizer)
         # A search asks again and again, and to find what adapters are beside takes longer than a plan.
         costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
-        return replace(question.problem(forms, costs_of, rule, own), experts=self._experts, embedding=self._embedding)
+        problem = question.problem(forms, costs_of, rule, own)
+        return replace(problem, experts=self._experts, embedding=self._embedding, own_head=self._own_head)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step

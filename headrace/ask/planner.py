@@ -46,7 +46,7 @@ class PlannedModel:
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
     `experts` are those that are parts. So many ranks of this machine are `sharers` of one host copy. `warm_up` loads and
     compiles what a run will have loaded, so that this process can be measured. Rows of the `embedding` can be read one by one
-    (None: they cannot).
+    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it here.
     """
 
     chain: Chain
@@ -60,6 +60,7 @@ class PlannedModel:
     experts: ExpertParts | None = None
     sharers: int = 1
     embedding: EmbeddingRows | None = None
+    own_head: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +214,8 @@ class RunPlanner:
             place=self._place,
         )
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
-        return replace(problem, experts=self._model.experts, embedding=self._model.embedding)
+        model = self._model
+        return replace(problem, experts=model.experts, embedding=model.embedding, own_head=model.own_head)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

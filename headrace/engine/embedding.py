@@ -8,19 +8,20 @@ from typing import Any
 
 from headrace.engine.lent_base import ROWS, marks_of
 from headrace.model import Chain, WeightMap
-from headrace.model.embedding_rows import read_rows, rows_of, stored_table, take_back, with_table
+from headrace.model.embedding_rows import has_own_head, read_rows, rows_of, stored_table, take_back, with_table
 from headrace.model.stored_rows import StoredRows
 from headrace.plan.plan import Plan
 
 
 class Embedding:
     """The embedding of `chain`, with whole layouts. `rows` are its figures if they can be read one by one (`alone`: no other
-    process has a part of the run), None where they cannot.
+    process has a part of the run), None where they cannot. `own_head`: whether all of the head is here, in a unit of its own.
     """
 
     def __init__(self, chain: Chain, weights: WeightMap, *, alone: bool) -> None:
         self._chain, self._weights = chain, weights
         self.rows = rows_of(chain, weights) if alone else None
+        self.own_head = alone and has_own_head(chain)
         self._path: Path | None = stored_table(chain, weights).path if self.rows is not None else None
         self._readers: list[StoredRows] = []
 

@@ -202,6 +202,7 @@ class Subject:
             experts=self.parted.experts if self.parted else None,
             sharers=self.seams.fleet.copy.sharers if self.seams.fleet else 1,
             embedding=self.embedding.rows,
+            own_head=self.embedding.own_head,
         )
 
     @property

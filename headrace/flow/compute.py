@@ -11,6 +11,7 @@ import torch
 
 from headrace.flow.stash import leave_hosted
 from headrace.flow.step_state import Package, StepState
+from headrace.flow.visiting_head import head_there
 from headrace.flow.whole_loss import read_log_probs, spans_of, take_loss
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
 from headrace.terms.program import Op
@@ -86,7 +87,7 @@ def epilogue(state: StepState, op: Op) -> None:
     whole = state.log_prob_gradients.pop(op.micro).to(hidden.device) if plan.batch.head_passes > 1 else None
     seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     of_embedding = (catching if plan.tied else bound)(state, op, 0)
-    with torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
+    with head_there(state, op), torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
         for span in spans_of(state, op.micro, hidden):  # elsewhere is no loss and no gradient, because nothing is trained
             part = hidden[:, span].detach().requires_grad_()
             chunk = batch.input_ids[:, span], part, targets[:, span]
@@ -109,7 +110,7 @@ def log_probs(state: StepState, op: Op) -> None:
     place = state.plan.num_blocks + 1, op.micro
     hidden = state.inputs.pop(place) if state.plan.hosted else state.inputs[place]
     seed(state, state.plan.num_blocks + 1, op.micro)
-    with torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
+    with head_there(state, op, stays=True), torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
         state.scored[op.micro] = read_log_probs(state, op.micro, hidden)
     if op.micro == len(state.batch.micro_batches) - 1:
         take_loss(state)
@@ -119,7 +120,7 @@ def score(state: StepState, op: Op) -> None:
     """Final hidden states -> the loss of what has labels; without labels, the logits of each row's last position."""
     plan, chain = state.plan, state.parts.chain
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
-    with torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
+    with head_there(state, op), torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
         if not state.batch.trained_tokens:
             state.scored[op.micro] = chain.logits(batch.input_ids[:, -1:], hidden[:, -1:])[:, -1]
         elif state.batch.whole:

@@ -31,7 +31,8 @@ class WeightBuffers:
     """The buffers of a plan, taken from one arena per tier; those of weights. Index them by an operation's slots.
 
     `host_weights[slot]` and `trained[unit]` (followed by its basis) are uint8 arrays; `sources[slot]`, from which weights are
-    made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them. Buffers for single
+    made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them; `head_on_host` is a
+    head that visits the device, None where none does. Buffers for single
     experts hold one each, `in_round` of them for a slot (`flow/expert_loads.py`). Where ranks of one machine have one copy,
     `shared` gives its memory.
     """
@@ -55,6 +56,7 @@ class WeightBuffers:
         self._staging = self.take_host("staging")
         self._device_weights = [tensor.view(self.dtype) for tensor in self.take_compute("device_weights")]
         self.sources = self.take_compute("sources")
+        self.head_on_host = next(iter(self.take_host("visiting_head")), None)
         self.experts, self.cached_experts = self.take_host("experts"), self.take_host("cached_experts")
         self.device_experts = [tensor.view(self.dtype) for tensor in self.take_compute("device_experts")]
         self.expert_sources = self.take_compute("expert_sources")
@@ -168,6 +170,8 @@ def load_residents(stream: Stream, complete: Callable[[int, str, Bytes], None] =
     source.read_trained(buffers.trained)
     for unit, trained in buffers.trained.items():
         complete(unit, TRAINED, trained[: plan.trained_bytes(unit)])
+    if buffers.head_on_host is not None:
+        source.read(plan.ends[-1], buffers.head_on_host)
     for unit in sorted(set(filter(plan.slot_elements, plan.resident_units)).difference(plan.far_units)):
         into, stored = buffers.residents[unit], buffers.staged(unit)
         source.read(unit, stored)

@@ -30,6 +30,11 @@ def has_rows(chain: Chain, weights: WeightMap | None) -> bool:
     return weights is None or _stored_table(weights, _name_of(chain)) is not None
 
 
+def has_own_head(chain: Chain) -> bool:
+    """Return whether the matrix of the head is in the last unit, and not the embedding's."""
+    return chain.has_epilogue_unit and not chain.tied
+
+
 def rows_of(chain: Chain, weights: WeightMap | None) -> EmbeddingRows | None:
     """Return figures of the embedding if it has rows (`has_rows`) and is all of its unit; None where it is no such table."""
     if not has_rows(chain, weights) or [spec.name for spec in chain.layouts[0].parameters] != [_name_of(chain)]:

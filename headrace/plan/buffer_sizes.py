@@ -26,6 +26,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     gradient = plan.gradient_bytes_per_element
     states = BufferGroup("host", "states", plan.updates.state_slots, plan.largest_state_bytes(plan.updates.chunk_elements))
     groups = weight_groups(plan) | {"states": states}
+    if plan.visiting_head == "host":
+        groups["visiting_head"] = BufferGroup("host", "weights", 1, plan.visiting_bytes)
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
         groups |= expert_sums(plan)

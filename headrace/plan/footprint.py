@@ -294,7 +294,7 @@ def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> i
 
 def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
     has_loss = plan.stage is None or plan.stage.is_last
-    epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens) if has_loss else 0
+    epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens) + plan.visiting_bytes if has_loss else 0
     others = min(plan.experts.together, plan.batch.num_micro_batches) - 1 if plan.experts else 0  # that wait at the experts
     blocks = max(
         max(block.forward_workspace_bytes + others * forward, block.backward_workspace_bytes + others * backward)

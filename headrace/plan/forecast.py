@@ -90,7 +90,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
         step_seconds=step_seconds,
         tokens_per_second=plan.batch.tokens_per_step / step_seconds,
         flops_per_step=_flops_per_step(_with_rows(_with_samples(plan))),
-        ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes + plan.read_embedding_bytes,
+        ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes + plan.read_embedding_bytes + _read_head_bytes(plan),
         ssd_bytes_written_per_step=written_bytes,
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
@@ -98,6 +98,10 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
         work={lane: use.alone_seconds * (kept_share if lane is Lane.COMPUTE else 1) for lane, use in timeline.lanes.items()},
         timeline=timeline,
     )
+
+
+def _read_head_bytes(plan: Plan) -> int:
+    return plan.visiting_bytes if plan.visiting_head == "ssd" else 0
 
 
 class StepSeconds:
@@ -258,7 +262,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     """Return a plan in which a model's work besides matrix products is counted as operations that take as many seconds.
 
     A block's share depends on the size of its hidden states, and on how much slower attention is. Compute waits for rows of an
-    embedding that are read. The head's depends on logits
+    embedding that are read, and for a head that visits. The head's depends on logits
     and, for each chunk of the loss, on parameters: `epilogue_flops` are two for each parameter and token.
     """
     if not plan.results.forward_flops:
@@ -271,6 +275,8 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     head_parameters = plan.results.epilogue_flops / (2 * tokens)
     chunks = -(-tokens // plan.batch.loss_chunk_tokens)
     head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
+    way = ceilings.host_to_device_bytes_per_second if plan.visiting_head == "host" else ceilings.ssd_read_bytes_per_second
+    visit = plan.visiting_bytes / way / plan.batch.num_micro_batches  # once a step
     slower = 1 / ceilings.attention_share - 1
     attention = [slower * flops for flops in plan.results.attention_flops] or [0.0] * plan.num_blocks
     # Forward and backward together count a block's forward four times, and the head's three times.
@@ -285,7 +291,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
             spared + more * _spared_attention(plan, index)
             for index, (spared, more) in enumerate(zip(plan.results.spared_flops, attention, strict=False))
         ),
-        epilogue_flops=plan.results.epilogue_flops + head / 3,
+        epilogue_flops=plan.results.epilogue_flops + (head + visit * rate) / 3,
     )
 
 

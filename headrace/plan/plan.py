@@ -63,6 +63,8 @@ class Plan(Placement):
     experts: ExpertParts | None = None  # how experts come that are parts; None where blocks come whole
     hosted: Hosted | None = None  # how hidden states wait in host memory between blocks; None where they stay on the device
     embedding: EmbeddingRows | None = None  # how its rows are read in the model's files; None where the whole is in its slot
+    # Where the head's weights lie that compute has for the loss only, "host" or "ssd"; None where they stay.
+    visiting_head: str | None = None
     stage: StageChoices | None = None  # which stage of a run this is for, and how a step goes through it
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
@@ -160,8 +162,10 @@ class Plan(Placement):
         return max(largest_item_elements(unit.cuts) for unit in self.units)
 
     def slot_runs(self, unit: int) -> Runs:
-        """See `Placement.slot_runs`; experts that are trained come beside the others, and an embedding may be read by rows."""
-        if unit == 0 and self.embedding is not None:
+        """See `Placement.slot_runs`; experts that are trained come beside the others, and an embedding may be read by rows. A
+        head that visits has no slot.
+        """
+        if (unit == 0 and self.embedding is not None) or (self.visiting_head and unit == self.ends[-1]):
             return ()
         return self._commons(unit) or Placement.slot_runs(self, unit)
 
@@ -195,6 +199,11 @@ class Plan(Placement):
     def read_embedding_bytes(self) -> int:
         """The most bytes of rows of the embedding that a step reads."""
         return self.batch.num_micro_batches * self.embedding.read_bytes(self.micro_batch_tokens) if self.embedding else 0
+
+    @property
+    def visiting_bytes(self) -> int:
+        """Bytes of the head that comes to compute for each loss; 0 where it stays there."""
+        return self.stored_bytes(self.ends[-1]) if self.visiting_head else 0
 
     @property
     def coming_slots(self) -> int:
@@ -310,7 +319,10 @@ class Plan(Placement):
 
     def to_json(self) -> dict[str, Any]:
         """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of what comes with blocks, or stays."""
-        values, left_out = {"format": PLAN_FORMAT, **Placement.to_json(self)}, ("experts", "hosted", "embedding", "stage")
+        values, left_out = (
+            {"format": PLAN_FORMAT, **Placement.to_json(self)},
+            ("experts", "hosted", "embedding", "visiting_head", "stage"),
+        )
         return {name: value for name, value in values.items() if name not in left_out or value is not None}
 
     @classmethod

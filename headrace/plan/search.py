@@ -12,6 +12,7 @@ be tried. Each lane's work is linear in it, and the step is about their maximum.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from headrace.plan.footprint import with_footprint
@@ -28,11 +29,10 @@ from headrace.plan.policy import (
     with_threads,
     with_two_accumulators,
 )
-from headrace.plan.ranks import ranks_on
 from headrace.plan.refusal import refusal
 from headrace.plan.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
+from headrace.plan.spared_ends import no_more_than_needed, spared
 from headrace.terms.ceilings import Ceilings
-from headrace.terms.embedding_rows import note_on_rows
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane
 from headrace.terms.sizes import format_bytes
@@ -57,7 +57,7 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     `seconds_of` remembers the forecasts that are made here, if they are for that machine.
 
     Hidden states wait in host memory between blocks, and a stage's sums of gradients on its SSD, where nothing else fits, or
-    where that is faster. Rows of a frozen embedding are read where the whole has no room, or where that is faster.
+    where that is faster. Likewise rows of a frozen embedding are read, and a frozen head comes for the loss only.
 
     Raises:
         PlanInfeasible: nothing fits; the message names the tier, what the leanest plan needs there, and what takes most of it.
@@ -67,20 +67,20 @@ def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: St
     if seconds_of is None or seconds_of.machine != machine:
         seconds_of = StepSeconds(machine)
     measured = ceilings is not None
-    if not problem.has_rows or problem.embedding is None or ranks_on(machine) > 1:
-        return _plan_of_sums(problem, seconds_of, measured=measured)
-    by_rows, note = replace(problem, by_rows=True), note_on_rows(problem.embedding.whole_bytes)
+    search = partial(_plan_of_sums, seconds_of=seconds_of, measured=measured)
+    if (sparing := spared(problem, machine)) is None:
+        return search(problem)
     try:
-        plan = _plan_of_sums(problem, seconds_of, measured=measured)
+        plan = search(problem)
     except PlanInfeasible as refusal:
         try:
-            return _plan_of_sums(by_rows, seconds_of, measured=measured).with_notes((note,))
+            return no_more_than_needed(sparing, search)
         except PlanInfeasible as least:
             raise least if least.tier == refusal.tier else refusal from None
     found = seconds_of.forecast(plan)
     if not measured or found.step_seconds <= _WORSE * _busy_seconds(plan, found):
         return plan
-    return _or_faster(plan, lambda: _plan_of_sums(by_rows, seconds_of, measured=measured).with_notes((note,)), seconds_of)
+    return _or_faster(plan, lambda: no_more_than_needed(sparing, search), seconds_of)
 
 
 def _plan_of_sums(problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
@@ -393,6 +393,6 @@ def nominal_machine_of(plan: Plan) -> Ceilings:
 
 def infeasible(plan: Plan) -> PlanInfeasible:
     """Return the refusal of the leanest plan, which exceeds tiers."""
-    largest = max(range(len(plan.units)), key=lambda unit: plan.units[unit].num_elements)
+    largest = max(range(len(plan.units)), key=plan.slot_bytes)
     found = f"The largest unit is {plan.units[largest].name} with {format_bytes(plan.slot_bytes(largest))} of weights. "
     return refusal(plan, "at least {} are needed", f"shorter sequences (now {plan.batch.sequence_length})", found)

@@ -46,7 +46,8 @@ class Problem:
 
     `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
     memory between blocks; where they are `hosted`, they do. Rows of the `embedding` can be read in the model's files;
-    None: they cannot. In plans `by_rows` they are. See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
+    None: they cannot. In plans `by_rows` they are. A model with an `own_head` has its matrix in the last unit; where that
+    `visits`, compute has it for the loss only. See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
     model these are.
     """
 
@@ -64,6 +65,8 @@ class Problem:
     hosted: bool = False
     embedding: EmbeddingRows | None = None
     by_rows: bool = False
+    own_head: bool = False
+    visits: bool = False
     remakes: bool = False
     place: StagePlace | None = None
 
@@ -104,6 +107,18 @@ class Problem:
         unit = self.units[0]
         stays = unit.home == DEVICE and not unit.is_trained and not unit.is_made
         return self.embedding is not None and self.place is None and stays
+
+    @property
+    def head_may_visit(self) -> bool:
+        """Whether compute may have the head for the loss only: nothing of its unit is trained, and all of it is here."""
+        unit = self.units[-1]
+        stays = unit.home == DEVICE and not unit.is_trained and not unit.is_made
+        return self.own_head and self.place is None and stays
+
+    @property
+    def head_home(self) -> str:
+        """Where the weights of a head lie that visits."""
+        return "host" if self.separate_device else "ssd"
 
     @property
     def clips(self) -> bool:
@@ -243,6 +258,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         freed_memory=choice.freed_memory,
         hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.hosted else None,
         embedding=problem.embedding if problem.by_rows else None,
+        visiting_head=problem.head_home if problem.visits else None,
         stage=problem.place.choices(num_micro) if problem.place else None,
     )
     return fitted(with_groups(plan, problem), problem, costs)

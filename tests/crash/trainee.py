@@ -51,8 +51,8 @@ def deferred(plan: Plan) -> Plan:
 
 
 def by_rows(plan: Plan) -> Plan:
-    """Rows of the embedding are read in the model's file."""
-    return replace(plan, embedding=EmbeddingRows(rows=384, stored_bytes=128, computed_bytes=128))
+    """Rows of the embedding are read in the model's file, and the head comes for the loss only."""
+    return replace(plan, visiting_head="ssd", embedding=EmbeddingRows(rows=384, stored_bytes=128, computed_bytes=128))
 
 
 ADJUST = {

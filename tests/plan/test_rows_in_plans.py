@@ -4,20 +4,23 @@ Run: pytest tests/plan/test_rows_in_plans.py
 """
 
 import itertools
+import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
 from machines import machine as small_machine
 from small_plans import small_plan
-from test_search import LENGTH, WIDTH, machine, problem
+from test_search import LENGTH, WIDTH, costs_of, machine, problem
 
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.forecast import forecast
 from headrace.plan.given import adopted
+from headrace.plan.plan import Plan
 from headrace.plan.ranks import RankMachine
 from headrace.plan.search import make_plan
 from headrace.plan.space import Problem, placements_of, plan_of
+from headrace.terms.costs import ModelCosts
 from headrace.terms.embedding_rows import SECONDS_PER_ROW, EmbeddingRows
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import UnitFigures, home_of
@@ -116,3 +119,44 @@ def test_compute_waits_for_rows() -> None:
         assert found.step_seconds - before.step_seconds == pytest.approx(2 * read * SECONDS_PER_ROW, abs=3e-5)
         assert found.ssd_bytes_read_per_step - before.ssd_bytes_read_per_step == 2 * read * 4096
         assert found.flops_per_step == before.flops_per_step
+
+
+def test_a_frozen_head_comes_for_the_loss_only_where_the_device_is_short() -> None:
+    """A head of 1 MB, and blocks that take more of the device than the loss does: what it takes is free while they run."""
+
+    def costs_with_large_blocks(rows: int) -> ModelCosts:
+        costs = costs_of(rows)
+        larger = (replace(each, backward_workspace_bytes=each.backward_workspace_bytes + 64 * MIB) for each in costs.blocks)
+        return replace(costs, blocks=tuple(larger))
+
+    ends = replace(frozen(900, 1), costs_of=costs_with_large_blocks)
+    made = replace(ends, forms=(*ends.forms[:-1], replace(ends.forms[-1], trained=None)), own_head=True)
+    least, staying = least_device_bytes(made), least_device_bytes(replace(made, own_head=False))
+    head = 2 * made.forms[-1].layout.num_elements
+    assert 0 < staying - least <= head + 4096
+    plans = {}
+    for device in (least, staying, 8 * staying):
+        asked = replace(made, allowance=replace(made.allowance, device_bytes=device))
+        plans[device] = make_plan(asked, machine(asked))
+        assert plans[device].fits
+        notes = " ".join(plans[device].results.notes)
+        assert ("the head comes from host memory" in notes) == (plans[device].visiting_head == "host")
+    tight, roomy = plans[least], plans[8 * staying]
+    assert (tight.visiting_head, roomy.visiting_head) == ("host", None)
+    room = replace(made.allowance, device_bytes=staying)
+    assert adopted(tight, replace(made, allowance=room)).visiting_head == "host"
+    assert Plan.from_json(json.loads(json.dumps(tight.to_json()))) == tight
+    with pytest.raises(ConfigError, match="the head has its memory for the loss only in the plan, and cannot here"):
+        adopted(tight, replace(ends, allowance=room))
+
+
+def test_compute_waits_for_a_head_once_a_step() -> None:
+    made = frozen(900, 1000 * MIB)
+    made = replace(made, forms=(*made.forms[:-1], replace(made.forms[-1], trained=None)))
+    whole = next(map(partial(plan_of, made), placements_of(made, made.policies[0], 0)))
+    slow = machine(made, host_to_device_bytes_per_second=1e7)
+    before, found = (forecast(replace(whole, visiting_head=home), slow) for home in (None, "host"))
+    head = whole.stored_bytes(whole.ends[-1])
+    assert found.step_seconds - before.step_seconds == pytest.approx(head / 1e7, rel=0.1)
+    from_drives = forecast(replace(whole, visiting_head="ssd"), slow)
+    assert from_drives.ssd_bytes_read_per_step - before.ssd_bytes_read_per_step == head
