@@ -281,14 +281,15 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[
     """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training.
     Besides, return the rows with which these begin, and what the run does besides steps.
     """
-    from headrace.data.open_data import open_batches, total_steps, with_lengths  # late: it brings the data libraries
+    from headrace.data.open_data import total_steps, with_lengths  # late: it brings the data libraries
     from headrace.runs.checkpoints import Checkpoints
     from headrace.runs.evaluating import Evaluations
+    from headrace.runs.open_rows import open_rows
 
     if not options.model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
     options = with_lengths(options)
-    stream = open_batches(options)
+    stream = open_rows(options)
     steps = total_steps(options, stream)
     between = Checkpoints(options, Evaluations(options, stream, steps)).between_steps()
     return replace(options, max_steps=steps), stream.first_rows(steps), between

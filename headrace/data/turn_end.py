@@ -13,11 +13,11 @@ from typing import Any
 from headrace.data.chat_template import Template
 from headrace.data.open_data import open_tokenizer, read_chat_template, read_model_config
 from headrace.data.preferences import read
-from headrace.data.sources import find_sources
+from headrace.data.sources import find_sources, read_with
 from headrace.data.values import Kind
 from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.terms.errors import InputError
-from headrace.terms.preferences import preferences_of
+from headrace.terms.preferences import preferences_of, takes_rewards
 from headrace.terms.run_options import RunOptions
 
 _NAME = "generation_config.json"
@@ -79,6 +79,10 @@ def turn_end(tokenizer: Any) -> tuple[str, int | None]:
 
 def _is_of_conversations(config: RunOptions) -> bool:
     for source in find_sources(config.data, config.cache):
+        if takes_rewards(config.loss):
+            if isinstance(next(read_with(source, ("prompt",), "a prompt")).values["prompt"], list):
+                return True
+            continue
         kind, rows = read(source, preferences_of(config.loss))
         if kind is Kind.CHAT or (kind is Kind.COMPLETION and isinstance(next(rows).values["completion"], list)):
             return True

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 
 from headrace.losses.dpo import Dpo
+from headrace.losses.grpo import Grpo
 from headrace.losses.kto import Kto
 from headrace.losses.loss import Loss
 from headrace.losses.orpo import Orpo
 from headrace.losses.simpo import Simpo
 from headrace.terms.named import read_named
 
-LOSSES: Mapping[str, type[Loss]] = {kind.name: kind for kind in (Dpo, Orpo, Simpo, Kto)}
+LOSSES: Mapping[str, type[Loss]] = {kind.name: kind for kind in (Dpo, Orpo, Simpo, Kto, Grpo)}
 
 
 def loss_of(text: str | None) -> Loss | None:

@@ -11,10 +11,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from headrace.data import Batch
 from headrace.data.batches import Batches
-from headrace.data.open_data import open_batches, tensors_of
+from headrace.data.open_data import tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.near_limit import NearLimit
@@ -28,11 +29,13 @@ from headrace.runs.counted import for_people
 from headrace.runs.evaluating import Evaluations, Evaluator
 from headrace.runs.finish import keep_model, write_final
 from headrace.runs.measuring import MachineOfRun
+from headrace.runs.open_rows import open_rows
 from headrace.runs.pausing import Pauses
 from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.references import References
 from headrace.runs.replanning import PlanInUse
+from headrace.runs.rollouts import Rollouts
 from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.ceilings import Ceilings
@@ -119,7 +122,7 @@ def _resume(
             f"{directory.path}: the run had taken {done} steps, but its state is gone (for example by headrace clean "
             "--unfinished); start a new run"
         )
-    run = _run(config, directory, open_batches(config, resumed=True), display, engines, meter, saving)
+    run = _run(config, directory, open_rows(config, resumed=True), display, engines, meter, saving)
     if kind is not StateKind.COMMITTED:
         engines.discard(directory.path)  # killed while the model was imported: there is nothing to resume
         return _begin(run)
@@ -187,7 +190,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         return told.sum_up(metrics.records, metrics.evaluations, host_peak_bytes=run.meter.peak_bytes())
 
     started, taken = time.monotonic(), list[float]()
-    with StopRequest() as stop:
+    with StopRequest() as stop, ExitStack() as closing:
 
         def heed() -> None:
             if stop.received is not None:
@@ -199,7 +202,10 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         evaluator, keeper = _between_steps(run, engine, reporters, metrics, lambda: stop.received is not None)
         if references is not None:
             evaluator = replace(evaluator, tensors=partial(references.beside, held_out=True))
-        tensors = references.beside if references is not None else tensors_of
+        tensors: Callable[[Batch], Any] = references.beside if references is not None else tensors_of
+        if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path)) is not None:
+            closing.callback(rollouts.close)
+            tensors = partial(rollouts.rows, heed=lambda: stop.received is not None)
 
         def look_after_step() -> None:
             """Evaluate, and keep a checkpoint. What was broken off by a kill is done again first."""
@@ -214,7 +220,8 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             and reporters.failure is None
             and not evaluator.plan.over(metrics.evaluations)
         ):
-            batch = tensors(run.stream.next_batch())
+            if (batch := tensors(run.stream.next_batch())) is None:
+                break
             result = engine.step(batch, position={"data": run.stream.state()})
             reporters(replace(result, step=engine.step_index))
             taken.append(result.seconds)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.batches import Batches
-from headrace.data.open_data import open_batches, total_steps, with_lengths
+from headrace.data.open_data import total_steps, with_lengths
 from headrace.plan.given import with_lengths_of_plan
+from headrace.runs.open_rows import halved, open_rows
 from headrace.runs.protocols import Engines
 from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
@@ -18,6 +19,7 @@ from headrace.terms.contradictions import refuse_evaluation_of_nothing
 from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
+from headrace.terms.preferences import takes_rewards
 from headrace.terms.run_options import NodeOptions, RunOptions
 from headrace.update.combinations import refuse_combination
 from headrace.update.going_on import going_on
@@ -59,7 +61,9 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
         )
     packing = not reason and config.packing is not False and config.loss is None
     config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
-    stream = open_batches(config)
+    if takes_rewards(config.loss):
+        config = halved(config)
+    stream = open_rows(config)
     return replace(config, max_steps=total_steps(config, stream), template_date=stream.template_date), stream
 
 
@@ -76,9 +80,15 @@ def _absolute_paths(config: RunOptions) -> dict[str, Any]:
         "eval_data": tuple(map(absolute, config.eval_data)),
         "ssd": tuple(path.absolute() for path in config.budget.ssd),
         "cache": config.cache.absolute(),
+        "reward": tuple(map(_absolute_function, config.reward)),
         "chat_template": config.chat_template and config.chat_template.absolute(),
         "plan": config.plan and Path(config.plan).absolute(),
     }
+
+
+def _absolute_function(text: str) -> str:
+    path, colon, name = text.rpartition(":")
+    return f"{Path(path).absolute()}{colon}{name}"
 
 
 def absolute(entry: str | DataSource) -> str | DataSource:

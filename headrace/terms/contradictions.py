@@ -4,6 +4,7 @@ from headrace.terms.data_source import source_of
 from headrace.terms.declared import Declared
 from headrace.terms.errors import ConfigError
 from headrace.terms.optimizer import ALL
+from headrace.terms.preferences import takes_rewards
 from headrace.terms.summing import TREE
 
 
@@ -41,6 +42,24 @@ def refuse_packed_pairs(options: Declared) -> None:
     given = vars(options)
     if given["loss"] is not None and given["packing"]:
         raise ConfigError("loss and packing: a loss of pairs takes one completion a row; leave packing out")
+
+
+def refuse_without_rewards(options: Declared) -> None:
+    """See that a loss of rewards has a function that gives them, and nothing that its rows do not go with.
+
+    Raises:
+        ConfigError: it is missing, or there is nothing to reward; or names what does not go with such a loss.
+    """
+    given = vars(options)
+    if not takes_rewards(given["loss"]):
+        if given["reward"] and given["data"]:  # a plan needs none
+            raise ConfigError("reward: nothing takes it; give loss=grpo, too, or leave it out")
+        return
+    if not given["reward"] and given["data"]:
+        raise ConfigError("loss: grpo needs a reward: FILE.py:NAME, a function that gives each completion a number")
+    others = ("eval_split", "eval_data", "streaming", "local_steps")
+    if found := next((key for key in others if given.get(key)), None):
+        raise ConfigError(f"{found}: a run whose model writes its own rows has none of that; leave it out")
 
 
 def refuse_unstreamed(options: Declared, streams: bool) -> None:

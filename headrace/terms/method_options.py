@@ -58,8 +58,9 @@ class MethodOptions(Declared):
     loss: str | None = option(
         None,
         Text(),
-        "Loss of pairs instead of tokens, such as dpo:beta=0.1, orpo, simpo or kto.",
-        row="train on preferences by a loss of pairs, with settings as in [preferences](preferences.md). Fixed for a run",
+        "Loss of pairs or rewards instead of tokens, such as dpo:beta=0.1, orpo, simpo, kto or grpo.",
+        row="train on preferences by a loss of pairs, with settings as in [preferences](preferences.md), or on "
+        "[rewards](rewards.md). Fixed for a run",
         words="of each token",
         plan=True,
         group=Group.METHOD,

@@ -21,6 +21,16 @@ class Preferences(Enum):
 
 
 _READ_LABELS = ("kto",)
+_TAKE_REWARDS = ("grpo",)
+
+
+def takes_rewards(loss: str | None) -> bool:
+    """Return whether the model writes the rows that the loss takes: its data are prompts.
+
+    Raises:
+        ConfigError: `loss` is not NAME or NAME:KEY=VALUE,KEY=VALUE.
+    """
+    return loss is not None and parse_named("loss", loss)[0] in _TAKE_REWARDS
 
 
 def preferences_of(loss: str | None) -> Preferences | None:
@@ -29,6 +39,6 @@ def preferences_of(loss: str | None) -> Preferences | None:
     Raises:
         ConfigError: `loss` is not NAME or NAME:KEY=VALUE,KEY=VALUE.
     """
-    if loss is None:
+    if loss is None or takes_rewards(loss):
         return None
     return Preferences.LABELS if parse_named("loss", loss)[0] in _READ_LABELS else Preferences.PAIRS

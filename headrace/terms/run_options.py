@@ -5,7 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from headrace.terms.contradictions import refuse_packed_pairs, refuse_two_held_out, refuse_unstreamed
+from headrace.terms.contradictions import (
+    refuse_packed_pairs,
+    refuse_two_held_out,
+    refuse_unstreamed,
+    refuse_without_rewards,
+)
 from headrace.terms.data_source import DEFAULT_SPLIT, DataSource, SourceKind, source_of
 from headrace.terms.declared import Group, option
 from headrace.terms.errors import ConfigError
@@ -56,6 +61,15 @@ class RunOptions(Options):
         row="put several samples into one row; they do not see one another",
         words="where the model can",
         plan=True,
+        group=Group.DATA,
+    )
+    reward: tuple[str, ...] = option(
+        (),
+        Listed(Text()),
+        "FILE.py:NAME, a function that rewards completions, for --loss grpo; repeatable.",
+        row="with `loss: grpo`: a function of a Python file that gives each completion a number ([rewards](rewards.md)); the "
+        "sum counts of several",
+        words="none",
         group=Group.DATA,
     )
     streaming: bool = option(
@@ -236,6 +250,7 @@ class RunOptions(Options):
         self._take_splits()
         refuse_two_held_out(self.eval_split, self.eval_data)
         refuse_packed_pairs(self)
+        refuse_without_rewards(self)
         refuse_unstreamed(self, self.streams)
 
     @property

@@ -115,6 +115,7 @@ OWN_VALUES = {
 WITH: dict[str, dict[str, object]] = {
     "streaming": {"max_steps": 3},
     "buffer_size": {"streaming": True, "max_steps": 3},
+    "reward": {"loss": "grpo"},
 }
 
 

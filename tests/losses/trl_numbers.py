@@ -39,6 +39,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "kto",
         {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.5},
     ),
+    "grpo:num_generations=4,max_completion_length=24": ("grpo", {}),
+    "grpo:num_generations=4,max_completion_length=24,loss_type=grpo,scale_rewards=batch": (
+        "grpo",
+        {"loss_type": "grpo", "scale_rewards": "batch"},
+    ),
+    "grpo:num_generations=4,max_completion_length=24,loss_type=dr_grpo,scale_rewards=none": (
+        "grpo",
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    ),
     "simpo:beta=2,gamma=0.5": ("cpo", {"beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5, "cpo_alpha": 0.0}),
 }
 
@@ -104,9 +113,46 @@ def _rows(kind: str, batch: dict[str, Any]) -> dict[str, Any]:
     return {"rows": found, **labels}
 
 
+def _of_rewards(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what TRL makes of completions that it samples itself, and of rewards that are fixed."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    rewards = [0.5, 2.0, -1.0, 0.25, 3.0, 3.0, 3.0, 2.5]
+    prompts = [{"prompt": pair["prompt"]} for pair in PAIRS[:2] for _ in range(4)]
+    with tempfile.TemporaryDirectory() as folder:
+        common = {"output_dir": folder, "report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
+        sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 24, "beta": 0.0}
+        trainer = GRPOTrainer(
+            model=tiny(0),
+            reward_funcs=lambda completions, **others: rewards,
+            args=GRPOConfig(**common, **sizes, **values),
+            processing_class=_tokenizer(),
+            train_dataset=Dataset.from_list(prompts),
+        )
+        torch.manual_seed(5)
+        made = trainer._generate_and_score_completions(prompts)
+        trainer.current_gradient_accumulation_steps = 1
+        loss = trainer._compute_loss(trainer.model, made)
+        loss.backward()
+        norms = {name: float(each.grad.norm()) for name, each in trainer.model.named_parameters() if each.grad is not None}
+        told = trainer._metrics["eval"]
+        names = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length")
+        figures = {name: float(told[name][-1]) for name in names}
+    rows = []
+    for ids, seen, new, counted in zip(
+        *(made[f"{a}_{b}"] for a in ("prompt", "completion") for b in ("ids", "mask")), strict=True
+    ):
+        start, length = ids[seen.bool()].tolist(), int(counted.sum())
+        rows.append({"input_ids": start + new[:length].tolist(), "trained": [0] * len(start) + [1] * length})
+    return {"loss": float(loss), "metrics": figures, "gradient_norms": norms, "rows": rows, "rewards": rewards}
+
+
 def numbers(text: str) -> dict[str, Any]:
     """Return the rows of a case, TRL's loss and figures, and the norm of each gradient."""
     kind, values = CASES[text]
+    if kind == "grpo":
+        return _of_rewards(values)
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(kind, folder, values)
         trainer.model.eval()

@@ -1,0 +1,190 @@
+"""Rows that the model writes itself, for losses of rewards: completions of a step's prompts, sampled from the newest weights.
+
+The engine writes its weights as a model directory. Another process generates from it (`generate.rollout_worker`), with as much
+memory as the engine has. The user's function rewards the texts.
+Invariant: a step's rows follow from its weights, prompts and seed, so a run that was killed and resumed takes the same steps.
+"""
+
+import importlib.util
+import json
+import math
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from headrace.data import Batch
+from headrace.data.batches import Batches
+from headrace.data.open_data import open_tokenizer
+from headrace.data.prompt_batches import Prompt, PromptBatches
+from headrace.losses import loss_of
+from headrace.losses.grpo import Grpo
+from headrace.model.beside_files import is_adapter_directory
+from headrace.runs.protocols import RunningEngine
+from headrace.terms.errors import ConfigError, DataError, StepFailed, in_one_line
+from headrace.terms.run_options import RunOptions
+
+FOLDER = "headrace-rollouts"
+_IGNORED = -100
+_LOOK_SECONDS = 0.2
+_SEED_BITS, _STEP_BITS = 20, 16  # micro-batches of a step draw with seeds of their own
+
+Reward = Callable[..., Sequence[float]]
+
+
+def reward_of(text: str) -> Reward:
+    """Return the function that `FILE.py:NAME` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path, colon, name = text.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise ConfigError(f"reward: {text!r}: expected FILE.py:NAME, a function of a Python file")
+    if not Path(path).is_file():
+        raise ConfigError(f"reward: {path}: there is no such file")
+    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    assert spec is not None, "a Python file"
+    assert spec.loader is not None, "which can be run"
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise ConfigError(f"reward: {path}: {in_one_line(error)}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"reward: {path} has no function {name}")
+    return found  # type: ignore[no-any-return]
+
+
+class Rollouts:
+    """Makes the tensors of a run's steps. `heed` says whether the run is to stop."""
+
+    def __init__(self, config: RunOptions, stream: PromptBatches, loss: Grpo, engine: RunningEngine, folder: Path) -> None:
+        self._config, self._stream, self._loss, self._engine, self._folder = config, stream, loss, engine, folder
+        self._tokenizer = open_tokenizer(config.model, config.chat_template)
+        self._rewards = [reward_of(each) for each in config.reward]
+        self._worker: subprocess.Popen[str] | None = None
+
+    @classmethod
+    def of(cls, config: RunOptions, stream: Batches, engine: RunningEngine, directory: Path) -> "Rollouts | None":
+        """Return what makes rows for a run; None if its data have them."""
+        loss = loss_of(config.loss)
+        if not isinstance(loss, Grpo):
+            return None
+        assert isinstance(stream, PromptBatches), "such a loss reads prompts"
+        return cls(config, stream, loss, engine, directory / FOLDER)
+
+    def rows(self, batch: Batch, heed: Callable[[], bool]) -> dict[str, torch.Tensor] | None:
+        """Return the tensors of a batch of prompts: `num_generations` completions of each, with their rewards; None if the run
+        is to stop.
+
+        Raises:
+            StepFailed: nothing could be generated; the last committed step is untouched.
+            DataError: the reward function raised, or did not return a number for each completion.
+        """
+        assert batch.samples is not None, "numbers of prompts"
+        prompts = [self._stream.prompts[number] for number in batch.samples.tolist() for _ in range(self._loss.num_generations)]
+        if (tokens := self._generated(prompts, heed)) is None:
+            return None
+        rewards = self._judged(prompts, tokens)
+        length = max(len(prompt.ids) + len(new) for prompt, new in zip(prompts, tokens, strict=True))
+        ids = torch.zeros((len(prompts), length), dtype=torch.int64)
+        labels, mask = torch.full_like(ids, _IGNORED), torch.zeros_like(ids)
+        for row, (prompt, new) in enumerate(zip(prompts, tokens, strict=True)):
+            start, stop = len(prompt.ids), len(prompt.ids) + len(new)
+            ids[row, :stop] = torch.tensor((*prompt.ids, *new), dtype=torch.int64)
+            labels[row, start:stop], mask[row, :stop] = ids[row, start:stop], 1
+        return {"input_ids": ids, "labels": labels, "attention_mask": mask, "rewards": rewards}
+
+    def close(self) -> None:
+        """End the process that generates, and remove the weights that it read."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.wait()
+            self._worker = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _generated(self, prompts: Sequence[Prompt], heed: Callable[[], bool]) -> list[list[int]] | None:
+        self._engine.flush()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._engine.begin_saving(self._folder).wait()
+        beside = is_adapter_directory(self._folder)
+        step, seed = self._engine.step_index, self._config.seed % (1 << _SEED_BITS)
+        options = {
+            "rows": self._loss.num_generations,
+            "host_memory": self._config.host_memory,
+            "device_memory": self._config.device_memory,
+            "compute_dtype": self._config.compute_dtype,
+            "adapter": str(self._folder) if beside else None,
+        }
+        request = {
+            "model": str(self._config.model if beside else self._folder),
+            "options": options,
+            "prompts": [list(prompt.ids) for prompt in prompts],
+            "max_new_tokens": self._loss.max_completion_length,
+            "seed": ((seed << 24) + step) << _STEP_BITS,
+        }
+        reply = self._asked(request, heed)
+        if reply is None:
+            return None
+        if error := reply.get("error"):
+            raise StepFailed(f"rollouts: {error}")
+        return list(reply["tokens"])
+
+    def _asked(self, request: Mapping[str, Any], heed: Callable[[], bool]) -> dict[str, Any] | None:
+        if self._worker is None:
+            command = [sys.executable, "-m", "headrace.generate.rollout_worker"]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._worker = subprocess.Popen(command, start_new_session=True, **pipes)
+        worker = self._worker
+        assert worker.stdin is not None, "a pipe"
+        assert worker.stdout is not None, "and another one"
+        try:
+            worker.stdin.write(json.dumps(request) + "\n")
+            worker.stdin.flush()
+            if not _comes(worker.stdout, heed):
+                return None
+            line = worker.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._worker = None
+            raise StepFailed(f"rollouts: the process that generates ended with exit code {worker.wait()}")
+        return dict(json.loads(line))
+
+    def _judged(self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        texts = [str(self._tokenizer.decode(list(new), skip_special_tokens=True)) for new in tokens]
+        answers: list[Any] = [
+            text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns}
+        total = [0.0] * len(prompts)
+        for name, reward in zip(self._config.reward, self._rewards, strict=True):
+            try:
+                found = [
+                    float(each) for each in reward(prompts=[each.text for each in prompts], completions=answers, **columns)
+                ]
+            except Exception as error:  # whatever the user's function raises
+                raise DataError(f"reward: {name}: {type(error).__name__}: {in_one_line(error)}") from error
+            if len(found) != len(prompts) or not all(map(math.isfinite, found)):
+                wrong = next((each for each in found if not math.isfinite(each)), f"{len(found)} numbers")
+                raise DataError(
+                    f"reward: {name}: expected a finite number for each of {len(prompts)} completions, found {wrong}"
+                )
+            total = [one + other for one, other in zip(total, found, strict=True)]
+        return torch.tensor(total, dtype=torch.float32)
+
+
+def _comes(stream: IO[str], heed: Callable[[], bool]) -> bool:
+    """Return True once there is a line to read, False if the run is to stop before that."""
+    while not select.select([stream], [], [], _LOOK_SECONDS)[0]:
+        if heed():
+            return False
+    return True
