@@ -54,12 +54,12 @@ class Grpo(Loss):
             raise DataError(f"batch: grpo needs rewards, one for each of {rows} rows")
 
     def advantages(self, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Return by how much each reward (rows,) exceeds its group's mean, scaled; and standard deviations of groups."""
+        """Return by how much each reward (rows,) exceeds its group's mean, scaled; and the standard deviations that scale."""
         groups = rewards.float().view(-1, self.num_generations)
-        deviations = groups.std(dim=1, keepdim=True)
+        deviations = rewards.float().std() if self.scale_rewards == BATCH else groups.std(dim=1, keepdim=True)
         found = groups - groups.mean(dim=1, keepdim=True)
         if self.scale_rewards != NONE:
-            found = found / ((rewards.float().std() if self.scale_rewards == BATCH else deviations) + _TINY)
+            found = found / (deviations + _TINY)
         return found.flatten(), deviations
 
     def __call__(self, log_probs: Tensor, completion_mask: Tensor, batch: Mapping[str, Tensor]) -> Outcome:
