@@ -12,6 +12,7 @@ from typing import Any
 
 from headrace.ask.plan_report import Alternative
 from headrace.ask.question import Question
+from headrace.ask.tables import with_embedding
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
 from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
@@ -193,13 +194,13 @@ class ModelPlans:
 
     def _problem(self, question: Question) -> Problem:
         rule, forms = rule_of(question.optimizer, self._chain.compute_dtype).figures, self.forms(question)
-        own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family for form in forms) else None
+        own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family or form.table for form in forms) else None
         if own:
             question.wire.refuse(question.optimizer)
         # A search asks again and again, and to find what adapters are beside takes longer than a plan.
         costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
         problem = question.problem(forms, costs_of, rule, own)
-        return replace(problem, experts=self._experts, embedding=self._embedding, own_head=self._own_head)
+        return with_embedding(replace(problem, experts=self._experts, own_head=self._own_head), self._embedding)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step

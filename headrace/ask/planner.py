@@ -12,6 +12,7 @@ from pathlib import Path
 
 from headrace.ask.place import Place, runtime_bytes
 from headrace.ask.question import Question
+from headrace.ask.tables import with_embedding
 from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import anonymous_bytes, return_pieces
 from headrace.machine.protocol import Machine
@@ -215,7 +216,7 @@ class RunPlanner:
         )
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
         model = self._model
-        return replace(problem, experts=model.experts, embedding=model.embedding, own_head=model.own_head)
+        return with_embedding(replace(problem, experts=model.experts, own_head=model.own_head), model.embedding)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

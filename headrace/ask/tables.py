@@ -4,10 +4,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.plan.allowance import Allowance
+from headrace.plan.space import Problem
 from headrace.plan.workload import Workload
+from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.forms import Form
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.table_rows import row_layout
+
+
+def with_embedding(problem: Problem, embedding: EmbeddingRows | None) -> Problem:
+    """Return a problem in which rows of `embedding` can be read; None: they cannot. If a table stands for it, they are.
+
+    Rows of a table are read in both places of their page, and written to one.
+    """
+    table, rule = problem.forms[0].table, problem.own_rule
+    if table is None or rule is None or embedding is None:
+        return replace(problem, embedding=embedding)
+    layout = row_layout(table.rows, table.width, rule.planes)
+    return replace(problem, embedding=replace(embedding, stored_bytes=2 * layout.page_bytes, learns=True), by_rows=True)
 
 
 def with_tables(allowance: Allowance, forms: Sequence[Form], own_rule: RuleFigures | None, workload: Workload) -> Allowance:

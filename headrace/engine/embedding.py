@@ -1,4 +1,5 @@
-"""The frozen embedding of a run: whole where compute reads it, or by rows that are read in the model's files, as the plan says.
+"""The embedding of a run: whole where compute reads it, or by rows, as the plan says. Rows of a frozen one are read in the model's
+files; those of a trained one begin there, and then are a table's (`update.table_rows`).
 
 Invariant: units, state and exports are the same either way; only the slot that compute reads is empty where rows are read.
 """
@@ -9,8 +10,11 @@ from typing import Any
 from headrace.engine.lent_base import ROWS, marks_of
 from headrace.model import Chain, WeightMap
 from headrace.model.embedding_rows import has_own_head, read_rows, rows_of, stored_table, take_back, with_table
-from headrace.model.stored_rows import StoredRows
+from headrace.model.learned_rows import learn_rows
+from headrace.model.stored_rows import RowReader, StoredRows
 from headrace.plan.plan import Plan
+from headrace.terms.errors import ConfigError
+from headrace.update.table_rows import FirstRows, TableRows
 
 
 class Embedding:
@@ -23,12 +27,37 @@ class Embedding:
         self.rows = rows_of(chain, weights) if alone else None
         self.own_head = alone and has_own_head(chain)
         self._path: Path | None = stored_table(chain, weights).path if self.rows is not None else None
-        self._readers: list[StoredRows] = []
+        self._readers: list[StoredRows | RowReader] = []
+        self._learned: TableRows | None = None
+
+    def first_rows(self, unit: int) -> FirstRows:
+        """Return what reads the rows with which a trained embedding begins.
+
+        Raises:
+            ConfigError: they cannot be read one by one.
+        """
+        self.refuse_whole()
+        self._readers.append(reader := RowReader(stored_table(self._chain, self._weights)))
+        return lambda ids: reader.read(ids.tolist()).float().numpy()
+
+    def refuse_whole(self) -> None:
+        """Raise ConfigError if rows cannot be read in the model's files one by one, or other processes have parts of the run."""
+        if self.rows is None:
+            raise ConfigError(
+                "gradient: rows: the embedding is coded in the model's files, or several machines train; give dense"
+            )
+
+    def learn(self, rows: TableRows) -> None:
+        """Take the rows of a trained embedding from `rows`."""
+        self._learned = rows
 
     def place(self, plan: Plan) -> None:
         """Have the embedding where `plan` says, from here on."""
         take_back(self._chain)
-        if plan.embedding is not None:
+        if plan.embedding is not None and plan.embedding.learns:
+            assert self._learned is not None, "the rows of a trained embedding are open"
+            learn_rows(self._chain, self._learned)
+        elif plan.embedding is not None:
             self._readers.append(read_rows(self._chain, self._weights))
 
     def whole(self, chain: Chain) -> Chain:

@@ -3,48 +3,57 @@
 Invariant: a file holds rows of zeros until a commit record names what was written to it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from headrace.files import BlockFile, DirectFile
-from headrace.model.row_tables import RowTables
 from headrace.store import StateStore
 from headrace.store.run_folders import ROWS_NAME
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.row_table import EXACT
 from headrace.update.lazy_rows import AppliedUpdates, LazyRows
 from headrace.update.rule import UpdateRule
-from headrace.update.table_rows import ROWS, Table, TableRows, row_layout
+from headrace.update.table_rows import ROWS, FirstRows, Table, TableRows, row_layout
 from headrace.update.wire import Wire
 
 
-def open_rows(wire: Wire, store: StateStore, rule: UpdateRule | None) -> TableRows | None:
-    """Return the rows of a run's tables as its last commit left them, and let its blocks take them; None if it has none.
+def open_rows(
+    wire: Wire,
+    store: StateStore,
+    rule: UpdateRule | None,
+    first: Callable[[int], FirstRows] | None = None,
+    gradient_dtype: str = "float32",
+) -> TableRows | None:
+    """Return the rows of a run's tables as its last commit left them, and let its wire serve them; None if it has none.
 
-    A new run's files are made. `rule` updates what lies beside frozen weights.
+    A new run's files are made. `rule` updates what lies beside frozen weights. `first` gives what reads a unit's first rows,
+    where these are stored. Gradients of a step are rounded to `gradient_dtype`, unless the table's have another.
 
     Raises:
         DiskFull: there is no space for a table.
         RunDirectoryError: a file with rows that were committed is missing.
     """
-    tables = wire.adapters
-    if not isinstance(tables, RowTables) or not tables.by_rows:
+    families = wire.row_families
+    if not families:
         return None
     assert rule is not None, "tables are trained families"
     record: Mapping[str, Any] = store.record.get(ROWS) or {"learning_rates": (), "histories": {}}
     found: dict[int, Table] = {}
     try:
-        for number, unit in enumerate(tables.places):
-            scale, decay = tables.groups[unit]
-            lazy = LazyRows(rule, decay, scale, replay=tables.settings.policy == EXACT)
+        for number, (unit, family) in enumerate(families.items()):
+            lazy = LazyRows(rule, family.weight_decay, family.learning_rate_scale, replay=family.replay)
             history = tuple((session, update) for session, update in record["histories"].get(str(unit), ()))
-            file = _file(store, number, unit, row_layout(tables.settings.rows, tables.width, rule.planes).file_bytes, history)
-            found[unit] = Table.on(file, lazy, tables.settings.rows, tables.width, history)
+            file = _file(store, number, unit, row_layout(family.rows, family.width, rule.planes).file_bytes, history)
+            more: dict[str, Any] = {"gradient_dtype": getattr(torch, family.gradient_dtype or gradient_dtype)}
+            if family.stored and first is not None:
+                more["first"] = first(unit)
+            found[unit] = Table.on(file, lazy, family.rows, family.width, history, **more)
     except BaseException:
         TableRows(found, AppliedUpdates()).close()
         raise
     rows = TableRows(found, AppliedUpdates(record["learning_rates"]))
-    tables.serve(rows)
+    wire.serve(rows)
     return rows
 
 

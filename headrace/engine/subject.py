@@ -120,7 +120,9 @@ class Subject:
         self._find_forms()
         if parted:
             self.part_experts()
-        own = any(form.has_own_family for form in self.forms)
+        if any(family.stored for family in seams.wire.row_families.values()):
+            self.embedding.refuse_whole()
+        own = any(form.has_own_family or form.table for form in self.forms)
         own_rule = rule_of(self.optimizer, "float32") if own else None
         if own_rule is not None:
             seams.wire.refuse(self.optimizer)
@@ -254,9 +256,11 @@ class Subject:
 
     def open_rows(self, store: StateStore, closers: ExitStack) -> TableRows | None:
         """Return the rows of the run's tables, whose files `closers` close; None if it has none. See `open_rows`."""
-        rows = open_rows(self.seams.wire, store, self.own_updater.rule if self.own_updater else None)
+        rule = self.own_updater.rule if self.own_updater else None
+        rows = open_rows(self.seams.wire, store, rule, self.embedding.first_rows, self._gradient_dtype)
         if rows is not None:
             closers.callback(rows.close)
+            self.embedding.learn(rows)
         return rows
 
     @property

@@ -159,7 +159,7 @@ def backward(state: StepState, op: Op) -> None:
 def _hand_back(state: StepState, op: Op, gradient: torch.Tensor | None) -> None:
     """Leave the gradient of a block's input for what comes before it, unless nothing there is trained."""
     assert gradient is not None
-    if op.unit > 1 or state.plan.units[0].is_trained:
+    if op.unit > 1 or state.plan.learns_prologue:
         state.hidden_gradients[op.micro] = gradient
 
 

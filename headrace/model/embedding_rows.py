@@ -5,7 +5,9 @@ For models that do not fit in memory, whose embedding is frozen and is not the h
 Invariant: hidden states have the bits of the whole table (`stored_rows`).
 """
 
+from collections.abc import Callable
 from copy import copy
+from typing import TypeVar
 
 from torch import nn
 
@@ -15,6 +17,9 @@ from headrace.model.safetensors_file import StoredTensor
 from headrace.model.stored_experts import without
 from headrace.model.stored_rows import ROW_DTYPES, StoredRows
 from headrace.terms.embedding_rows import EmbeddingRows
+from headrace.terms.layout import UnitLayout
+
+_Rows = TypeVar("_Rows", bound=StoredRows)
 
 
 def has_rows(chain: Chain, weights: WeightMap | None) -> bool:
@@ -62,14 +67,25 @@ def read_rows(chain: Chain, weights: WeightMap | None) -> StoredRows:
 
     Return what reads them.
     """
+    stored = None if weights is None else _stored_table(weights, _name_of(chain))
+
+    def make(table: nn.Embedding, whole: UnitLayout, taking_back: Callable[[], None]) -> StoredRows:
+        return StoredRows(table, stored, chain.dtype, whole, taking_back)
+
+    return put_rows(chain, make)
+
+
+def put_rows(chain: Chain, make: Callable[[nn.Embedding, UnitLayout, Callable[[], None]], _Rows]) -> _Rows:
+    """Put what `make` returns in the place of a chain's embedding, and return it. It is given the embedding, the layout of the
+    unit with it, and what takes it back.
+    """
     name, whole, table = _name_of(chain), chain.layouts[0], chain.model.get_input_embeddings()
-    stored = None if weights is None else _stored_table(weights, name)
 
     def taking_back() -> None:
         chain.model.set_input_embeddings(table)
         chain.lay_out((whole, *chain.layouts[1:]))
 
-    rows = StoredRows(table, stored, chain.dtype, whole, taking_back)
+    rows = make(table, whole, taking_back)
     chain.model.set_input_embeddings(rows)
     chain.lay_out((without(whole, frozenset({name})), *chain.layouts[1:]))
     return rows

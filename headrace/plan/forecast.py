@@ -91,7 +91,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
         tokens_per_second=plan.batch.tokens_per_step / step_seconds,
         flops_per_step=_flops_per_step(_with_rows(_with_samples(plan))),
         ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes + plan.read_embedding_bytes + _read_head_bytes(plan),
-        ssd_bytes_written_per_step=written_bytes,
+        ssd_bytes_written_per_step=written_bytes + plan.written_embedding_bytes,
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
         utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},

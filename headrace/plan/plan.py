@@ -62,7 +62,7 @@ class Plan(Placement):
     freed_memory: str = "returned"
     experts: ExpertParts | None = None  # how experts come that are parts; None where blocks come whole
     hosted: Hosted | None = None  # how hidden states wait in host memory between blocks; None where they stay on the device
-    embedding: EmbeddingRows | None = None  # how its rows are read in the model's files; None where the whole is in its slot
+    embedding: EmbeddingRows | None = None  # how its rows are read; None where the whole is in its slot
     # Where the head's weights lie that compute has for the loss only, "host" or "ssd"; None where they stay.
     visiting_head: str | None = None
     stage: StageChoices | None = None  # which stage of a run this is for, and how a step goes through it
@@ -137,6 +137,11 @@ class Plan(Placement):
         return tuple(index for index, unit in enumerate(self.units) if unit.is_trained)
 
     @property
+    def learns_prologue(self) -> bool:
+        """Whether the embedding is trained, whole or by rows."""
+        return self.units[0].is_trained or (self.embedding is not None and self.embedding.learns)
+
+    @property
     def updated_units(self) -> tuple[int, ...]:
         """The units that are updated here."""
         return tuple(index for index, unit in enumerate(self.units) if unit.update_elements)
@@ -199,6 +204,12 @@ class Plan(Placement):
     def read_embedding_bytes(self) -> int:
         """The most bytes of rows of the embedding that a step reads."""
         return self.batch.num_micro_batches * self.embedding.read_bytes(self.micro_batch_tokens) if self.embedding else 0
+
+    @property
+    def written_embedding_bytes(self) -> int:
+        """The most bytes of rows of the embedding that a step writes: those that it read, once, in one of two places."""
+        learns = self.embedding is not None and self.embedding.learns
+        return self.embedding.read_bytes(self.batch.tokens_per_step) // 2 if self.embedding and learns else 0
 
     @property
     def visiting_bytes(self) -> int:

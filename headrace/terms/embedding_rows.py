@@ -12,13 +12,16 @@ _BYTES_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRows:
-    """A table of so many `rows`, which nothing changes. A row has `stored_bytes` in the file, and `computed_bytes` in the dtype
-    of compute.
+    """A table of so many `rows`. To read a row takes `stored_bytes`; it has `computed_bytes` in the dtype of compute.
+
+    Where it `learns`, a step updates the rows that its tokens name, and writes half of what it reads of them. Nothing changes
+    the others.
     """
 
     rows: int
     stored_bytes: int
     computed_bytes: int
+    learns: bool = False
 
     @property
     def whole_bytes(self) -> int:

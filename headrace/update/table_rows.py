@@ -14,21 +14,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from headrace.files import BlockFile
 from headrace.store.row_store import History, RowLayout, RowStore
 from headrace.terms.layout import PlaneSet
 from headrace.update.lazy_rows import AppliedUpdates, LazyRows, Rows
-from headrace.update.norm import square_sum
+from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums
 from headrace.update.rule import StepScalars
 
 ROWS = "rows"
 """The key of a commit record under which it holds what `TableRows.seal` returned."""
 
 Ids = NDArray[np.int64]
+FirstRows = Callable[[Ids], NDArray[np.float32]]
+"""Reads the first weights (n, width) of rows, which ascend."""
 
 _PIECE_BYTES = 8 << 20  # rows of an export that are read together
+_BLOCKS_AT_ONCE = 1024  # of a norm: some 8 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class RowFamily:
+    """A table as its wire knows it: `rows` of `width` numbers, updated with this factor of the learning rate and this decay.
+
+    Rows that it does not `replay` stay as they are until a step touches them. Where it is `stored`, its first weights are those
+    of the model's files; if not, zeros. Gradients have `gradient_dtype` once a step has summed them in float32; None: that of
+    the run.
+    """
+
+    rows: int
+    width: int
+    learning_rate_scale: float
+    weight_decay: float
+    replay: bool = True
+    stored: bool = False
+    gradient_dtype: str | None = "float32"
 
 
 def row_layout(num_rows: int, width: int, planes: PlaneSet) -> RowLayout:
@@ -65,7 +87,7 @@ class _Held:
 @dataclass(slots=True)
 class Table:
     """One table: where its rows lie, and how they are updated. `updated` are rows that no commit has written yet, by the number
-    of their update.
+    of their update. `first` reads rows that no update has changed; without it they are zeros.
     """
 
     file: BlockFile
@@ -73,6 +95,8 @@ class Table:
     lazy: LazyRows
     width: int
     planes: PlaneSet
+    first: FirstRows | None = None
+    gradient_dtype: torch.dtype = torch.float32
     held: _Held = field(init=False)
     updated: dict[int, tuple[Ids, Rows]] = field(default_factory=dict)
 
@@ -80,10 +104,12 @@ class Table:
         self.forget()
 
     @classmethod
-    def on(cls, file: BlockFile, lazy: LazyRows, num_rows: int, width: int, history: History = ()) -> "Table":
-        """Return the table in `file`; a new file holds rows of zeros."""
+    def on(
+        cls, file: BlockFile, lazy: LazyRows, num_rows: int, width: int, history: History = (), **more: Any
+    ) -> "Table":
+        """Return the table in `file`; a new file holds none of its rows."""
         planes = lazy.planes
-        return cls(file, RowStore(file, row_layout(num_rows, width, planes), history), lazy, width, planes)
+        return cls(file, RowStore(file, row_layout(num_rows, width, planes), history), lazy, width, planes, **more)
 
     def forget(self) -> None:
         """Hold no rows."""
@@ -94,6 +120,8 @@ class Table:
         pages = self.store.read(ids)
         at = pages.positions(ids)
         rows = self._rows(pages.rows[at], pages.seen[at])
+        if self.first is not None and (new := np.flatnonzero(rows.seen == 0)).size:
+            rows.weight[new] = self.first(ids[new])
         for known, newer in self.updated.values():  # oldest first
             here, there = np.intersect1d(ids, known, assume_unique=True, return_indices=True)[1:]
             for plane, new in zip(_planes(rows), _planes(newer), strict=True):
@@ -111,6 +139,29 @@ class Table:
             pages.seen[at] = rows.seen
             self.store.write(pages, update)
             del self.updated[update]
+
+    @property
+    def gradient(self) -> NDArray[np.float32]:
+        """The gradients (n, width) of rows that have some, by ascending ids."""
+        sums: NDArray[np.float32] = self.held.sums[self.held.summed]
+        if self.gradient_dtype == torch.float32:
+            return sums
+        rounded: NDArray[np.float32] = torch.from_numpy(sums).to(self.gradient_dtype).float().numpy()
+        return rounded
+
+    def square_sum(self) -> float:
+        """Return the sum of squares of the gradient: that of the whole table's, in which rows without one are zeros."""
+        ids, gradient, total = self.held.ids[self.held.summed], self.gradient.reshape(-1), 0.0
+        places = (ids[:, None] * self.width + np.arange(self.width)).reshape(-1)
+        blocks, starts = np.unique(places // BLOCK_ELEMENTS, return_index=True)
+        for begin in range(0, blocks.size, _BLOCKS_AT_ONCE):
+            some = blocks[begin : begin + _BLOCKS_AT_ONCE]
+            stop = starts[begin + some.size] if begin + some.size < blocks.size else places.size
+            at = slice(starts[begin], stop)
+            flat = np.zeros(some.size * BLOCK_ELEMENTS, np.float32)
+            flat[np.searchsorted(some, places[at] // BLOCK_ELEMENTS) * BLOCK_ELEMENTS + places[at] % BLOCK_ELEMENTS] = gradient[at]
+            total = add_block_sums(block_square_sums(flat), total)
+        return total
 
     def _rows(self, content: NDArray[np.uint8], seen: Ids | None = None) -> Rows:
         start, planes = 0, []
@@ -169,7 +220,7 @@ class TableRows:
     def square_sums(self) -> list[float]:
         """Return the sums of squares of the gradients, by table."""
         with self._lock:
-            return [square_sum(table.held.sums[table.held.summed].reshape(-1)) for table in self._tables.values()]
+            return [table.square_sum() for table in self._tables.values()]
 
     def conclude(self, scalars_of: Callable[[int], StepScalars] | None) -> None:
         """Update the rows that have gradients by what their unit's update is given; None for a step that is skipped.
@@ -185,7 +236,7 @@ class TableRows:
                     touched = np.flatnonzero(held.summed)
                     states = tuple(state[touched] for state in held.rows.states)
                     rows = Rows(held.rows.weight[touched], states, held.rows.seen[touched])
-                    table.lazy.update(rows, held.sums[touched], step)
+                    table.lazy.update(rows, table.gradient, step)
                     table.updated[step.update] = (held.ids[touched], rows)
                 table.forget()
             if step is not None:

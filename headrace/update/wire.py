@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # choices that exclude one another are refused before transfo
     from headrace.model import Chain, Checkpoint, WeightMap
     from headrace.model.beside import Beside, StoredBeside
     from headrace.model.export import ReadUnit
+    from headrace.update.table_rows import RowFamily, TableRows
 
 # Elements of a gradient that are added at once: enough for all threads, with a few megabytes of copies.
 _ADD_ELEMENTS = 1 << 20
@@ -140,6 +141,7 @@ class Wire:
             `complete` is only for export, and gradients come to the `sink` of `beside`.
         settings, seed: what the user chose; the run's seed.
         merges_each_step: weights are merged after every step, not only where a basis changes.
+        has_whole_state: the units of a state have the newest weights, but for what is computed beside them.
         adapters: the modules that blocks compute with besides their own; None for a wire without any.
     """
 
@@ -148,6 +150,7 @@ class Wire:
     settings: GradientWay
     adapters: "Beside | None" = None
     merges_each_step = False
+    has_whole_state: ClassVar[bool] = True
 
     def __init__(self, settings: GradientWay | None = None, seed: int = 0) -> None:
         self.settings, self.seed = settings or next(iter(self.ways), GradientWay)(), seed
@@ -189,6 +192,15 @@ class Wire:
     def table(self, unit: int) -> TableFigures | None:
         """Return the table beside a unit whose rows are read and updated one by one; None if there is none."""
         return None
+
+    @property
+    def row_families(self) -> "Mapping[int, RowFamily]":
+        """The tables whose rows are read and updated one by one, by unit."""
+        return {}
+
+    def serve(self, rows: "TableRows") -> None:
+        """Compute with `rows` of its tables from now on."""
+        raise AssertionError("there are no tables")
 
     @contextmanager
     def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:

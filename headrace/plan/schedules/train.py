@@ -63,6 +63,7 @@ class Training(Updates):
         super().__init__(plan, before, durable=durable, shared=shared)
         self.num_micro, self.micros, self.first = num_micro, range(num_micro), 1
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
+        self.learns_prologue = plan.learns_prologue
         self.gradient_in_place = plan.gradient_in_place
         self.parted = PartedBlocks(plan, self.ledger, num_micro)
         self.hosted = HostedStates(plan, self.ledger, num_micro)
@@ -100,7 +101,7 @@ class Training(Updates):
                 # Updates behind backward work on the host's copy, so they need it there although compute may not.
                 self.acquire(ahead, on_host=ahead in self.in_place and ahead not in self.late)
             self.backward(block)
-        if 0 in self.trained:
+        if self.learns_prologue:
             self.prologue_backward()
         # A site's updates must not overtake the commit of the step before.
         far = tuple(FAR + unit for unit in sorted(self.far))
@@ -112,9 +113,10 @@ class Training(Updates):
         """Emit the backward of the embedding."""
         common: dict[str, Any] = {"unit": 0, "flops": self.flops(0)}
         for micro in range(self.num_micro):
-            reads, made = (RESIDENT, *self.arrived(micro)), (_RESIDENT_ACCUMULATOR,)
+            reads, made = (RESIDENT, *self.arrived(micro)), (_RESIDENT_ACCUMULATOR,) if 0 in self.trained else ()
             self.ledger.op(Verb.PROLOGUE_BACKWARD, Lane.COMPUTE, reads, made, micro=micro, **common)
-        self.drain(0, self.gradient_slot(0))
+        if 0 in self.trained:
+            self.drain(0, self.gradient_slot(0))
 
     def groups(self, block: int) -> list[range]:
         """Return the groups of micro-batches that are in a block together."""
@@ -194,7 +196,7 @@ class Training(Updates):
 
     def backward_one(self, block: int, micro: int, reads: Sequence[int], made: Sequence[int], flops: float) -> None:
         """Emit the backward of a block for a micro-batch, which makes a gradient for what comes before, if that is trained."""
-        before = block > 1 or 0 in self.trained
+        before = block > 1 or self.learns_prologue
         gradient = self.hosted.going() if before else ()
         ref = self.ledger.op(Verb.BACKWARD, Lane.COMPUTE, reads, (*made, *gradient), unit=block, micro=micro, flops=flops)
         if before:

@@ -18,9 +18,10 @@ from headrace.terms.contradictions import refuse_adapters_and_parts
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.optimizer import Optimizer
-from headrace.terms.row_table import DENSE, Table, TableFigures
+from headrace.terms.row_table import DENSE, EXACT, Table, TableFigures
 from headrace.update.lazy_rows import refuse_other_rules
 from headrace.update.rules.table import rule_of
+from headrace.update.table_rows import RowFamily, TableRows
 from headrace.update.wire import Content, ReadTrained, Sink, Wire
 
 if TYPE_CHECKING:
@@ -181,6 +182,17 @@ class RowTableWire(BesideWire):
     def table(self, unit: int) -> TableFigures | None:
         """Return what a plan knows of a unit's table."""
         return self._tables.table(unit)
+
+    @property
+    def row_families(self) -> Mapping[int, RowFamily]:
+        """The tables, unless they are updated whole."""
+        tables, replay = self._tables, self.settings.policy == EXACT
+        units = tables.places if tables.by_rows else ()
+        return {unit: RowFamily(self.settings.rows, tables.width, *tables.groups[unit], replay) for unit in units}
+
+    def serve(self, rows: TableRows) -> None:
+        """Let blocks compute with `rows`."""
+        self._tables.serve(rows)
 
     def stored(self, read_trained: ReadTrained) -> "StoredBeside":
         """Return the tables and their newest values, all of them."""
