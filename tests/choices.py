@@ -14,7 +14,7 @@ from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.optimizer import ALL, MATRICES
 from headrace.terms.option_kinds import OneOf
 from headrace.terms.options import Options
-from headrace.update.combinations import refuse_combination, refuse_in_stages
+from headrace.update.combinations import refuse_combination, refuse_in_local_steps, refuse_in_stages
 from headrace.update.rules.table import RULES
 from headrace.update.wires import WIRES
 
@@ -42,10 +42,12 @@ def refusal(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Return why two choices are refused together, "" if they are not."""
     given = {**one, **other}
     at_node = given.pop(AT_NODE, False)
-    given.pop(LOCAL_STEPS, None)
+    in_local_steps = given.pop(LOCAL_STEPS, False)
     in_stages = given.pop(STAGES, False)
     try:
         refuse_combination(Options(**given), at_node=at_node)
+        if in_local_steps:
+            refuse_in_local_steps(Options(**given))
         if in_stages:
             refuse_in_stages(Options(**given))
     except ConfigError as error:

@@ -151,7 +151,7 @@ def open_question(
 
 def _trains_all(options: Options) -> bool:
     """Return whether no weight stays as its file has it, so that nothing depends on how small codes make the file."""
-    return options.adapter is None and options.gradient == "dense" and options.train == ALL
+    return options.adapter is None and options.gradient in ("dense", "rows") and options.train == ALL
 
 
 def _unfit(

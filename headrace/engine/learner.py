@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from headrace.engine.trainer import Engine
 from headrace.files.number_file import NumberFile
 from headrace.flow.masters import Masters
+from headrace.update.combinations import refuse_in_local_steps
 from headrace.update.travel import Travel
 
 # What travels of a unit, and what its rounding leaves.
@@ -21,6 +22,8 @@ Sent = tuple[NDArray[Any], NDArray[Any]]
 
 class Learner(Engine):
     """An engine whose trained numbers can be compared with others, and replaced by them. Its rule's moments stay."""
+
+    _check = staticmethod(refuse_in_local_steps)
 
     @cached_property
     def masters(self) -> Masters:

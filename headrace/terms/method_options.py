@@ -29,9 +29,10 @@ class MethodOptions(Declared):
     gradient: str = option(
         "dense",
         Text(),
-        "`dense` trains full weights; `lsp` trains low-dimensional subspaces (LSP-Offload).",
-        row="`dense` trains full weights; `lsp` trains low-dimensional subspaces of the blocks' matrices (LSP-Offload), "
-        "with settings as in the table below. Fixed for a run",
+        "`dense` and `rows` train full weights, `rows` with less memory for the embedding; `lsp` trains subspaces.",
+        row="`dense` trains full weights; so does `rows`, which reads and updates the rows of the embedding that a step touches; "
+        "`lsp` trains low-dimensional subspaces of the blocks' matrices (LSP-Offload), with settings as in the table below. "
+        "Fixed for a run",
         plan=True,
         group=Group.METHOD,
     )

@@ -11,6 +11,7 @@ from headrace.terms.row_table import DENSE, Table
 from headrace.terms.summing import TREE
 from headrace.update.rules.table import optimizer_of, rule_of
 from headrace.update.wires import wire_of
+from headrace.update.wires.rows import Rows
 
 # Options that a node does not take, and why.
 _NOT_AT_A_NODE = {
@@ -59,10 +60,26 @@ def refuse_in_stages(options: Options) -> None:
         raise ConfigError("gradient_sum: stages add micro-batches in their order; leave tree out")
 
 
+def refuse_in_local_steps(options: Options) -> None:
+    """Refuse what learners that train by themselves cannot merge.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    _refuse_rows(options, "learners do not merge rows")
+
+
 def _refuse_shared(options: Options, who: str) -> None:
     if options.gradient.partition(":")[0] == "lsp":
         raise ConfigError(f"gradient: lsp changes its subspaces by whole matrices, which {who} do not have; leave it out")
-    if options.adapter and isinstance(table := adapter_of(options.adapter), Table) and table.policy != DENSE:
-        raise ConfigError(f"adapter: table: {who} do not share out rows; give policy=dense, or train on one machine")
+    _refuse_rows(options, f"{who} do not share out rows")
     if options.loss:
         raise ConfigError(f"loss: {options.loss} needs all rows in one place, and {who} share out a step; train on one machine")
+
+
+def _refuse_rows(options: Options, why: str) -> None:
+    """Refuse tables whose rows are updated one by one: the embedding, or adapters."""
+    if options.gradient == Rows.name:
+        raise ConfigError(f"gradient: rows: {why}; give dense, or train on one machine")
+    if options.adapter and isinstance(table := adapter_of(options.adapter), Table) and table.policy != DENSE:
+        raise ConfigError(f"adapter: table: {why}; give policy=dense, or train on one machine")

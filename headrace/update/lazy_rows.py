@@ -34,7 +34,7 @@ def refuse_other_rules(rule: UpdateRule) -> ElementRule:
         return rule
     raise ConfigError(
         f"rows of a table: updates of {rule.figures.name} cannot be replayed row by row. An element's update depends on more "
-        "than the element; use adamw with float32 moments, sgd or lion, or a table with policy=dense"
+        "than the element; use adamw with float32 moments, sgd or lion, a table with policy=dense, or gradient dense"
     )
 
 

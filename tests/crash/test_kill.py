@@ -20,9 +20,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 pytestmark = pytest.mark.process
 
 STEPS = 24
-# The last seven: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
-# subspaces that change, of adapters, of row tables, of a mixture whose experts come one at a time, and of an embedding by rows.
+# The last eight: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
+# subspaces that change, of adapters, of row tables, of a mixture whose experts come one at a time, and of embeddings by
+# rows, frozen and trained.
 POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp", "adapters", "tables", "experts", "embedding"]
+POLICIES += ["trained embedding"]
 # Where a run of subspaces is killed. The first step fits 3 blocks of 7 matrices, later ones are checks of a block each.
 FIT = "headrace.update.wires.subspace:Subspace.fit"
 MOMENTS = {

@@ -63,11 +63,13 @@ ADJUST = {
     "one plan": deferred,
     "plans": deferred,
     "embedding": by_rows,
+    "trained embedding": deferred,
 }
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},
     "embedding": {"adapter": "lora:rank=4"},
+    "trained embedding": {"gradient": "rows"},
     "tables": {"adapter": "table:rows=64,layers=0+2,top=4"},
     "experts": {"device_memory": "1GiB"},
 }

@@ -39,7 +39,7 @@ def test_each_refusal_comes_at_once_and_names_what_to_choose_instead() -> None:
     assert len(found) >= 10
     for one, other, why in found:
         assert re.search(r"[;:] (give|leave|use|set|train) [^;:]*$", why), (one, other, why)
-    with pytest.raises(ConfigError, match="gradient: 'lpa' is not one of dense, lsp"):
+    with pytest.raises(ConfigError, match="gradient: 'lpa' is not one of dense, lsp, rows"):
         refuse_combination(Options(gradient="lpa"))
 
 

@@ -1,7 +1,7 @@
 """A trained embedding whose rows are read and updated one by one has the bits of one that is updated whole."""
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
+from headrace.engine.learner import Learner
+from headrace.engine.open_model import open_run
 from headrace.engine.trainer import Engine
 from headrace.model.learned_rows import LearnedRows
+from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError, RunDirectoryError
 
 STEPS = 4
@@ -28,7 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {"interpreter": "plain", "max_grad_norm": 0.1},
     "seldom commits": {"checkpoint_every": 3},
     "sgd": {"optimizer": "sgd:momentum=0.9", "max_grad_norm": 0.1},
-    "bfloat16 sums": {"compute_dtype": "float32", "gradient_dtype": "bfloat16"},
+    "lion, whole sums": {"optimizer": "lion", "compute_dtype": "bfloat16", "gradient_dtype": "float32"},
+    "lomo, clipped steps run twice": {"optimizer": "lomo", "max_grad_norm": 0.1},
 }
 
 
@@ -62,3 +66,71 @@ def test_rows_have_the_bits_of_dense_updates(
     moved = (found[EMBEDDING].float() != first).any(dim=1)
     assert moved[ids].all()
     assert moved[other].all() or CASES[case].get("compute_dtype") == "bfloat16", "and decayed"
+
+
+def opened(path: Path, output: Path, **options: Any) -> Engine:
+    given: dict[str, Any] = {"host_memory": "4GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    return Engine.open(path, headrace.Options(output=output, learning_rate=1e-2, **given | options))
+
+
+def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Evaluated, kept, closed, resumed. What an evaluation reads is not written."""
+    path, batches, found = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)], []
+    for way in ("dense", "rows"):
+        with opened(path, tmp_path / way, gradient=way, compute_dtype="bfloat16") as engine:
+            said: list[Any] = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
+            engine.begin_saving(tmp_path / f"{way}-kept").wait()
+        with Engine.resume(tmp_path / way) as engine:
+            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
+            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
+            engine.save_pretrained(tmp_path / f"{way}-final")
+            said.append(engine.step(batches[0]).loss)
+        found.append(said)
+    assert found[0] == found[1]
+    for each in ("kept", "final"):
+        one, other = ((tmp_path / f"{way}-{each}" / "model.safetensors").read_bytes() for way in ("dense", "rows"))
+        assert one == other
+    with pytest.raises(RunDirectoryError, match="it updates rows of the embedding one by one, and its units lack them"):
+        open_run(tmp_path / "rows", None, lambda event: None)
+
+
+def test_a_plan_counts_rows_and_holds_no_table(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    path, plans = model_dir("llama"), {}
+    for way in ("dense", "rows"):
+        with opened(path, tmp_path / way, gradient=way, device_memory="1GiB") as engine:
+            assert engine.plan is not None
+            plans[way] = engine.plan
+            moved = engine.step(batch_of(ROWS, LENGTH, 0))
+    plan = plans["rows"]
+    assert plan.embedding is not None
+    assert plan.embedding.learns
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert "rows of tables" in plan.results.peak_bytes["host"]
+    assert plans["dense"].peak("device") - plan.peak("device") >= 384 * 64 * 2, "the table in bfloat16"
+    rows = len(batch_of(ROWS, LENGTH, 0)["input_ids"].unique())
+    page = plan.embedding.stored_bytes // 2
+    assert moved.bytes_written["ssd"] >= rows // 5 * page
+    assert plan.written_embedding_bytes >= rows * page
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("llama-tied", {}, "the head has the weights of the embedding"),
+        ("gemma3", {}, "the head has the weights of the embedding"),
+        ("llama", {"optimizer": "adafactor"}, "updates of Adafactor cannot be replayed row by row"),
+        ("llama", {"train": "matrices"}, "rows trains the embedding, and train: matrices does not; give dense"),
+    ],
+)
+def test_what_needs_the_whole_table_says_so(
+    name: str, options: dict[str, Any], said: str, model_dir: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        opened(model_dir(name), tmp_path / "run", gradient="rows", **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("options", [{"gradient": "rows"}, {"adapter": "table:rows=16,top=4"}])
+def test_learners_do_not_merge_rows(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="learners do not merge rows"):
+        Learner.open("nothing is read", headrace.Options(**options))

@@ -14,6 +14,7 @@ from headrace.testing.memory_file import MemoryFile
 from headrace.testing.power_supply import PowerSupply
 from headrace.update import StepScalars
 from headrace.update.lazy_rows import AppliedUpdates, LazyRows
+from headrace.update.norm import BLOCK_ELEMENTS, square_sum
 from headrace.update.rule import Chunk
 from headrace.update.table_rows import Table, TableRows, row_layout
 
@@ -95,6 +96,59 @@ def test_fifty_steps_of_a_zipf_stream_have_the_bits_of_dense_adamw(every):
             rows = opened(file, rule, record)
         if update % 10 == 0:
             assert same(rows, dense)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_begin_as_a_file_has_them_have_the_bits_of_dense_adamw(dtype):
+    """Weights, both moments, and the norm of a gradient that is rounded once it is summed; rows share pages with new ones."""
+    rule, dice = adamw("float32"), np.random.default_rng(11)
+    start, dense, asked = dice.standard_normal((ROWS, WIDTH)).astype(np.float32), Dense(rule), []
+
+    def first(ids):
+        asked.append(ids)
+        return start[ids]
+
+    dense.planes[0][:] = start.reshape(-1)
+    file, kind = new_file(rule), getattr(torch, dtype)
+    more = {"first": first, "gradient_dtype": kind}
+    table = Table.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, **more)
+    rows = TableRows({3: table}, AppliedUpdates())
+    for update in range(1, 51):
+        ids, gradients, step = zipf_step(dice, update)
+        whole = np.zeros((ROWS, WIDTH), np.float32)
+        for each, gradient in zip(ids, gradients, strict=True):
+            assert np.array_equal(rows.gather(3, each), dense.weight[each])
+            rows.add(3, each, gradient)
+            whole[each] += gradient
+        whole = torch.from_numpy(whole).to(kind).float().numpy()
+        assert rows.square_sums() == [square_sum(np.pad(whole.reshape(-1), (0, -whole.size % BLOCK_ELEMENTS)))]
+        rows.conclude(lambda unit, step=step: step)
+        dense.step(np.arange(ROWS), whole, step)
+        if update % 3 == 0:
+            record = rows.seal(update)
+            rows.committed()
+        if update == 24:
+            record = json.loads(json.dumps(record))
+            history = tuple((session, last) for session, last in record["histories"]["3"])
+            table = Table.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, history, **more)
+            rows = TableRows({3: table}, AppliedUpdates(record["learning_rates"]))
+    found = table.read(np.arange(ROWS), rows.applied)
+    for own, other in zip((found.weight, *found.states), dense.planes, strict=True):
+        assert np.array_equal(own.reshape(-1), other)
+    assert same(rows, dense)
+    assert all((np.diff(ids) > 0).all() for ids in asked)
+
+
+def test_the_norm_of_few_rows_of_a_large_table_is_that_of_the_whole_gradient():
+    """In blocks that rows share, and over several pieces of blocks."""
+    rule, dice, width, count = adamw("float32"), np.random.default_rng(13), 1500, 3000
+    table = Table.on(MemoryFile(row_layout(count, width, rule.planes).file_bytes), LazyRows(rule), count, width)
+    rows, ids = TableRows({3: table}, AppliedUpdates()), np.unique(dice.choice(count, 1700))
+    gradient, whole = dice.standard_normal((ids.size, width)).astype(np.float32), np.zeros((count, width), np.float32)
+    rows.gather(3, ids)
+    rows.add(3, ids, gradient)
+    whole[ids] = gradient
+    assert rows.square_sums() == [square_sum(np.pad(whole.reshape(-1), (0, -whole.size % BLOCK_ELEMENTS)))]
 
 
 def test_rows_that_are_updated_again_before_they_are_committed_are_committed_as_they_were():

@@ -13,7 +13,7 @@ import torch
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
-from headrace.terms.layout import UnitLayout
+from headrace.terms.layout import UnitLayout, rest_of_master
 from headrace.terms.optimizer import ALL, Optimizer
 from headrace.terms.row_table import TableFigures
 from headrace.update.lazy_rows import refuse_other_rules
@@ -78,10 +78,12 @@ class RowsWire(Wire):
         self._rows[:] = [rows]
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """Refuse rules that cannot catch up, and to train no embedding."""
+        """Refuse rules that cannot catch up or keep no master, and to train no embedding."""
         if optimizer.train != ALL:
             raise ConfigError(f"gradient: rows trains the embedding, and train: {optimizer.train} does not; give dense")
         refuse_other_rules(rule_of(optimizer, "float32"))
+        if rest_of_master(rule_of(optimizer, "bfloat16").planes.states) is None:
+            raise ConfigError("gradient: rows have a float32 master, and this rule keeps none: use lomo, or give dense")
 
     def export(self, content: Content, directory: Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory. All rows catch up for it; nothing of that is kept."""
