@@ -194,7 +194,9 @@ class ModelPlans:
 
     def _problem(self, question: Question) -> Problem:
         rule, forms = rule_of(question.optimizer, self._chain.compute_dtype).figures, self.forms(question)
-        own = rule_of(question.optimizer, "float32").figures if any(form.has_own_family or form.table for form in forms) else None
+        own = (
+            rule_of(question.optimizer, "float32").figures if any(form.has_own_family or form.table for form in forms) else None
+        )
         if own:
             question.wire.refuse(question.optimizer)
         # A search asks again and again, and to find what adapters are beside takes longer than a plan.

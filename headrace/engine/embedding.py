@@ -1,5 +1,7 @@
-"""The embedding of a run: whole where compute reads it, or by rows, as the plan says. Rows of a frozen one are read in the model's
-files; those of a trained one begin there, and then are a table's (`update.table_rows`).
+"""The embedding of a run: whole where compute reads it, or by rows, as the plan says.
+
+Rows of a frozen one are read in the model's files; those of a trained one begin there, and then are a table's
+(`update.table_rows`).
 
 Invariant: units, state and exports are the same either way; only the slot that compute reads is empty where rows are read.
 """
@@ -41,7 +43,7 @@ class Embedding:
         return lambda ids: reader.read(ids.tolist()).float().numpy()
 
     def refuse_whole(self) -> None:
-        """Raise ConfigError if rows cannot be read in the model's files one by one, or other processes have parts of the run."""
+        """Raise ConfigError if rows of the model's files cannot be read one by one, or the run has other processes."""
         if self.rows is None:
             raise ConfigError(
                 "gradient: rows: the embedding is coded in the model's files, or several machines train; give dense"

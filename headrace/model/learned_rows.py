@@ -83,7 +83,9 @@ class LearnedTable:
         """
         table, found = chain.model.get_input_embeddings(), rows_of(chain, None)
         if chain.tied:
-            raise ConfigError("gradient: rows: the head has the weights of the embedding, and its gradient is whole; give dense")
+            raise ConfigError(
+                "gradient: rows: the head has the weights of the embedding, and its gradient is whole; give dense"
+            )
         if found is None or table.scale_grad_by_freq or table.sparse:
             raise ConfigError(
                 f"gradient: rows: the embedding ({type(table).__name__}) is no plain table that is all of its unit; give dense"

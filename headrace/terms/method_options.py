@@ -30,7 +30,7 @@ class MethodOptions(Declared):
         "dense",
         Text(),
         "`dense` and `rows` train full weights, `rows` with less memory for the embedding; `lsp` trains subspaces.",
-        row="`dense` trains full weights; so does `rows`, which reads and updates the rows of the embedding that a step touches; "
+        row="`dense` trains full weights; so does `rows`, which updates those rows of the embedding that a step touches. "
         "`lsp` trains low-dimensional subspaces of the blocks' matrices (LSP-Offload), with settings as in the table below. "
         "Fixed for a run",
         plan=True,

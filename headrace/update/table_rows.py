@@ -104,9 +104,7 @@ class Table:
         self.forget()
 
     @classmethod
-    def on(
-        cls, file: BlockFile, lazy: LazyRows, num_rows: int, width: int, history: History = (), **more: Any
-    ) -> "Table":
+    def on(cls, file: BlockFile, lazy: LazyRows, num_rows: int, width: int, history: History = (), **more: Any) -> "Table":
         """Return the table in `file`; a new file holds none of its rows."""
         planes = lazy.planes
         return cls(file, RowStore(file, row_layout(num_rows, width, planes), history), lazy, width, planes, **more)
@@ -159,7 +157,9 @@ class Table:
             stop = starts[begin + some.size] if begin + some.size < blocks.size else places.size
             at = slice(starts[begin], stop)
             flat = np.zeros(some.size * BLOCK_ELEMENTS, np.float32)
-            flat[np.searchsorted(some, places[at] // BLOCK_ELEMENTS) * BLOCK_ELEMENTS + places[at] % BLOCK_ELEMENTS] = gradient[at]
+            flat[np.searchsorted(some, places[at] // BLOCK_ELEMENTS) * BLOCK_ELEMENTS + places[at] % BLOCK_ELEMENTS] = gradient[
+                at
+            ]
             total = add_block_sums(block_square_sums(flat), total)
         return total
 

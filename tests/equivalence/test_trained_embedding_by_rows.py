@@ -43,9 +43,7 @@ def trained(path: Path, run: Path, **options: Any) -> tuple[list[float], dict[st
 
 @pytest.mark.parametrize("case", sampled(CASES, ("clipped", "bfloat16")))
 @pytest.mark.parametrize("name", sampled(("llama", "mixtral-aux", "deepseek"), ("llama",)))
-def test_rows_have_the_bits_of_dense_updates(
-    name: str, case: str, model_dir: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_rows_have_the_bits_of_dense_updates(name: str, case: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir(name, "bfloat16" if CASES[case].get("compute_dtype") == "bfloat16" else "float32")
     kinds: list[type] = []
 
