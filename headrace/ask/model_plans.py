@@ -17,6 +17,7 @@ from headrace.ask.variants import Variant, other_rules, other_wires, smaller_sta
 from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters import Adapters
+from headrace.model.block_parts import block_parts
 from headrace.model.embedding_rows import has_own_head, rows_of
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.expert_plan import note_on_parts
@@ -27,6 +28,7 @@ from headrace.plan.plan import Plan
 from headrace.plan.refusal import with_whole_blocks
 from headrace.plan.search import holds_states, make_plan, nominal_ceilings
 from headrace.plan.space import THRIFTS, Problem, filled, placements_of, plan_of
+from headrace.terms.block_parts import no_parts
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
@@ -199,10 +201,12 @@ class ModelPlans:
         )
         if own:
             question.wire.refuse(question.optimizer)
+        alone = self._experts is None and question.place is None and question.allowance.device_bytes is not None
+        cuts = partial(block_parts, self._chain, forms) if alone else no_parts
         # A search asks again and again, and to find what adapters are beside takes longer than a plan.
         costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
         problem = question.problem(forms, costs_of, rule, own)
-        return with_embedding(replace(problem, experts=self._experts, own_head=self._own_head), self._embedding)
+        return with_embedding(replace(problem, experts=self._experts, own_head=self._own_head, cuts=cuts), self._embedding)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step

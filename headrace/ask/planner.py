@@ -28,6 +28,7 @@ from headrace.plan.space import Problem
 from headrace.plan.stage_place import StagePlace
 from headrace.plan.staging import placed
 from headrace.store import Manifest
+from headrace.terms.block_parts import BlockParts, no_parts
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import ConfigError, StorageError
@@ -47,7 +48,8 @@ class PlannedModel:
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
     `experts` are those that are parts. So many ranks of this machine are `sharers` of one host copy. `warm_up` loads and
     compiles what a run will have loaded, so that this process can be measured. Rows of the `embedding` can be read one by one
-    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it here.
+    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it here. `cuts` says how blocks can
+    come in parts.
     """
 
     chain: Chain
@@ -62,6 +64,7 @@ class PlannedModel:
     sharers: int = 1
     embedding: EmbeddingRows | None = None
     own_head: bool = False
+    cuts: Callable[[], BlockParts | None] = no_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +219,9 @@ class RunPlanner:
         )
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
         model = self._model
-        return with_embedding(replace(problem, experts=model.experts, own_head=model.own_head), model.embedding)
+        return with_embedding(
+            replace(problem, experts=model.experts, own_head=model.own_head, cuts=model.cuts), model.embedding
+        )
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

@@ -26,6 +26,7 @@ from headrace.flow.update import device_updater
 from headrace.flow.weights import StoreSource
 from headrace.machine.host_memory import Bytes, keep_freed_memory
 from headrace.machine.protocol import Machine
+from headrace.model.block_parts import cut_blocks
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.expert_plan import note_on_parts
@@ -110,6 +111,7 @@ class Run:
             token_loss=subject.seams.token_loss,
             rows=self.rows,
             experts=subject.expert_loads(plan, buffers),
+            cut=cut_blocks(subject.chain, plan.parts),
         )
 
     @property

@@ -34,11 +34,13 @@ from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, exact_units
 from headrace.model.adapters import Adapters
+from headrace.model.block_parts import block_parts
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore, StoreRequest
 from headrace.store.committed import ReadableState
+from headrace.terms.block_parts import BlockParts
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
@@ -205,7 +207,14 @@ class Subject:
             sharers=self.seams.fleet.copy.sharers if self.seams.fleet else 1,
             embedding=self.embedding.rows,
             own_head=self.embedding.own_head,
+            cuts=self.cuts,
         )
+
+    def cuts(self) -> BlockParts | None:
+        """Return how frozen blocks can come in parts on a separate device; None where they cannot."""
+        seams = self.seams
+        alone = not (seams.fleet or seams.site or seams.workers or self.parted)
+        return block_parts(self.chain, self.forms) if alone and self.machine.separate_device else None
 
     @property
     def head_passes(self) -> int:

@@ -11,6 +11,7 @@ from headrace.flow.arena import TORCH_DTYPES
 from headrace.flow.weights import WeightBuffers
 from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
+from headrace.model.block_parts import PartSlots
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.plan import Plan
 
@@ -26,7 +27,8 @@ class Buffers(WeightBuffers):
     """All buffers of a run, in handlers' types: NumPy on the host, torch for compute. Index them by an operation's slots.
 
     `states[slot]`, `gradients[slot]`, `stash[slot]`, `parking[slot]` and `parked[unit]` are uint8 arrays. On the device
-    `device_states[slot]`, each for all planes and the gradient of one chunk, are uint8 tensors.
+    `device_states[slot]`, each for all planes and the gradient of one chunk, are uint8 tensors. `part_slots` have parts of
+    blocks.
     """
 
     def __init__(self, plan: Plan, machine: Machine, shared: Callable[[int], Bytes] | None = None) -> None:
@@ -41,6 +43,8 @@ class Buffers(WeightBuffers):
         self.parked, self.parking = {unit: self.take_host(f"parked.{unit}")[0] for unit in in_memory}, self.take_host("parking")
         self.gradients = self._take_gradients()
         self.resident_states = {unit: self.take_host(f"resident_states.{unit}")[0] for unit in plan.updates.resident_states}
+        parts = [each.view(self.dtype) for each in self.take_compute("part_weights")]
+        self.part_slots = PartSlots(parts, machine.copy)
         self.device_states = self.take_compute("device_states")
         summed = torch.float32 if plan.gradients.accumulate else self.gradient_dtype
         self._accumulator = [each.view(summed) for each in self.take_compute("accumulator")]

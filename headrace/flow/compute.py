@@ -210,8 +210,9 @@ def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> I
     chain, form, flat = state.parts.chain, state.parts.forms[unit], _weights(state, op, unit)
     sink = found.sink if found else None
     beside: AbstractContextManager[None] = nullcontext()
+    cut = state.parts.cut
     if form.is_beside or found is None:  # what is trained beside weights is no parameter of the unit
-        chain.bind(unit, flat, None)
+        chain.bind(unit, flat, None, rest=cut.rests[unit] if cut and cut.parts[unit] else None)
     else:
         chain.bind(unit, flat, sink, lambda spec: spec.name not in form.left and found.wanted(spec), rows=found.rows)
     if form.is_beside:
@@ -219,11 +220,19 @@ def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> I
         trained = torch.from_numpy(state.parts.buffers.trained[unit]).view(torch.float32)
         there = state.at_experts.beside(unit, trained, flat.device) if state.plan.experts else trained.to(flat.device)
         beside = state.parts.wire.beside(unit, form.trained, there, sink)
-    with beside:
+    with beside, _coming(state, op, unit):
         try:
             yield
         finally:
             chain.release(unit)
+
+
+def _coming(state: StepState, op: Op, unit: int) -> AbstractContextManager[None]:
+    """Have the parts of a unit come from host memory as modules compute with them, if it has any."""
+    cut, buffers = state.parts.cut, state.parts.buffers
+    if cut is None or not cut.parts[unit]:
+        return nullcontext()
+    return buffers.part_slots.coming(cut.parts[unit], torch.from_numpy(buffers.stored(unit, op)).view(buffers.dtype))
 
 
 @contextmanager

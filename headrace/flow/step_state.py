@@ -18,6 +18,7 @@ from headrace.flow.weights import WeightSource
 from headrace.losses import Outcome, TokenLoss
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
+from headrace.model.block_parts import CutBlocks
 from headrace.model.parted_experts import Walk
 from headrace.plan.plan import Plan
 from headrace.store import StateStore
@@ -56,6 +57,7 @@ class Parts:
     token_loss: TokenLoss | None = None  # a loss of the whole step
     rows: TableRows | None = None  # of tables that are updated row by row
     experts: ExpertLoads | TrainedExperts | None = None  # brings experts that are parts
+    cut: CutBlocks | None = None  # blocks whose weights come in parts
 
     @property
     def far_site(self) -> Site:

@@ -41,6 +41,7 @@ class Binding:
         *,
         rows: RowSink | None = None,
         as_loaded: bool = False,
+        rest: UnitLayout | None = None,
     ) -> None:
         """Make the parameters of `unit` views of `flat`, a 1-D tensor of the compute dtype with the layout's elements. One
         number that is repeated stands for weights that are not here.
@@ -49,12 +50,12 @@ class Binding:
         used in several backwards of a step is handed over in each. A parameter needs no gradient if there is no sink or it is
         not `wanted`. With `as_loaded` it still says that it needs one, as the parameters of a loaded model do. Torch then folds
         products differently and rounds differently, even if no gradient is computed. `rows` takes gradients that come by rows;
-        without it the sink gets wholes that are zero elsewhere.
+        without it the sink gets wholes that are zero elsewhere. Where the others come in parts, `flat` has the `rest` alone.
 
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
         """
-        layout, dense = self._layouts[unit], flat.is_contiguous() or flat.stride() == (0,)
+        layout, dense = rest or self._layouts[unit], flat.is_contiguous() or flat.stride() == (0,)
         if flat.dtype != self._dtype or flat.dim() != 1 or flat.numel() != layout.num_elements or not dense:
             raise ModelError(
                 f"unit {unit} ({layout.name}): expected a contiguous 1-D tensor of {layout.num_elements} x {self._dtype}, "

@@ -164,9 +164,10 @@ class Chain:
         *,
         rows: RowSink | None = None,
         as_loaded: bool = False,
+        rest: UnitLayout | None = None,
     ) -> None:
         """Make the parameters of `unit` views of `flat` (1-D, compute dtype). See `Binding.bind`."""
-        self._binding.bind(unit, flat, gradient_sink, wanted, rows=rows, as_loaded=as_loaded)
+        self._binding.bind(unit, flat, gradient_sink, wanted, rows=rows, as_loaded=as_loaded, rest=rest)
 
     def release(self, unit: int) -> None:
         """Put the parameters of `unit` back on the meta device: running it is an error until it is bound."""

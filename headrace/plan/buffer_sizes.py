@@ -5,6 +5,7 @@ from typing import NamedTuple
 from headrace.plan.expert_plan import ROUNDS_SUMMED, expert_buffers
 from headrace.plan.plan import Plan
 from headrace.plan.weight_sizes import BufferGroup, weight_groups
+from headrace.terms.block_parts import PART_SLOTS
 from headrace.terms.cuts import HOST_ITEM_ELEMENTS, largest_item_elements
 from headrace.terms.layout import PlaneSet
 from headrace.terms.rule_figures import Grain
@@ -31,6 +32,9 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
         groups |= expert_sums(plan)
+    if plan.parts is not None:
+        part_bytes = plan.planes.weight.num_bytes(plan.parts.elements)
+        groups["part_weights"] = BufferGroup(compute_tier, "weights", PART_SLOTS, part_bytes)
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
     sums = partial_sums(plan.batch.num_micro_batches, plan.gradients.order)
     if any(ends):

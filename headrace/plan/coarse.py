@@ -68,6 +68,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
         plan,
         num_blocks=len(groups),
         experts=_merged_experts(plan.experts, groups),
+        parts=plan.parts.merged(groups) if plan.parts else None,
         units=(
             plan.units[0],
             *units,
@@ -168,6 +169,7 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
         plan,
         batch=replace(plan.batch, num_micro_batches=count, hidden_size_bytes=round(plan.batch.hidden_size_bytes * factor)),
         experts=_joined_experts(plan.experts, plan.batch, count) if plan.experts else None,
+        parts=replace(plan.parts, times=plan.parts.times * factor) if plan.parts else None,
         stash=replace(plan.stash, kept_bytes=tuple(round(size * factor) for size in plan.stash.kept_bytes)),
         results=replace(
             plan.results,

@@ -54,6 +54,7 @@ class What(TypedDict, total=False):
     flops: float
     late: bool
     calls: int
+    linked: int
 
 
 class _Uses:

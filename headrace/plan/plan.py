@@ -13,6 +13,7 @@ from headrace.plan.flat_names import with_flat_names
 from headrace.plan.placement import Placement
 from headrace.plan.stage_place import StageChoices
 from headrace.plan.stored import PLAN_FORMAT, stored_fields
+from headrace.terms.block_parts import BlockParts
 from headrace.terms.cuts import (
     chunk_borders,
     is_uneven,
@@ -65,6 +66,7 @@ class Plan(Placement):
     embedding: EmbeddingRows | None = None  # how its rows are read; None where the whole is in its slot
     # Where the head's weights lie that compute has for the loss only, "host" or "ssd"; None where they stay.
     visiting_head: str | None = None
+    parts: BlockParts | None = None  # how frozen weights of blocks come in parts; None where they come whole
     stage: StageChoices | None = None  # which stage of a run this is for, and how a step goes through it
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
@@ -172,6 +174,8 @@ class Plan(Placement):
         """
         if (unit == 0 and self.embedding is not None) or (self.visiting_head and unit == self.ends[-1]):
             return ()
+        if self.parts is not None and self.parts.moved[unit]:
+            return self.parts.rest[unit]
         return self._commons(unit) or Placement.slot_runs(self, unit)
 
     def summed_runs(self, unit: int) -> Runs:
@@ -332,7 +336,7 @@ class Plan(Placement):
         """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of what comes with blocks, or stays."""
         values, left_out = (
             {"format": PLAN_FORMAT, **Placement.to_json(self)},
-            ("experts", "hosted", "embedding", "visiting_head", "stage"),
+            ("experts", "hosted", "embedding", "visiting_head", "parts", "stage"),
         )
         return {name: value for name, value in values.items() if name not in left_out or value is not None}
 

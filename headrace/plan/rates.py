@@ -54,6 +54,8 @@ class Rates:
             seconds = self.compute_seconds(op.flops, op.bytes, op.calls)
             if op.verb is Verb.TURN:
                 seconds += self.ceilings.turn_seconds
+            if op.linked:  # compute waits for what it brings itself
+                seconds += op.linked / self.bytes_per_second[Lane.HOST_TO_DEVICE]
             return seconds if op.calls and self.ceilings.operator_seconds else self._overhead_seconds[lane] + seconds
         rate = self.bytes_per_second.get(lane)
         seconds = self._overhead_seconds[lane] + (op.bytes / rate if rate else 0.0)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from headrace.plan.cutting import in_parts_if_needed
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, Forecast, StepSeconds
 from headrace.plan.nominal import nominal_machine
@@ -52,6 +53,7 @@ _Found = TypeVar("_Found")
 _BALANCED, _CLOSE = 3, 1.1
 
 
+@in_parts_if_needed
 def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: StepSeconds | None = None) -> Plan:
     """Return the plan that fits and is fastest in the simulator on a machine with `ceilings` (None: a nominal machine).
     `seconds_of` remembers the forecasts that are made here, if they are for that machine.

@@ -18,6 +18,7 @@ from headrace.plan.replaying import operators_of, replay_order
 from headrace.plan.results import Results
 from headrace.plan.stage_place import StagePlace
 from headrace.plan.workload import Workload
+from headrace.terms.block_parts import BlockParts, no_parts
 from headrace.terms.costs import ModelCosts
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.embedding_rows import EmbeddingRows
@@ -48,7 +49,7 @@ class Problem:
     memory between blocks; where they are `hosted`, they do. Rows of the `embedding` can be read in the model's files;
     None: they cannot. In plans `by_rows` they are. A model with an `own_head` has its matrix in the last unit; where that
     `visits`, compute has it for the loss only. See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
-    model these are.
+    model these are. `cuts` says how blocks can come in parts (None: they cannot); with `parts` they do.
     """
 
     forms: tuple[Form, ...]
@@ -69,6 +70,8 @@ class Problem:
     visits: bool = False
     remakes: bool = False
     place: StagePlace | None = None
+    cuts: Callable[[], BlockParts | None] = no_parts
+    parts: BlockParts | None = None
 
     @cached_property
     def units(self) -> tuple[UnitFigures, ...]:
@@ -259,6 +262,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.hosted else None,
         embedding=problem.embedding if problem.by_rows else None,
         visiting_head=problem.head_home if problem.visits else None,
+        parts=problem.parts,
         stage=problem.place.choices(num_micro) if problem.place else None,
     )
     return fitted(with_groups(plan, problem), problem, costs)

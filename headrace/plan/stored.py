@@ -6,6 +6,7 @@ from headrace.plan.choices import FLAT_NAMES, GROUPS, Hosted
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.results import Results
 from headrace.plan.stage_place import StageChoices
+from headrace.terms.block_parts import BlockParts
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import UnitFigures
@@ -41,6 +42,7 @@ def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
     known["experts"] = ExpertParts.from_json(known["experts"]) if known.get("experts") else None
     known["hosted"] = Hosted(**known["hosted"]) if known.get("hosted") else None
     known["embedding"] = EmbeddingRows(**known["embedding"]) if known.get("embedding") else None
+    known["parts"] = BlockParts.from_json(known["parts"]) if known.get("parts") else None
     known["stage"] = StageChoices.from_json(known.get("stage"))
     known["results"] = Results.from_json(known["results"])
     for name in ("kept", "skipped", "operators"):

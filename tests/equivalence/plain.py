@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "gpt-oss": {"model_type": "gpt_oss", **SHAPE, "head_dim": 16, "num_local_experts": 4, "sliding_window": 16},
+    "wide": {"model_type": "llama", **SHAPE, "intermediate_size": 4096, "tie_word_embeddings": False},
+    "phi3": {"model_type": "phi3", **SHAPE, "pad_token_id": 0},
     "gemma3": {"model_type": "gemma3_text", **SHAPE, "head_dim": 16, "sliding_window": 16, "tie_word_embeddings": True},
     "deepseek": {
         "model_type": "deepseek_v3",

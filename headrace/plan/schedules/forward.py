@@ -3,6 +3,8 @@
 Weights come as for a training step, and the next program, of either kind, finds what slots hold.
 """
 
+from typing import Any
+
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.hosted import HostedStates
@@ -28,6 +30,7 @@ class _Forward(Weights):
     def __init__(self, plan: Plan, before: Snapshot, *, shared: bool) -> None:
         super().__init__(plan, before, shared=shared)
         self.plan = plan
+        self.come_in_parts = plan.parts is not None
 
     def run(self, num_micro: int) -> None:
         plan, op, parted = self.plan, self.ledger.op, PartedBlocks(self.plan, self.ledger, num_micro)
@@ -43,13 +46,15 @@ class _Forward(Weights):
             for ahead in range(block, min(block + plan.prefetch, self.blocks) + 1):
                 self.acquire(ahead)
             host, computed = self.acquired.pop(block)
-            weights = (computed,)
+            weights = self.reads_of(block, host, computed)
+            linked = plan.parts.forward_bytes(block, plan.planes.weight.bytes_per_element) if plan.parts else 0
             for group in parted.groups(block):
                 inputs = hosted.arrive(group)
                 parted.forward(block, group, weights, host, inputs)
                 for micro in group:
                     flops, made = 0.0 if parted.has(block) else self.flops(block), hosted.going()
-                    op(Verb.FORWARD, Lane.COMPUTE, (*weights, *inputs[micro]), made, unit=block, micro=micro, flops=flops)
+                    what: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops, "linked": linked}
+                    op(Verb.FORWARD, Lane.COMPUTE, (*weights, *inputs[micro]), made, **what)
                     hosted.leave(block + 1, micro, made)
         unit = plan.ends[-1]
         for micro in range(num_micro):

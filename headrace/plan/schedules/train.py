@@ -64,6 +64,7 @@ class Training(Updates):
         self.num_micro, self.micros, self.first = num_micro, range(num_micro), 1
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.learns_prologue = plan.learns_prologue
+        self.come_in_parts = plan.parts is not None
         self.gradient_in_place = plan.gradient_in_place
         self.parted = PartedBlocks(plan, self.ledger, num_micro)
         self.hosted = HostedStates(plan, self.ledger, num_micro)
@@ -125,7 +126,10 @@ class Training(Updates):
     def forward(self, block: int) -> None:
         """Emit the forward of a block, all micro-batches."""
         host, computed = self.acquired.pop(block)
-        weights, waits = (computed, *self.read_beside(block)), self.plan.stash.tiers[block - 1] != "device"
+        weights, waits = (
+            (*self.reads_of(block, host, computed), *self.read_beside(block)),
+            self.plan.stash.tiers[block - 1] != "device",
+        )
         for group in self.groups(block):
             inputs = self.hosted.arrive(group)
             self.parted.forward(block, group, weights, host, inputs)
@@ -145,6 +149,7 @@ class Training(Updates):
             unit=block,
             micro=micro,
             flops=0.0 if self.parted.has(block) else self.flops(block),
+            linked=self.linked(Verb.FORWARD, block),
         )
         self.hosted.leave(block + 1, micro, made)
         if waits:
@@ -172,7 +177,7 @@ class Training(Updates):
     def backward(self, block: int) -> None:
         """Emit the backward of a block, all micro-batches."""
         host, weights = self.acquired.pop(block)
-        is_trained, beside = block in self.trained, self.read_beside(block)
+        is_trained, beside = block in self.trained, (*self.reads_of(block, host, weights)[1:], *self.read_beside(block))
         gradient = self.gradient_slot(block) if is_trained else NONE
         made = () if not is_trained else (gradient,) if self.gradient_in_place else (self.accumulator(),)
         for group in self.groups(block):
@@ -198,10 +203,18 @@ class Training(Updates):
         """Emit the backward of a block for a micro-batch, which makes a gradient for what comes before, if that is trained."""
         before = block > 1 or self.learns_prologue
         gradient = self.hosted.going() if before else ()
-        ref = self.ledger.op(Verb.BACKWARD, Lane.COMPUTE, reads, (*made, *gradient), unit=block, micro=micro, flops=flops)
+        what: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops, "linked": self.linked(Verb.BACKWARD, block)}
+        ref = self.ledger.op(Verb.BACKWARD, Lane.COMPUTE, reads, (*made, *gradient), **what)
         if before:
             self.hosted.leave_gradient(block - 1, micro, gradient)
         self.newest_use = (ref,)
+
+    def linked(self, verb: Verb, block: int) -> int:
+        """Return the bytes of parts of a block that compute brings itself for a micro-batch."""
+        parts, width = self.plan.parts, self.plan.planes.weight.bytes_per_element
+        if parts is None:
+            return 0
+        return parts.forward_bytes(block, width) if verb is Verb.FORWARD else parts.backward_bytes(block, width)
 
     def arrived(self, micro: int) -> tuple[int, ...]:
         """Return the slot of hidden states, or of their gradient, that the next use of a micro-batch reads; () for none."""

@@ -40,6 +40,7 @@ class Weights:
         self.host_slots = range(HOST, HOST + plan.host_slots)
         self.computed_slots = range(COMPUTED, COMPUTED + plan.device_slots)
         self.stored_bytes = [plan.stored_bytes(unit) for unit in range(len(plan.units))]
+        self.come_in_parts = False  # whether compute brings parts of blocks from their copy in host memory
         self.position = 0  # of compute, counted in uses of blocks
         self.source_turn = 0
         self.acquired: dict[int, tuple[int, int]] = {}  # block -> its buffer in host memory, and the one that compute reads
@@ -81,6 +82,10 @@ class Weights:
             self.acquired[block] = (host, host)
         elif computed < 0:
             self.acquired[block] = (host, self.bring(block, host))
+
+    def reads_of(self, block: int, host: int, computed: int) -> tuple[int, ...]:
+        """Return the buffers that compute reads for a block's weights; parts come from the one in host memory."""
+        return (computed, host) if self.come_in_parts and 1 <= block <= self.blocks else (computed,)
 
     def fetch(self, block: int) -> int:
         """Return the buffer in host memory that has `block`'s weights; read them if they are not there."""
