@@ -40,13 +40,18 @@ def make_model(directory: Path, experts: int, hidden: int, width: int) -> int:
             if parameter.dim() > 1:
                 parameter.normal_(0, parameter.shape[-1] ** -0.5)
     model.save_pretrained(directory)
+    write_tokenizer(directory)
+    return experts * 3 * hidden * width
+
+
+def write_tokenizer(directory: Path) -> None:
+    """Write a tokenizer of bytes, with at most 300 words, to `directory`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["water flows to the turbine"], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(str(directory))
-    return experts * 3 * hidden * width
 
 
 def generated(directory: Path, tokens: int, cached: int | None) -> dict[str, Any]:
