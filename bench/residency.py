@@ -2,29 +2,30 @@
 
     PYTHONPATH=DIR python bench/residency.py --scratch DISK [--tokens 48] [--rounds 3] [--output RESULTS.json]
 
-where `pip install --no-deps --target DIR xllamacpp` has put a built llama.cpp into DIR. A random mixture of 64 experts in each of
-eight blocks, in bfloat16, answers one row token by token; llama.cpp is led along our tokens, so that it computes the same. It reads
-a GGUF file of the same weights. All weights but experts stay in memory; of the experts 100, 50, 25 or 12.5 % do.
+where `pip install --no-deps --target DIR xllamacpp` has put a built llama.cpp into DIR. A random mixture of 64 experts in each
+of eight blocks, in bfloat16, answers one row token by token; llama.cpp is led along our tokens, so that it computes the same. It
+reads a GGUF file of the same weights. All weights but experts stay in memory; of the experts 100, 50, 25 or 12.5 % do.
 
 * Headrace keeps the experts that most tokens were sent to (`flow/expert_cache.py`). The rest is read past the page cache.
-* llama.cpp has what the page cache holds. A page cache that holds so much is made here: after each token the pages of experts
-  that were used longest ago are dropped. Which were used is told by the pages that the token has mapped. So this cache is exact
-  for whole experts, where the kernel's would guess at pages; and it may hold a token's experts too many while that token runs.
+* llama.cpp has what the page cache holds. A page cache that holds so much is made here: before each token the experts that were
+  used longest ago are dropped from it. So it is exact for whole experts, where the kernel's would guess at pages; and it may
+  hold a token's experts too many while that token runs. Which experts a token uses is known from our run. What is in the page
+  cache is measured, too ("cached").
 
-Measured are the tokens after the first half, when both caches are full. llama.cpp's own cache of experts (`moe_cache_size`) lies
-on a GPU; `--expert-cache` sets it all the same, to see whether it does anything here.
+Measured are the tokens after the first half, when both caches are full. Hits there are those of that cache on our choices of
+experts. llama.cpp's own cache of experts (`moe_cache_size`) lies on a GPU. `--expert-cache` sets it all the same, to see whether
+it does anything here.
 """
 
 import argparse
+import ctypes
 import json
-import math
 import mmap
 import os
 import subprocess
 import sys
 import tempfile
-import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from launch import environment, machine_facts, require_disk, scratch_directory
 
 MIB = 2**20
 SHARES = (1.0, 0.5, 0.25, 0.125)
-PROMPT = tuple(range(10, 26))
+PROMPT, END = tuple(range(10, 26)), 0
 OURS, THEIRS = "headrace", "llama.cpp"
 POLICIES = {OURS: "those most wanted", THEIRS: "those last used"}
 Row = dict[str, Any]
@@ -154,8 +155,8 @@ class LastUsed:
         return found
 
 
-class MappedExperts:
-    """The experts of the GGUF file `file` as this process maps them: which were touched, and which stay in the page cache."""
+class CachedExperts:
+    """The experts of the GGUF file `file` in the page cache, from which it drops what is told."""
 
     def __init__(self, file: Path, sizes: Sizes) -> None:
         import gguf
@@ -169,55 +170,41 @@ class MappedExperts:
                     start = int(tensor.data_offset) + expert * each
                     self.ranges.setdefault((int(tensor.name.split(".")[1]), expert), []).append((start, start + each))
 
-    def touched(self) -> list[tuple[int, int]]:
-        """Return the experts most of whose pages are mapped at present, by block."""
-        found = []
-        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            areas = self._areas()
-            for expert, ranges in sorted(self.ranges.items()):
-                there = [_mapped(pages, areas, start, stop) for start, stop in ranges]
-                if min(there) > 0.5:
-                    found.append(expert)
-        return found
-
-    def forget(self) -> None:
-        """Unmap what is mapped, which keeps it in the page cache."""
-        import ctypes
-
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for start, stop, _ in self._areas():
-            if madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED):
-                raise OSError(ctypes.get_errno(), "madvise")
+    def drop_all(self) -> None:
+        """Drop the whole file: what comes again comes in pages, where writing has left folios that only go as a whole."""
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def drop_all_but(self, held: Iterable[tuple[int, int]]) -> None:
-        """Drop experts from the page cache that are not `held`."""
+        """Drop experts that are not `held`. What this process has mapped of them is unmapped: mapped pages would stay."""
         kept = set(held)
+        self._unmap()
         for expert, ranges in self.ranges.items():
             for start, stop in ranges if expert not in kept else ():
                 os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
 
-    def _areas(self) -> list[tuple[int, int, int]]:
-        """Return where the file is mapped: first and last address, and the offset in the file."""
-        found = []
+    def share(self) -> float:
+        """Return the share of the experts' bytes that is in the page cache."""
+        size = mmap.PAGESIZE
+        flags = (ctypes.c_ubyte * -(-self._file.stat().st_size // size))()
+        with mmap.mmap(self._descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as mapped:
+            place = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+            _call("mincore", place, len(mapped), flags)
+        there = bytes(flag & 1 for flag in flags)
+        pieces = [there[start // size : -(-stop // size)] for ranges in self.ranges.values() for start, stop in ranges]
+        return sum(map(sum, pieces)) / sum(map(len, pieces))
+
+    def _unmap(self) -> None:
         for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
             words = line.split(maxsplit=5)
             if len(words) == 6 and words[5] == str(self._file):
                 start, stop = (int(word, 16) for word in words[0].split("-"))
-                found.append((start, stop, int(words[2], 16)))
-        return found
+                _call("madvise", start, stop - start, mmap.MADV_DONTNEED)
 
 
-def _mapped(pages: Any, areas: list[tuple[int, int, int]], start: int, stop: int) -> float:
-    """Return the share of the bytes `start` to `stop` of a file that is mapped, and present."""
-    import numpy as np
-
-    size = mmap.PAGESIZE
-    for first, last, offset in areas:
-        if offset <= start and stop <= offset + last - first:
-            low, high = (first + start - offset) // size, math.ceil((first + stop - offset) / size)
-            entries = np.frombuffer(os.pread(pages.fileno(), 8 * (high - low), 8 * low), np.uint64)
-            return float((entries >> np.uint64(63)).mean())
-    return 0.0
+def _call(name: str, place: int, num_bytes: int, last: Any) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    if function(ctypes.c_void_p(place), ctypes.c_size_t(num_bytes), last):
+        raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
 
 
 def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
@@ -232,10 +219,16 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
     from headrace.terms.events import GenerationPass
 
     passes: list[GenerationPass] = []
+    used: list[list[tuple[int, int]]] = []  # by each pass: blocks and experts
+    before: Counter[tuple[int, int]] = Counter()
 
     def note(event: Any) -> None:
         if isinstance(event, GenerationPass):
             passes.append(event)
+            experts = generator._pass.experts  # nothing else tells which experts a pass has used
+            assert experts is not None
+            used.append(sorted((unit - 1, expert) for unit, expert in experts.cache.tokens - before))
+            before.update(experts.cache.tokens - before)
 
     with Generator.open(directory, Budget(host="16GiB"), compute_dtype="bfloat16", sink=note, copy_weights=False) as generator:
         apart = generator.model.source.by_experts
@@ -249,6 +242,7 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
     later = [each for each in passes if not each.entering][tokens // 2 :]
     return {
         "tokens": [int(token) for token in done.tokens[0]],
+        "used": used,
         "seconds": mean(each.seconds for each in later),
         "hits": sum(each.found for each in later) / sum(each.wanted for each in later),
         "read_bytes": mean(each.bytes_read for each in later),
@@ -256,8 +250,8 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
     }
 
 
-def their_run(directory: Path, sizes: Sizes, room: int, answer: list[int], cache: int) -> Row:
-    """Lead llama.cpp along `answer` with a page cache of `room` experts; return its choices and what the later half took."""
+def their_run(directory: Path, sizes: Sizes, room: int, found: Row, cache: int) -> Row:
+    """Lead llama.cpp along our run, `found`, with a page cache of `room` experts; return its choices and what the later half took."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -268,27 +262,30 @@ def their_run(directory: Path, sizes: Sizes, room: int, answer: list[int], cache
     parameters.moe_cache_size = cache
     threads = len(os.sched_getaffinity(0))
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
+    mapped, last, answer = CachedExperts(directory / "model.gguf", sizes), LastUsed(room), found["tokens"]
+    mapped.drop_all()
     server = xllamacpp.Server(parameters)
-    mapped, last = MappedExperts(directory / "model.gguf", sizes), LastUsed(room)
-    seconds, hits, wanted, read, chosen = [], [], [], [], []
-    for number in range(len(answer)):
-        mapped.forget()
-        mapped.drop_all_but(last.held)
-        before, start = _read_bytes(), time.perf_counter()
-        asked = {"n_predict": 1, "temperature": 0, "cache_prompt": True, "ignore_eos": True, "return_tokens": True}
+    seconds, hits, read, cached, chosen = [], [], [], [], []
+    for number, used in enumerate(found["used"]):
+        if room < sizes.all_experts:
+            mapped.drop_all_but(last.held)
+        cached.append(mapped.share())
+        before = _read_bytes()
+        asked = {"n_predict": 1, "temperature": 0, "cache_prompt": True, "logprobs": 1}
         reply = server.handle_completions({"prompt": [*PROMPT, *answer[:number]], **asked})
-        seconds.append(time.perf_counter() - start)
+        took = reply["timings"]  # of computing, without what its server does around that
+        assert took["prompt_n"] == (1 if number else len(PROMPT)), "it goes on where it was"
+        seconds.append((took["prompt_ms"] + took["predicted_ms"]) / 1000)
         read.append(_read_bytes() - before)
-        used = mapped.touched()
-        hits.append(last.use(used))
-        wanted.append(len(used))
-        chosen.append(reply["tokens"][0])
+        hits.append(last.use(map(tuple, used)) / len(used))
+        said = reply["choices"][0]["logprobs"]
+        chosen.append(said["content"][0]["id"] if said else END)  # a reply that ends has no token
     half = 1 + len(answer) // 2
     return {
         "same": mean(one == other for one, other in zip(chosen, answer, strict=True)),
         "seconds": mean(seconds[half:]),
-        "hits": sum(hits[half:]) / sum(wanted[half:]),
-        "wanted": mean(wanted[half:]),
+        "hits": mean(hits[half:]) if room < sizes.all_experts else 1.0,
+        "cached": mean(cached[half:]),
         "read_bytes": mean(read[half:]),
     }
 
@@ -298,13 +295,14 @@ def _read_bytes() -> int:
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
-def run(name: str, directory: Path, room: int, options: argparse.Namespace, answer: list[int] | None = None) -> Row:
+def run(name: str, directory: Path, room: int, options: argparse.Namespace, found: Row | None = None) -> Row:
     """Run a contestant in a process of its own."""
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        result = Path(folder) / "result.json"
-        job = {"name": name, "room": room, "answer": answer, "tokens": options.tokens, "cache": options.expert_cache}
+        result, task = Path(folder) / "result.json", Path(folder) / "task.json"
+        job = {"name": name, "room": room, "found": found, "tokens": options.tokens, "cache": options.expert_cache}
         job |= {"model": str(directory), "result": str(result), "sizes": vars(options.sizes)}
-        command = [sys.executable, str(Path(__file__)), "--work", json.dumps(job)]
+        task.write_text(json.dumps(job), encoding="utf-8")
+        command = [sys.executable, str(Path(__file__)), "--work", str(task)]
         done = subprocess.run(command, env=environment(omp_wait_policy="passive"), capture_output=True, text=True)
         if done.returncode or not result.exists():
             raise SystemExit(f"{name} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
@@ -317,7 +315,7 @@ def work(job: Row) -> None:
     if job["name"] == OURS:
         found = our_run(directory, sizes, job["room"], job["tokens"])
     else:
-        found = their_run(directory, sizes, job["room"], job["answer"], job["cache"])
+        found = their_run(directory, sizes, job["room"], job["found"], job["cache"])
     Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
 
 
@@ -332,8 +330,8 @@ def table(runs: list[Row]) -> str:
     """Return the table of the log: medians of rounds, and which policy won, by time and by hits."""
     lines = [
         "| experts in memory | Headrace, ms a token | llama.cpp | its time over ours | hits here | there | "
-        "MB read a token here | there | faster | more hits | same choices |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "MB read a token here | there | cached there | faster | more hits | same choices |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for share in dict.fromkeys(run["share"] for run in runs):
         of = {name: [run for run in runs if (run["share"], run["name"]) == (share, name)] for name in (OURS, THEIRS)}
@@ -346,7 +344,7 @@ def table(runs: list[Row]) -> str:
         more = winner(hits[OURS], hits[THEIRS], least=False)
         lines.append(
             f"| {share:.1%} | {1000 * took[OURS]:.1f} | {1000 * took[THEIRS]:.1f} | {took[THEIRS] / took[OURS]:.2f} | "
-            f"{hits[OURS]:.0%} | {hits[THEIRS]:.0%} | {read[OURS]:.1f} | {read[THEIRS]:.1f} | "
+            f"{hits[OURS]:.0%} | {hits[THEIRS]:.0%} | {read[OURS]:.1f} | {read[THEIRS]:.1f} | {middle(THEIRS, 'cached'):.0%} | "
             f"{winner(took[OURS], took[THEIRS], least=True)} | {POLICIES.get(more, more)} | {middle(THEIRS, 'same'):.0%} |"
         )
     return "\n".join(lines)
@@ -362,10 +360,10 @@ def main() -> None:
     arguments.add_argument("--sizes", type=json.loads, default={}, help="JSON: hidden, width, blocks, experts, choices")
     arguments.add_argument("--expert-cache", type=int, default=0, help="llama.cpp's moe_cache_size")
     arguments.add_argument("--output", type=Path)
-    arguments.add_argument("--work", help=argparse.SUPPRESS)
+    arguments.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.work:
-        work(json.loads(options.work))
+        work(json.loads(options.work.read_text(encoding="utf-8")))
         return
     if options.scratch is None or options.tokens < 4:
         arguments.error("--scratch says where the model is made; at least 4 tokens are measured")
@@ -379,7 +377,7 @@ def main() -> None:
             for share in map(float, options.shares.split(",")):
                 room = round(share * options.sizes.all_experts)
                 ours = run(OURS, scratch, room, options)
-                theirs = run(THEIRS, scratch, room, options, ours["tokens"])
+                theirs = run(THEIRS, scratch, room, options, ours)
                 runs += [{"round": number, "share": share, "name": OURS, **ours}]
                 runs += [{"round": number, "share": share, "name": THEIRS, **theirs}]
             if options.output is not None:
