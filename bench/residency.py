@@ -3,8 +3,11 @@
     PYTHONPATH=DIR python bench/residency.py --scratch DISK [--tokens 48] [--rounds 3] [--output RESULTS.json]
 
 where `pip install --no-deps --target DIR xllamacpp` has put a built llama.cpp into DIR. A random mixture of 64 experts in each
-of eight blocks, in bfloat16, answers one row token by token; llama.cpp is led along our tokens, so that it computes the same. It
-reads a GGUF file of the same weights. All weights but experts stay in memory; of the experts 100, 50, 25 or 12.5 % do.
+of eight blocks, in bfloat16, answers one row token by token; llama.cpp is led along our tokens, so that it computes the same.
+It reads a GGUF file of the same weights. All weights but experts stay in memory; of the experts 100, 50, 25 or 12.5 % do.
+
+Tokens are drawn at random: greedy ones of a random model soon go round in a circle. "Same choices" are llama.cpp's likeliest
+tokens beside those of plain transformers in float32.
 
 * Headrace keeps the experts that most tokens were sent to (`flow/expert_cache.py`). The rest is read past the page cache.
 * llama.cpp has what the page cache holds. A page cache that holds so much is made here: before each token the experts that were
@@ -13,8 +16,8 @@ reads a GGUF file of the same weights. All weights but experts stay in memory; o
   cache is measured, too ("cached").
 
 Measured are the tokens after the first half, when both caches are full. Hits there are those of that cache on our choices of
-experts. llama.cpp's own cache of experts (`moe_cache_size`) lies on a GPU. `--expert-cache` sets it all the same, to see whether
-it does anything here.
+experts. llama.cpp's own cache of experts (`moe_cache_size`) lies on a GPU. `--expert-cache` sets it all the
+same, to see whether it does anything here.
 """
 
 import argparse
@@ -27,12 +30,13 @@ import sys
 import tempfile
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from launch import environment, machine_facts, require_disk, scratch_directory
+from mixture_files import Sizes, make_model
 
 MIB = 2**20
 SHARES = (1.0, 0.5, 0.25, 0.125)
@@ -40,100 +44,6 @@ PROMPT, END = tuple(range(10, 26)), 0
 OURS, THEIRS = "headrace", "llama.cpp"
 POLICIES = {OURS: "those most wanted", THEIRS: "those last used"}
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of the mixture."""
-
-    hidden: int = 512
-    width: int = 512
-    blocks: int = 8
-    experts: int = 64
-    choices: int = 4
-
-    @property
-    def all_experts(self) -> int:
-        """Experts of all blocks."""
-        return self.blocks * self.experts
-
-
-def make_model(directory: Path, sizes: Sizes) -> None:
-    """Write the mixture to `directory`, with a tokenizer and with `model.gguf`, the same weights for llama.cpp."""
-    import torch
-    from experts import write_tokenizer
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=320,
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.width,
-        moe_intermediate_size=sizes.width,
-        num_hidden_layers=sizes.blocks,
-        num_experts=sizes.experts,
-        num_experts_per_tok=sizes.choices,
-        norm_topk_prob=True,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=sizes.hidden // 8,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
-    model.save_pretrained(directory)
-    write_tokenizer(directory)
-    write_gguf(model, directory, sizes)
-
-
-def write_gguf(model: Any, directory: Path, sizes: Sizes) -> None:
-    """Write `model`, a Qwen3-MoE, to `model.gguf`: matrices in bfloat16, norms and routers in float32."""
-    import gguf
-    import torch
-
-    from headrace.model.gguf_words import WordsOf
-
-    config, writer = model.config, gguf.GGUFWriter(directory / "model.gguf", "qwen3moe")
-    writer.add_block_count(sizes.blocks)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(sizes.hidden)
-    writer.add_feed_forward_length(sizes.width)
-    writer.add_expert_feed_forward_length(sizes.width)
-    writer.add_expert_count(sizes.experts)
-    writer.add_expert_used_count(sizes.choices)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    WordsOf(directory, config.vocab_size).add_to(writer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, sizes.blocks)
-
-    def add(name: str, tensor: Any) -> None:
-        known = names.get_name(name, try_suffixes=(".weight",))
-        assert known is not None, name
-        if tensor.dim() == 1 or known.endswith("ffn_gate_inp.weight"):
-            writer.add_tensor(known, tensor.float().numpy())
-        else:
-            bits = tensor.contiguous().view(torch.uint16).numpy().view("uint8")
-            writer.add_tensor(known, bits, raw_dtype=gguf.GGMLQuantizationType.BF16)
-
-    for name, tensor in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
-            stem = name.removesuffix("gate_up_proj")
-            for part, piece in zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True):
-                add(f"{stem}{part}.weight", piece)
-        else:
-            add(name if name.endswith(".weight") else f"{name}.weight", tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 class LastUsed:
@@ -170,17 +80,34 @@ class CachedExperts:
                     start = int(tensor.data_offset) + expert * each
                     self.ranges.setdefault((int(tensor.name.split(".")[1]), expert), []).append((start, start + each))
 
-    def drop_all(self) -> None:
-        """Drop the whole file: what comes again comes in pages, where writing has left folios that only go as a whole."""
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    def hold(self, held: Iterable[tuple[int, int]]) -> None:
+        """Drop experts that are not `held`. What this process has mapped is unmapped: mapped pages would stay.
 
-    def drop_all_but(self, held: Iterable[tuple[int, int]]) -> None:
-        """Drop experts that are not `held`. What this process has mapped of them is unmapped: mapped pages would stay."""
+        The kernel drops a large folio, as reading ahead makes, only as a whole. Where too much stays, the file is read anew.
+        """
         kept = set(held)
         self._unmap()
         for expert, ranges in self.ranges.items():
             for start, stop in ranges if expert not in kept else ():
                 os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+        if self.share() > len(kept) / len(self.ranges) + 0.03:
+            self.read_anew(kept)
+
+    def read_anew(self, held: Iterable[tuple[int, int]]) -> None:
+        """Drop the whole file, and read what is no expert, and experts that are `held`, in single pages."""
+        self._unmap()
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        kept, at = set(held), 0
+        for (start, stop), expert in sorted((each, expert) for expert, ranges in self.ranges.items() for each in ranges):
+            self._read(at, start)
+            self._read(start, stop if expert in kept else start)
+            at = stop
+        self._read(at, self._file.stat().st_size)
+
+    def _read(self, start: int, stop: int) -> None:
+        for place in range(start, stop, MIB):
+            os.pread(self._descriptor, min(MIB, stop - place), place)
 
     def share(self) -> float:
         """Return the share of the experts' bytes that is in the page cache."""
@@ -236,12 +163,14 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
         how = ExpertPlan(figures=apart.expert_figures, choices=sizes.choices, in_round=1, cached=room)
         plan = replace(generator.plan_only(1, len(PROMPT), tokens), units=apart.figures, experts=how)
         generator.use(replace(plan, host_slots=plan.num_blocks, device_slots=1, prefetch=0))
-        asked = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        asked = {"max_new_tokens": tokens, "do_sample": True, "eos_token_id": None, "pad_token_id": 0}
         settings = generator.model.settings(len(PROMPT), None, asked)
         (done,) = generator.run([MicroBatch(0, (PROMPT,), 0, settings)])
     later = [each for each in passes if not each.entering][tokens // 2 :]
+    answer = [int(token) for token in done.tokens[0]]
     return {
-        "tokens": [int(token) for token in done.tokens[0]],
+        "tokens": answer,
+        "first_choices": first_choices(directory, answer),
         "used": used,
         "seconds": mean(each.seconds for each in later),
         "hits": sum(each.found for each in later) / sum(each.wanted for each in later),
@@ -250,8 +179,19 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
     }
 
 
+def first_choices(directory: Path, answer: list[int]) -> list[int]:
+    """Return the likeliest token at each place of `answer`, by the model in plain transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        found = model(torch.tensor([[*PROMPT, *answer[:-1]]])).logits[0, len(PROMPT) - 1 :]
+    return [int(token) for token in found.argmax(-1)]
+
+
 def their_run(directory: Path, sizes: Sizes, room: int, found: Row, cache: int) -> Row:
-    """Lead llama.cpp along our run, `found`, with a page cache of `room` experts; return its choices and what the later half took."""
+    """Lead llama.cpp along our run, `found`, with a page cache of `room` experts; return what the later half took."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
@@ -263,12 +203,12 @@ def their_run(directory: Path, sizes: Sizes, room: int, found: Row, cache: int) 
     threads = len(os.sched_getaffinity(0))
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads
     mapped, last, answer = CachedExperts(directory / "model.gguf", sizes), LastUsed(room), found["tokens"]
-    mapped.drop_all()
+    mapped.read_anew(mapped.ranges)
     server = xllamacpp.Server(parameters)
     seconds, hits, read, cached, chosen = [], [], [], [], []
     for number, used in enumerate(found["used"]):
         if room < sizes.all_experts:
-            mapped.drop_all_but(last.held)
+            mapped.hold(last.held)
         cached.append(mapped.share())
         before = _read_bytes()
         asked = {"n_predict": 1, "temperature": 0, "cache_prompt": True, "logprobs": 1}
@@ -282,7 +222,7 @@ def their_run(directory: Path, sizes: Sizes, room: int, found: Row, cache: int) 
         chosen.append(said["content"][0]["id"] if said else END)  # a reply that ends has no token
     half = 1 + len(answer) // 2
     return {
-        "same": mean(one == other for one, other in zip(chosen, answer, strict=True)),
+        "same": mean(one == other for one, other in zip(chosen, found["first_choices"], strict=True)),
         "seconds": mean(seconds[half:]),
         "hits": mean(hits[half:]) if room < sizes.all_experts else 1.0,
         "cached": mean(cached[half:]),

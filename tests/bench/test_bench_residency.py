@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import residency
 import torch
-from residency import OURS, THEIRS, CachedExperts, LastUsed, Sizes, make_model, table, winner
+from mixture_files import Sizes, make_model
+from residency import OURS, THEIRS, CachedExperts, LastUsed, table, winner
 from safetensors.torch import load_file
 
 SMALL = Sizes(hidden=128, width=64, blocks=2, experts=8, choices=2)
@@ -68,14 +69,14 @@ def test_experts_that_are_not_held_leave_the_page_cache(tmp_path: Path) -> None:
     make_model(tmp_path, sizes)
     os.sync()
     cached = CachedExperts(tmp_path / "model.gguf", sizes)
-    cached.drop_all()
+    cached.read_anew([])
     with (tmp_path / "model.gguf").open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as own:
         own.madvise(mmap.MADV_RANDOM)
         if cached.share() > 0.1:
             pytest.skip("this file system keeps files in memory")
         assert sum(own[::4096]) > 0
         assert cached.share() == 1
-        cached.drop_all_but([(0, 2), (0, 3)])
+        cached.hold([(0, 2), (0, 3)])
         assert 0.2 < cached.share() < 0.35, "two of eight, and pages that lie across two"
 
 
