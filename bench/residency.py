@@ -270,8 +270,8 @@ def table(runs: list[Row]) -> str:
     """Return the table of the log: medians of rounds, and which policy won, by time and by hits."""
     lines = [
         "| experts in memory | Headrace, ms a token | llama.cpp | its time over ours | hits here | there | "
-        "MB read a token here | there | cached there | faster | more hits | same choices |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "MB read a token here | there | cached there | waited for routers here | faster | more hits | same choices |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for share in dict.fromkeys(run["share"] for run in runs):
         of = {name: [run for run in runs if (run["share"], run["name"]) == (share, name)] for name in (OURS, THEIRS)}
@@ -285,6 +285,7 @@ def table(runs: list[Row]) -> str:
         lines.append(
             f"| {share:.1%} | {1000 * took[OURS]:.1f} | {1000 * took[THEIRS]:.1f} | {took[THEIRS] / took[OURS]:.2f} | "
             f"{hits[OURS]:.0%} | {hits[THEIRS]:.0%} | {read[OURS]:.1f} | {read[THEIRS]:.1f} | {middle(THEIRS, 'cached'):.0%} | "
+            f"{middle(OURS, 'router_share'):.0%} | "
             f"{winner(took[OURS], took[THEIRS], least=True)} | {POLICIES.get(more, more)} | {middle(THEIRS, 'same'):.0%} |"
         )
     return "\n".join(lines)

@@ -82,12 +82,21 @@ def test_experts_that_are_not_held_leave_the_page_cache(tmp_path: Path) -> None:
 
 def test_the_table_says_which_policy_won() -> None:
     def of(name: str, seconds: float, hits: float) -> dict[str, Any]:
-        return {"share": 0.25, "name": name, "seconds": seconds, "hits": hits, "read_bytes": 2e6, "same": 1.0, "cached": 0.25}
+        return {
+            "share": 0.25,
+            "name": name,
+            "seconds": seconds,
+            "hits": hits,
+            "read_bytes": 2e6,
+            "same": 1.0,
+            "cached": 0.25,
+            "router_share": 0.1,
+        }
 
     runs = [of(OURS, 0.010, 0.30), of(THEIRS, 0.020, 0.40), of(OURS, 9.0, 0.30), of(THEIRS, 0.030, 0.40), of(OURS, 0.010, 0.3)]
     cells = [cell.strip() for cell in table(runs).splitlines()[2].split("|")[1:-1]]
     assert cells[:4] == ["25.0%", "10.0", "25.0", "2.50"]
-    assert cells[9:11] == [OURS, "those last used"]
+    assert cells[10:12] == [OURS, "those last used"]
     assert winner(1.0, 1.01, least=True) == "equal"
     assert winner(1.0, 1.1, least=False) == THEIRS
 
