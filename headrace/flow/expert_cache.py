@@ -2,7 +2,7 @@
 
 They are chosen by how many tokens were sent to each expert, and chosen again after 1, 2, 4, 8, ... passes: so at first the
 choice follows what is generated, and then it stays. An expert that is chosen and not there yet stays when it next comes anyway.
-Nothing is read for the cache alone.
+So does a new one, until the next choice, if no chosen one wants the place. Nothing is read for the cache alone.
 
 Invariant: between two choices an expert in the cache is neither moved nor overwritten.
 """
@@ -28,6 +28,7 @@ class ExpertCache:
         self._held: dict[Expert, int] = {}
         self._coming: set[Expert] = set()
         self._kept: frozenset[Expert] | None = None  # None: before the first choice, whatever comes first is kept
+        self._awaited = 0  # chosen experts that are not there yet
         self._lock = threading.Lock()
         self._passes, self._next = 0, 1
         self.tokens: Counter[Expert] = Counter()
@@ -44,12 +45,16 @@ class ExpertCache:
         return None if index is None else self._places[index]
 
     def admit(self, expert: Expert) -> Bytes | None:
-        """Return a place for an expert that is to be read, if it is to be kept and there is room, and nobody reads it; else
+        """Return a place for an expert that is to be read, if nobody reads it, and there is room that no chosen one wants; else
         None.
         """
         with self._lock:
-            if not self._free or expert in self._held or (self._kept is not None and expert not in self._kept):
+            if not self._free or expert in self._held:
                 return None
+            chosen = self._kept is not None and expert in self._kept
+            if not chosen and len(self._free) <= self._awaited:
+                return None
+            self._awaited -= chosen
             index = self._held[expert] = self._free.pop()
             self._coming.add(expert)
         return self._places[index]
@@ -70,3 +75,4 @@ class ExpertCache:
         self._kept = frozenset(order[: len(self._places)])
         for expert in [each for each in self._held if each not in self._kept]:
             self._free.append(self._held.pop(expert))
+        self._awaited = len(self._kept) - len(self._held)

@@ -59,3 +59,24 @@ def test_a_hot_expert_takes_the_place_of_a_cold_one_and_is_read_once_for_that() 
     assert cache.admit((1, 0)) is not None
     cache.after_pass()  # no choice after the third pass
     assert cache.held == frozenset({(1, 0)})
+
+
+def test_experts_that_are_new_between_two_choices_stay_where_no_chosen_one_wants_the_place() -> None:
+    cache = ExpertCache([np.zeros(4, np.uint8) for _ in range(3)])
+    for expert in ((1, 0), (1, 1)):
+        bring(cache, expert)
+    cache.after_pass()
+    cache.after_pass()
+    bring(cache, (1, 2))  # the next choice is after the fourth pass
+    assert cache.held == frozenset({(1, 0), (1, 1), (1, 2)})
+    assert not bring(cache, (1, 2))
+
+
+def test_a_new_expert_does_not_take_the_place_that_a_chosen_one_still_wants() -> None:
+    cache = ExpertCache([np.zeros(4, np.uint8) for _ in range(2)])
+    for expert in ((1, 0), (1, 1), (1, 2), (1, 2)):  # the last finds no place, though it is the hottest
+        bring(cache, expert)
+    cache.after_pass()
+    assert cache.held == frozenset({(1, 0)})
+    assert cache.admit((1, 3)) is None
+    assert cache.admit((1, 2)) is not None
