@@ -198,14 +198,9 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
 
         run.engines.heed(heed)
         pauses = Pauses.of(run.config, run.directory.path, engine, lambda: stop.received is not None, reporters)
-        references = _references(run, engine, lambda: stop.received is not None)
+        tensors, of_held_out = _makers(run, engine, lambda: stop.received is not None, closing)
         evaluator, keeper = _between_steps(run, engine, reporters, metrics, lambda: stop.received is not None)
-        if references is not None:
-            evaluator = replace(evaluator, tensors=partial(references.beside, held_out=True))
-        tensors: Callable[[Batch], Any] = references.beside if references is not None else tensors_of
-        if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path)) is not None:
-            closing.callback(rollouts.close)
-            tensors = partial(rollouts.rows, heed=lambda: stop.received is not None)
+        evaluator = replace(evaluator, tensors=of_held_out)
 
         def look_after_step() -> None:
             """Evaluate, and keep a checkpoint. What was broken off by a kill is done again first."""
@@ -255,6 +250,18 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _makers(
+    run: _Run, engine: RunningEngine, heed: Callable[[], bool], closing: ExitStack
+) -> tuple[Callable[[Batch], Any], Callable[[Batch], Any]]:
+    """Return what makes tensors of a step's batch (None: the run is to stop), and of held-out rows; `closing` ends it."""
+    if (references := _references(run, engine, heed)) is not None:
+        return references.beside, partial(references.beside, held_out=True)
+    if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path)) is not None:
+        closing.callback(rollouts.close)
+        return partial(rollouts.rows, heed=heed), tensors_of
+    return tensors_of, tensors_of
 
 
 def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> References | None:
