@@ -13,6 +13,7 @@ from headrace.data.open_data import total_steps, with_lengths
 from headrace.plan.given import with_lengths_of_plan
 from headrace.runs.open_rows import halved, open_rows
 from headrace.runs.protocols import Engines
+from headrace.runs.rewards import reward_of
 from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.contradictions import refuse_evaluation_of_nothing
@@ -61,6 +62,8 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
         )
     packing = not reason and config.packing is not False and config.loss is None
     config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
+    for text in config.reward:
+        reward_of(text)
     if takes_rewards(config.loss):
         config = halved(config)
     stream = open_rows(config)

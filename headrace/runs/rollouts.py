@@ -5,7 +5,6 @@ memory as the engine has. The user's function rewards the texts.
 Invariant: a step's rows follow from its weights, prompts and seed, so a run that was killed and resumed takes the same steps.
 """
 
-import importlib.util
 import json
 import math
 import select
@@ -26,40 +25,14 @@ from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
 from headrace.model.beside_files import is_adapter_directory
 from headrace.runs.protocols import RunningEngine
-from headrace.terms.errors import ConfigError, DataError, StepFailed, in_one_line
+from headrace.runs.rewards import reward_of
+from headrace.terms.errors import DataError, StepFailed, in_one_line
 from headrace.terms.run_options import RunOptions
 
 FOLDER = "headrace-rollouts"
 _IGNORED = -100
 _LOOK_SECONDS = 0.2
 _SEED_BITS, _STEP_BITS = 20, 16  # micro-batches of a step draw with seeds of their own
-
-Reward = Callable[..., Sequence[float]]
-
-
-def reward_of(text: str) -> Reward:
-    """Return the function that `FILE.py:NAME` names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    path, colon, name = text.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise ConfigError(f"reward: {text!r}: expected FILE.py:NAME, a function of a Python file")
-    if not Path(path).is_file():
-        raise ConfigError(f"reward: {path}: there is no such file")
-    spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    assert spec is not None, "a Python file"
-    assert spec.loader is not None, "which can be run"
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
-        raise ConfigError(f"reward: {path}: {in_one_line(error)}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"reward: {path} has no function {name}")
-    return found  # type: ignore[no-any-return]
 
 
 class Rollouts:

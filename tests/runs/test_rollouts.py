@@ -1,6 +1,7 @@
 """Rows that the model writes itself: prompts in their turns, completions and rewards as tensors, and what is refused."""
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from node_processes import write_model
 
 from headrace.data.prompt_batches import Prompt, PromptBatches
 from headrace.data.values import Batch, DataSpec
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
-from headrace.runs import rollouts
+from headrace.runs import rollouts, train
 from headrace.runs.open_rows import halved
-from headrace.runs.rollouts import Rollouts, reward_of
+from headrace.runs.rewards import reward_of
+from headrace.runs.rollouts import Rollouts
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.run_options import RunOptions
 
@@ -179,6 +182,22 @@ def test_a_function_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_options_that_do_not_go_together_are_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         RunOptions.of({"model": tmp_path, "data": ["data.jsonl"], **given})
+
+
+def test_a_file_imports_others_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("NUMBER = 3.0\n")
+    (tmp_path / "own.py").write_text("from beside_it import NUMBER\ndef judge(**others):\n    return [NUMBER]\n")
+    assert reward_of(f"{tmp_path}/own.py:judge")() == [3.0]
+    assert str(tmp_path) not in sys.path
+
+
+def test_a_function_that_is_not_there_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "water"}\n')
+    given = {"model": tmp_path / "model", "data": [str(tmp_path / "prompts.jsonl")], "loss": "grpo", "reward": "no.py:judge"}
+    with pytest.raises(ConfigError, match="there is no such file"):
+        train(RunOptions.of({**given, "output": tmp_path / "run", "cache": tmp_path / "cache"}))
+    assert not (tmp_path / "run").exists()
 
 
 def test_engine_and_generator_have_half_of_the_memory_each(tmp_path: Path) -> None:
