@@ -183,7 +183,7 @@ class Line(Fleet):
     @property
     def transfer_seconds(self) -> float:
         """Seconds in which a group came from a neighbour, where it was slowest, without waiting for the sender."""
-        rates = [relay.best_bytes_per_second for relay in (self._onward, self._back) if relay.best_bytes_per_second]
+        rates = [relay.bytes_per_second for relay in (self._onward, self._back) if relay.bytes_per_second]
         return self._group_bytes / min(rates) if rates else 0.0
 
     def close(self) -> None:

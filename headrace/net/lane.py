@@ -57,11 +57,16 @@ class Piece:
         Raises:
             PeerLost: the peer is gone, or has been silent for too long.
         """
+        self.meet()
+        self.lane.wait(self.work, self.peer)
+
+    def meet(self) -> float:
+        """Wait, once, until the peer has begun; return when, in seconds of `time.perf_counter`. Raises as `finish`."""
         if self.greetings is not None:
             came, went = self.greetings
             self.lane.wait(came, self.peer, _FOR_EVER)
             self.lane.wait(went, self.peer)
-        self.lane.wait(self.work, self.peer)
+        return time.perf_counter()
 
 
 def finish_all(pieces: Iterable[Piece]) -> None:
@@ -137,15 +142,19 @@ class Lane:
         for start in range(0, flat.numel(), PIECE_BYTES):
             self.start_send(flat[start : start + PIECE_BYTES], to, first=start == 0).finish()
 
-    def receive(self, into: Bytes, source: int) -> None:
-        """Fill `into` with that many bytes from a rank.
+    def receive(self, into: Bytes, source: int) -> float:
+        """Fill `into` with that many bytes from a rank, and return the seconds since it began to send.
 
         Raises:
             PeerLost: see `Piece.finish`.
         """
-        flat = torch.from_numpy(into)
+        flat, began = torch.from_numpy(into), None
         for start in range(0, flat.numel(), PIECE_BYTES):
-            self.start_receive(flat[start : start + PIECE_BYTES], source, first=start == 0).finish()
+            piece = self.start_receive(flat[start : start + PIECE_BYTES], source, first=start == 0)
+            met = piece.meet()
+            began = met if began is None else began
+            self.wait(piece.work, source)
+        return time.perf_counter() - began if began is not None else 0.0
 
     def send_message(self, value: Any, to: int) -> None:
         """Send a JSON value."""

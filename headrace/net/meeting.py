@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from headrace.net.address import Address
+from headrace.net.lane import END_SECONDS
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.net.ranks import Ranks
 from headrace.terms.closing import Closing
@@ -47,7 +48,7 @@ class Meeting(Closing):
         self._addresses, self._stage, self._version, self._secret = addresses, stage, version, secret or b""
         self._silence_seconds, self._wait_seconds = silence_seconds, wait_seconds
         self._names = tuple(f"stage {each} at {address}" for each, address in enumerate(addresses))
-        self._met, self._over = "", threading.Event()
+        self._met, self._over, self._threads = "", threading.Event(), list[threading.Thread]()
         self._host = _listening(addresses[0]) if stage == 0 else None
 
     def meet(self, lanes: Sequence[str], tell: Callable[[str], None], check: Callable[[], None] = lambda: None) -> Ranks:
@@ -58,7 +59,7 @@ class Meeting(Closing):
             PeerLost: a stage went while all met; meet again.
             ConfigError: stage 0 refuses this stage, or does not know the secret.
         """
-        self._over.set()  # of the meeting before
+        self._end_watch()  # of the meeting before
         self._over = threading.Event()
         store = self._host or self._connect(check, tell)
         try:
@@ -73,13 +74,19 @@ class Meeting(Closing):
         seen = [time.monotonic()]
         for work in (self._beat, self._watch):
             args = (ranks, self._over, seen, *((beats, token) if work == self._beat else ()))
-            threading.Thread(target=work, args=args, name=f"headrace {work.__name__}", daemon=True).start()
+            self._threads.append(threading.Thread(target=work, args=args, name=f"headrace {work.__name__}", daemon=True))
+            self._threads[-1].start()
         return ranks
 
     def close(self) -> None:
         """End it: other stages find nobody. A second call does nothing."""
-        self._over.set()
+        self._end_watch()
         self._host = None
+
+    def _end_watch(self) -> None:
+        self._over.set()
+        while self._threads:  # one that is in a call of the store while Python ends would end the process with an abort
+            self._threads.pop().join(END_SECONDS)
 
     # -- stage 0 --------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ peer is told to whoever takes, gives or waits.
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
+from statistics import median
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from headrace.net.lane import END_SECONDS, Lane
 from headrace.terms.errors import PeerLost
 
 _PLACES = 2
+_RATES = 64
 
 
 class Relay:
@@ -29,7 +30,7 @@ class Relay:
         self._came: deque[Bytes] = deque()
         self._places = threading.Semaphore(_PLACES)
         self._failure: PeerLost | None = None
-        self.best_bytes_per_second = 0.0  # of what came: a message that did not wait for its sender
+        self._rates: deque[float] = deque(maxlen=_RATES)
         works = ((source, self._receive), (to, self._send))
         self._threads = [
             threading.Thread(
@@ -55,6 +56,13 @@ class Relay:
         if self._failure is not None:
             raise self._failure
         return bool(self._came)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate of messages that came lately, each from when its sender began: the median, for a thread wakes late at times.
+        0 if none has come.
+        """
+        return median(self._rates) if self._rates else 0.0
 
     def take(self) -> Bytes:
         """Return the next message; wait for it.
@@ -90,10 +98,7 @@ class Relay:
         while (num_bytes := self._wanted.get()) is not None:
             self._places.acquire()
             into: Bytes = np.empty(num_bytes, np.uint8)
-            begin = time.perf_counter()
-            self._lane.receive(into, source)
-            rate = num_bytes / max(time.perf_counter() - begin, 1e-9)
-            self.best_bytes_per_second = max(self.best_bytes_per_second, rate)
+            self._rates.append(num_bytes / max(self._lane.receive(into, source), 1e-9))
             with self._changed:
                 self._came.append(into)
                 self._changed.notify_all()

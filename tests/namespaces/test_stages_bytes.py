@@ -10,6 +10,8 @@ HIDDEN, ROWS, LENGTH = 512, 64, 128
 CUT_BYTES = 4 * ROWS * LENGTH * HIDDEN  # 16 MiB
 # Headers of packets, acknowledgements, heartbeats.
 SLACK = 1.02
+# Who waits for stage 0 to begin asks for it again and again; many steps make that small on a slow machine, too.
+MORE_STEPS = 5
 
 
 def bytes_of_a_run(folder: Path, steps: int, stage_dtype: str | None) -> int:
@@ -43,6 +45,6 @@ def test_a_cut_carries_what_the_formula_says(stage_dtype: str | None, tmp_path: 
     write_model(tmp_path, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2)
     write_texts(tmp_path, samples=1000)
     (tmp_path / "secret").write_text("of this test")
-    found = bytes_of_a_run(tmp_path, 3, stage_dtype) - bytes_of_a_run(tmp_path, 1, stage_dtype)
+    found = bytes_of_a_run(tmp_path, 1 + MORE_STEPS, stage_dtype) - bytes_of_a_run(tmp_path, 1, stage_dtype)
     wanted = CUT_BYTES * (0.5 + 2 / HIDDEN if stage_dtype else 1)  # 8 bits, and a scale of 4 bytes for each token
-    assert wanted <= found / 2 <= SLACK * wanted
+    assert wanted <= found / MORE_STEPS <= SLACK * wanted

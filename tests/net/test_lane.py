@@ -68,5 +68,25 @@ def test_who_waits_for_a_peer_that_is_not_as_far_waits_longer_than_for_a_piece()
     its.close()
 
 
+def test_the_seconds_of_a_message_begin_when_its_sender_does() -> None:
+    """Stages say how long a group takes on a link, and their receivers wait from long before."""
+    mine, its = lanes()
+    begun: list[float] = []
+
+    def send_late() -> None:
+        time.sleep(0.3)
+        begun.append(time.perf_counter())
+        mine.send(np.zeros(PIECE_BYTES + 1, np.uint8), 1)
+
+    with ThreadPoolExecutor(1) as threads:
+        sends = threads.submit(send_late)
+        seconds = its.receive(np.empty(PIECE_BYTES + 1, np.uint8), 0)
+        end = time.perf_counter()
+        sends.result(timeout=60)
+    assert 0.0 < seconds <= end - begun[0]
+    mine.close()
+    its.close()
+
+
 def _flat(data: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(data)
