@@ -96,14 +96,13 @@ def catch_groups(coded: Sequence[Coded], allowed_bytes: int) -> list[list[Matrix
     return [list(islice(found, size)) for size in sizes]
 
 
-def most_tokens(coded: Sequence[Coded], seen: Mapping[Matrix, int], calibrating: Sequence[torch.Tensor]) -> dict[str, int]:
-    """Return by parameter for how many tokens an expert's inputs are added up. `seen` is of the first micro-batch; which of
-    its tokens count, and of the others', is `calibrating`.
+def most_tokens(coded: Sequence[Coded], seen: Mapping[Matrix, int], tokens: int, looked_at: int) -> dict[str, int]:
+    """Return by parameter for how many tokens an expert's inputs are added up, of the `tokens` that count. So many rows were
+    `seen` of as many tokens as were `looked_at`.
     """
-    tokens, first = sum(int(counts.sum()) for counts in calibrating), calibrating[0].numel()
     most = {}
     for parameter in coded:
         if parameter.experts > 1:
-            experts_of_a_token = sum(seen.get(matrix, 0) for matrix in parameter.matrices()) / first
+            experts_of_a_token = sum(seen.get(matrix, 0) for matrix in parameter.matrices()) / looked_at
             most[parameter.spec.name] = math.ceil(_MOST_OF_MEAN * tokens * experts_of_a_token / parameter.experts)
     return most

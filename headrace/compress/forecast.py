@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
+from headrace.model.caught import sum_operations
 from headrace.plan.ledger import Snapshot
 from headrace.plan.rates import Rates
 from headrace.plan.simulate import seconds_of
@@ -96,10 +97,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """Seconds of a block, each as if nothing else ran. Those of hidden states and `passed` are of one pass of all rows."""
+    """Seconds of a block, each as if nothing else ran. Those of hidden states, `passed` and `caught` are of one pass of all
+    rows: through the block, or for their inputs.
+    """
 
     read: float
     passed: float
+    caught: float
     hidden_read: float
     hidden_written: float
     sums: float
@@ -119,7 +123,7 @@ def terms(job: Job, ceilings: Ceilings) -> dict[str, float]:
         held = job.passes_of_held_out
         moved = (1 + passes + held) * each.hidden_read + (1 + held) * each.hidden_written
         hidden = {"hidden states read and written": moved}
-        passed = {"passes, before and after": (1 + passes + held) * each.passed, "sums of inputs": each.sums}
+        passed = {"passes, before and after": (1 + held) * each.passed + passes * each.caught, "sums of inputs": each.sums}
         kept = {"encoding on the host's cores": each.encoded, "result written": each.written}
         for label, seconds in {"weights read": each.read, **sent, **hidden, **passed, **each.rounded, **kept}.items():
             found[label] = found.get(label, 0.0) + seconds
@@ -179,10 +183,12 @@ def _terms_of(block: Block, job: Job, ceilings: Ceilings) -> _Terms:
     hidden_size = job.hidden_bytes // _BYTES
     attended = job.row_tokens * hidden_size / ceilings.attention_share  # of a query: half of the row, keys and values
     other = ceilings.hidden_seconds * _FORWARD_SHARE * tokens * hidden_size + ceilings.launch_seconds * job.lots
-    sums = sum(2.0 * tokens * each.share * each.count * each.inputs**2 for each in coded if each.summed)
+    sums = sum(tokens * each.share * each.count * sum_operations(each.inputs) for each in coded if each.summed)
     rounding = sum(each.count * (_CHOLESKY * each.inputs**3 + 2.0 * each.outputs * each.inputs**2) for each in coded)
     columns = sum(math.ceil(each.count / EXPERTS_AT_ONCE) * each.inputs for each in coded)
     weights = sum(each.weights for each in coded)
+    # A pass for inputs ends before the last product, unless experts have some tokens only.
+    spared = coded[-1].weights if coded and all(each.share == 1.0 for each in coded) else 0
     tried = 2.0 * sum(each.weights * (1 + each.tries) for each in coded)  # plain rounding, and GPTQ: each searches
     by_column, search = weights / (_ROUNDED_PER_SECOND * ceilings.cores), tried / (_TRIED_PER_SECOND * ceilings.cores)
     if ceilings.has_device:
@@ -192,6 +198,7 @@ def _terms_of(block: Block, job: Job, ceilings: Ceilings) -> _Terms:
     return _Terms(
         read=_BYTES * block.parameters / read,
         passed=2.0 * tokens * (passed + attended) / products + other,
+        caught=2.0 * tokens * (passed - spared + attended) / products + other,
         hidden_read=tokens * job.hidden_bytes / read,
         hidden_written=tokens * job.hidden_bytes / write,
         sums=sums / single,
@@ -216,9 +223,9 @@ def _loss_seconds(job: Job, ceilings: Ceilings) -> float:
 def _figures(seconds: _Terms, passes: int, lots: int, rates: Rates) -> BlockFigures:
     """Return a block's figures for programs, with at most a few groups: what takes so long at the `rates` of the lanes."""
     groups = min(passes, _MOST_GROUPS)
-    again = seconds.passed / lots * (passes / groups - 1)  # of the passes that one group stands for, all but the first
+    again = (seconds.caught * passes / groups - seconds.passed) / lots  # beyond a whole pass, for those that a group stands for
     group = Group(
-        sum_flops=(seconds.sums / groups / lots + again) * rates.flops_per_second,
+        sum_flops=max(0.0, seconds.sums / groups / lots + again) * rates.flops_per_second,
         round_flops=sum(seconds.rounded.values()) / groups * rates.flops_per_second,
         weights=round(seconds.encoded / groups * rates.bytes_per_second[Lane.UPDATE]),
     )

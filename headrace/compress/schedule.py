@@ -14,7 +14,8 @@ from headrace.plan.ledger import Ledger, Snapshot
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PIECE_SHIFT, Pool, Program, Verb, buffer
 
-# The pass that only sees which matrices multiply; those that add up inputs follow it, one for each group of matrices.
+# The pass that only sees which matrices multiply, as a rule of one row; those that add up inputs follow it, one for each group
+# of matrices.
 LOOK = 0
 _SLOTS = 2
 
@@ -86,7 +87,7 @@ class _Block:
         calibrating, held = range(plan.calibrating), range(plan.calibrating, plan.calibrating + plan.held_out)
         plain = range(held.stop, held.stop + plan.held_out)
         flops = figures.token_flops * plan.lot_tokens
-        self._catch(0, LOOK, weights, flops)
+        self._catch(0, LOOK, weights, 0.0, kept)  # it chooses what is coded
         if plan.ahead and self.block + 1 < len(plan.blocks):
             self._fetch(self.block + 1)
         for number, group in enumerate(figures.groups, 1):
@@ -98,7 +99,8 @@ class _Block:
             op(Verb.KEEP, Lane.UPDATE, (codes,), (piece,), unit=unit, chunk=number, num_bytes=group.weights)
         for lot in plain:
             self._pass(lot, weights, flops)
-        for lot in (*calibrating, *held):
+        last = self.block + 1 == len(plan.blocks)
+        for lot in held if last else (*calibrating, *held):
             self._pass(lot, rounded, flops)
         op(Verb.KEEP, Lane.SSD_WRITE, (kept,), (file,), unit=unit, num_bytes=figures.kept_bytes)
         freed = buffer(Pool.FREE_SLOTS)
@@ -122,10 +124,10 @@ class _Block:
         self.ledger.op(Verb.UNSPILL, Lane.SSD_READ, (source,), (into,), unit=unit, micro=lot, num_bytes=num_bytes)
         return into
 
-    def _catch(self, lot: int, number: int, weights: int, flops: float) -> None:
+    def _catch(self, lot: int, number: int, weights: int, flops: float, *chosen: int) -> None:
         reads, sums = (weights, self._hidden(lot)), buffer(Pool.ACCUMULATOR)
         what = {"unit": self.block + 1, "micro": lot, "chunk": number}
-        self.ledger.op(Verb.CATCH, Lane.COMPUTE, reads, (sums,), flops=flops, **what)  # type: ignore[arg-type]
+        self.ledger.op(Verb.CATCH, Lane.COMPUTE, reads, (sums, *chosen), flops=flops, **what)  # type: ignore[arg-type]
 
     def _pass(self, lot: int, weights: int, flops: float) -> None:
         """Run a lot through the block, and write what comes out."""

@@ -18,10 +18,10 @@ from headrace.compress.schedule import LOOK, BlockFigures, Group, Rounds
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, MicroBatch, WeightMap, import_unit
 from headrace.model.banks import BlockExperts
-from headrace.model.caught import CatchInputs, Matrix
+from headrace.model.caught import CatchInputs, Enough, Matrix, times_of_each_token
 from headrace.model.scoring import on_device
 from headrace.model.stored_experts import without
-from headrace.terms.layout import Plane, UnitLayout
+from headrace.terms.layout import ParameterSpec, Plane, UnitLayout
 from headrace.terms.program import Op, Pool, Verb
 
 
@@ -148,6 +148,8 @@ class BlockRun:
         self._coded: dict[str, Coded] = {}
         self._left: dict[str, str] = {}
         self._most: dict[str, int] = {}
+        self._seen: dict[Matrix, int] = {}
+        self._looked_at = 0  # tokens in which that was seen
 
     def perform(self, op: Op) -> None:
         """Perform an operation of the block, or one that reads the next block's weights."""
@@ -176,18 +178,25 @@ class BlockRun:
         """Add up the inputs of a group; at first, only see which matrices multiply, and so which are coded."""
         if op.chunk == LOOK:
             self._open(op)
-        weights, lot = self._bound(rounded=False), self._work.passes.lots[op.micro]
+            self._look(op)
+            return
+        weights, rows = self._bound(rounded=False), self._work.passes.rows
         if op.micro == 0:
-            wanted = [matrix for matrix in self._groups[op.chunk - 1] if matrix.name in self._coded] if op.chunk else ()
-            self._mode = CatchInputs(weights.places, wanted, lambda matrix: self._most.get(matrix.name))
-        mode, rows = self._mode, self._work.passes.rows
-        experts = frozenset(matrix.expert for matrix in mode.wanted if matrix.expert is not None) if mode.wanted else None
-        if op.chunk == LOOK or mode.wanted:
-            first = lot[:1] if op.chunk == LOOK else lot
-            run, context = self._run_of(op), lambda index: mode.of_rows(rows[index].counts)
-            weights.run(first, run, context, lambda index, out: None, experts)
-        if op.chunk == LOOK:
-            self._choose(mode)
+            wanted = [matrix for matrix in self._groups[op.chunk - 1] if matrix.name in self._coded]
+            times = times_of_each_token(wanted, self._seen, self._looked_at)
+            self._mode = CatchInputs(weights.places, wanted, lambda matrix: self._most.get(matrix.name), times)
+        mode, block = self._mode, self._run_of(op)
+        experts = frozenset(matrix.expert for matrix in mode.wanted if matrix.expert is not None)
+
+        def run(index: int) -> torch.Tensor:
+            try:
+                return block(index)
+            except Enough:
+                return torch.empty(0)
+
+        if mode.wanted:
+            lot = self._work.passes.lots[op.micro]
+            weights.run(lot, run, lambda index: mode.of_rows(rows[index].counts), lambda index, out: None, experts)
 
     def _open(self, op: Op) -> None:
         work, unit = self._work, self._block + 1
@@ -197,13 +206,25 @@ class BlockRun:
         else:
             self._weights = BlockByExperts(work.chain, work.weights, unit, experts, came, work.folder / "rounded")
 
-    def _choose(self, mode: CatchInputs) -> None:
-        work, weights = self._work, self._bound(rounded=False)
+    def _look(self, op: Op) -> None:
+        """See which matrices multiply a row; where that misses some, such as rare experts, all rows of a micro-batch."""
+        work, weights, first = self._work, self._bound(rounded=False), self._work.passes.lots[op.micro][:1]
         specs = work.chain.layouts[self._block + 1].parameters
-        coded, self._left = choose(work.weights, specs, mode.seen, work.target, experts_only=work.experts_only)
+        every = {spec.name for spec in specs if len(spec.shape) > 1}
+        for cut in (slice(1), slice(None)):
+            mode, counts = CatchInputs(weights.places, ()), work.passes.rows[first[0]].counts[cut]
+            weights.run(first, self._run_of(op, cut), lambda index: mode.of_rows(counts), lambda index, out: None)
+            self._seen, self._looked_at = mode.seen, counts.numel()
+            if every <= {matrix.name for matrix in mode.seen}:
+                break
+        self._choose(specs)
+
+    def _choose(self, specs: Sequence[ParameterSpec]) -> None:
+        work, weights = self._work, self._bound(rounded=False)
+        coded, self._left = choose(work.weights, specs, self._seen, work.target, experts_only=work.experts_only)
         self._coded = {parameter.spec.name: parameter for parameter in coded}
-        calibrating = [work.passes.rows[index].counts for index in work.passes.calibrating]
-        self._most = most_tokens(coded, mode.seen, calibrating)
+        tokens = sum(int(work.passes.rows[index].counts.sum()) for index in work.passes.calibrating)
+        self._most = most_tokens(coded, self._seen, tokens, self._looked_at)
         self._rounder = BlockRounder(work.weights, weights.rounded, work.target, work.room.sums_bytes)
 
     def _round(self, op: Op) -> None:
@@ -244,15 +265,15 @@ class BlockRun:
             self._rounded = rounded
         return self._weights
 
-    def _run_of(self, op: Op) -> Callable[[int], torch.Tensor]:
-        """Return what runs the block on one of the lot's micro-batches, by its number among passes."""
+    def _run_of(self, op: Op, cut: slice = slice(None)) -> Callable[[int], torch.Tensor]:
+        """Return what runs the block on one of the lot's micro-batches, by its number among passes, or on a `cut` of it."""
         work, lot = self._work, self._work.passes.lots[op.micro]
         hidden = dict(zip(lot, work.slots[Pool.STASH, op.slot(Pool.STASH)], strict=True))
         device = work.machine.device
 
         def run(index: int) -> torch.Tensor:
-            calls = work.chain.prologue(on_device(device, work.passes.rows[index].batch)).calls
-            return work.chain.runner.block(self._block, hidden[index].to(device), calls[self._block]).hidden
+            calls = work.chain.prologue(on_device(device, work.passes.rows[index].batch.cut(cut))).calls
+            return work.chain.runner.block(self._block, hidden[index][cut].to(device), calls[self._block]).hidden
 
         return run
 

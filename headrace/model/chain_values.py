@@ -29,6 +29,11 @@ class MicroBatch:
         """1 for tokens and 0 for padding, (b, T); None: all are tokens."""
         return self.attention_mask if self.token_mask is None else self.token_mask
 
+    def cut(self, rows: slice) -> "MicroBatch":
+        """Return some of the sequences."""
+        values = (self.input_ids, self.labels, self.attention_mask, self.position_ids, self.token_mask)
+        return MicroBatch(*(None if value is None else value[rows] for value in values))  # type: ignore[arg-type]
+
 
 @dataclass(frozen=True, slots=True)
 class PrologueResult:

@@ -240,6 +240,12 @@ def test_memory_for_few_sums_changes_no_byte(
     assert len(build_block(found.rounds(), 0, Snapshot())[0].lane(Lane.UPDATE)) > 2, "rows pass a block several times"
 
 
+def test_a_block_of_which_nothing_is_coded_is_written_after_the_look_that_found_so() -> None:
+    program, _ = build_block(Rounds(blocks=[BlockFigures()], calibrating=2, held_out=1), 0, Snapshot())
+    (look,), (keep,) = ([op for op in program.ops if op.verb is verb] for verb in (Verb.CATCH, Verb.KEEP))
+    assert look.index in keep.after
+
+
 def test_a_block_is_read_while_the_one_before_is_rounded() -> None:
     rounds = Rounds(blocks=[BlockFigures(groups=[Group()])] * 3, calibrating=2, held_out=1, ahead=True)
     first, left = build_block(rounds, 0, Snapshot())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from headrace.model.caught import CatchInputs, matrices_of
+from headrace.model.caught import CatchInputs, Enough, Inputs, Matrix, matrices_of, sum_operations, times_of_each_token
 
 TOKENS = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
 COUNTS = torch.tensor([[True] * 4 + [False], [False] + [True] * 4])
@@ -50,3 +50,51 @@ def test_a_stack_of_experts_that_are_multiplied_at_once() -> None:
 def test_a_matrix_that_is_multiplied_as_it_lies_is_not_taken_for_its_transpose() -> None:
     assert not caught(nn.Parameter(torch.randn(6, 6)), torch.matmul)
     assert not caught(nn.Parameter(torch.randn(3, 6, 6)), lambda x, w: torch.bmm(x.flatten(0, 1).expand(3, -1, -1), w))
+
+
+@pytest.mark.parametrize("columns", [255, 256, 600])
+def test_sums_of_many_columns_are_whole_and_symmetric(columns: int) -> None:
+    """Strips from the diagonal on, then completed: as float64 has it. Asked for twice, and added to between, it is the same."""
+    rows = torch.randn(2, 40, columns, generator=torch.Generator().manual_seed(1))
+    own = Inputs(torch.zeros(columns, columns))
+    own.add(rows[0])
+    assert own.hessian is own.hessian
+    own.add(rows[1])
+    both = rows.flatten(0, 1).double()
+    torch.testing.assert_close(own.hessian.double(), both.T @ both, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(own.hessian, own.hessian.T, rtol=1e-5, atol=1e-4)
+    assert own.tokens == 80
+    assert sum_operations(columns) <= 2 * columns**2 and (columns > 256) == (sum_operations(columns) < 2 * columns**2)
+
+
+def test_a_pass_ends_where_all_that_is_wanted_has_been_seen() -> None:
+    """Only where every token is multiplied, and only after the last time: then the product itself is spared, too."""
+    first, last, inner = (nn.Parameter(torch.randn(6, 6)) for _ in range(3))
+    places = matrices_of({"first": first, "last": last, "inner": inner})
+
+    def run(mode: CatchInputs) -> bool:
+        """Run a block that multiplies by `last` twice; return whether the pass came to its end."""
+        with torch.no_grad(), mode.of_rows(COUNTS):
+            try:
+                hidden = F.linear(TOKENS, first)
+                hidden = F.linear(F.linear(hidden, last), inner)
+                F.linear(hidden, last)
+            except Enough:
+                return False
+        return True
+
+    look = CatchInputs(places, ())
+    assert run(look)
+    by_name = {matrix.name: matrix for matrix in places.values()}
+    for wanted in by_name:
+        some = [by_name[wanted]]
+        times = times_of_each_token(some, look.seen, TOKENS.shape[0] * TOKENS.shape[1])
+        assert times == {some[0]: 2 if wanted == "last" else 1}
+        whole, short = CatchInputs(places, some), CatchInputs(places, some, times=times)
+        assert run(whole)
+        assert not run(short)
+        assert torch.equal(short.caught.inputs[some[0]].hessian, whole.caught.inputs[some[0]].hessian)
+        assert short.caught.inputs[some[0]].tokens == whole.caught.inputs[some[0]].tokens
+    assert not times_of_each_token(list(places.values()), {**look.seen, by_name["inner"]: 3}, 10), "some tokens only"
+    assert not times_of_each_token([Matrix("inner", 0, (6, 6))], {Matrix("inner", 0, (6, 6)): 10}, 10), "an expert"
+    assert not times_of_each_token([by_name["inner"]], {}, 10), "never seen"
