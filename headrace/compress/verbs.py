@@ -192,7 +192,7 @@ class BlockRun:
             try:
                 return block(index)
             except Enough:
-                return torch.empty(0)
+                return torch.empty(0, dtype=torch.float32)
 
         if mode.wanted:
             lot = self._work.passes.lots[op.micro]
@@ -208,16 +208,17 @@ class BlockRun:
 
     def _look(self, op: Op) -> None:
         """See which matrices multiply a row; where that misses some, such as rare experts, all rows of a micro-batch."""
-        work, weights, first = self._work, self._bound(rounded=False), self._work.passes.lots[op.micro][:1]
-        specs = work.chain.layouts[self._block + 1].parameters
-        every = {spec.name for spec in specs if len(spec.shape) > 1}
-        for cut in (slice(1), slice(None)):
-            mode, counts = CatchInputs(weights.places, ()), work.passes.rows[first[0]].counts[cut]
-            weights.run(first, self._run_of(op, cut), lambda index: mode.of_rows(counts), lambda index, out: None)
-            self._seen, self._looked_at = mode.seen, counts.numel()
-            if every <= {matrix.name for matrix in mode.seen}:
-                break
+        specs = self._work.chain.layouts[self._block + 1].parameters
+        self._see(op, slice(1))
+        if {spec.name for spec in specs if len(spec.shape) > 1} - {matrix.name for matrix in self._seen}:
+            self._see(op, slice(None))
         self._choose(specs)
+
+    def _see(self, op: Op, cut: slice) -> None:
+        weights, first = self._bound(rounded=False), self._work.passes.lots[op.micro][:1]
+        mode, counts = CatchInputs(weights.places, ()), self._work.passes.rows[first[0]].counts[cut]
+        weights.run(first, self._run_of(op, cut), lambda index: mode.of_rows(counts), lambda index, out: None)
+        self._seen, self._looked_at = mode.seen, counts.numel()
 
     def _choose(self, specs: Sequence[ParameterSpec]) -> None:
         work, weights = self._work, self._bound(rounded=False)

@@ -29,8 +29,8 @@ _PRODUCTS = frozenset(
     }
 )
 
-# Of the symmetric X^T X strips of so many rows are added up, each from its place on the diagonal on: of 1536 columns that is
-# three fifths of the work.
+# X^T X is symmetric: strips of so many rows are added up, each from its place on the diagonal on. Of 1536 columns that is three
+# fifths of the work.
 _STRIP = 256
 
 Place = tuple[int, tuple[int, int]]

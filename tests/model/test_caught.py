@@ -64,7 +64,8 @@ def test_sums_of_many_columns_are_whole_and_symmetric(columns: int) -> None:
     torch.testing.assert_close(own.hessian.double(), both.T @ both, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(own.hessian, own.hessian.T, rtol=1e-5, atol=1e-4)
     assert own.tokens == 80
-    assert sum_operations(columns) <= 2 * columns**2 and (columns > 256) == (sum_operations(columns) < 2 * columns**2)
+    assert sum_operations(columns) <= 2 * columns**2
+    assert (columns > 256) == (sum_operations(columns) < 2 * columns**2)
 
 
 def test_a_pass_ends_where_all_that_is_wanted_has_been_seen() -> None:
