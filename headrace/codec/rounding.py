@@ -117,9 +117,13 @@ def inverse_factor(hessians: Tensor, damping: float) -> tuple[Tensor, tuple[int,
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
     diagonal += (damping * diagonal.mean(dim=-1, keepdim=True)).clamp(min=_LEAST_DAMPING)
     lower, wrong = torch.linalg.cholesky_ex(damped)
+    del damped, diagonal  # of wide matrices each of these takes a large part of memory
     wrong = (wrong != 0) | ~lower.isfinite().all(dim=-1).all(dim=-1)
     _put_identity(lower, wrong)
-    upper, again = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    inverse = torch.cholesky_inverse(lower)
+    del lower
+    upper, again = torch.linalg.cholesky_ex(inverse, upper=True)
+    del inverse
     again = (again != 0) | ~upper.isfinite().all(dim=-1).all(dim=-1)
     _put_identity(upper, wrong | again)
     return upper, tuple((wrong | again).nonzero().flatten().tolist())

@@ -116,9 +116,12 @@ class BlockRounder:
         grid = parameter.grid
         device = self._parameters[parameter.spec.name].device
         inputs = [caught.inputs.get(matrix) for matrix in matrices]
-        identity = torch.eye(parameter.shape[1], device=device, dtype=torch.float32)
-        sums = [own.hessian if own is not None and own.tokens else identity for own in inputs]
-        hessians = torch.stack(sums)
+        columns = parameter.shape[1]
+        sums = [
+            own.hessian if own is not None and own.tokens else torch.eye(columns, device=device, dtype=torch.float32)
+            for own in inputs
+        ]
+        hessians = torch.stack(sums) if len(sums) > 1 else sums[0][None]
         before = torch.stack(
             [stored_matrix(self._weights, parameter.pieces, parameter.shape, matrix.expert) for matrix in matrices]
         ).to(device)

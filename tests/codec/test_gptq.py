@@ -3,6 +3,8 @@
 Run: pytest tests/codec/test_gptq.py
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -116,3 +118,18 @@ def test_levels_are_of_the_row_as_it_came() -> None:
     found = gptq(weights, hessians, TernaryGrid()).values[0]
     for row, levels in zip(weights[0], found, strict=True):
         assert set(levels.tolist()) <= {float(row.min()), 0.0, float(row.max())}
+
+
+def test_three_matrices_as_wide_as_the_inputs_are_in_memory_while_a_factor_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of wide matrices each is a large part of memory: the sum, what is factored, and the factor."""
+    columns, alive, factored = 37, list[int](), torch.linalg.cholesky_ex
+    inputs = torch.randn(80, columns, generator=torch.Generator().manual_seed(3))
+
+    def counted(matrix: torch.Tensor, **more: bool) -> object:
+        found = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (1, columns, columns)]
+        alive.append(len({each.data_ptr() for each in found}))
+        return factored(matrix, **more)
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", counted)
+    gptq(torch.randn(1, 8, columns), (inputs.mT @ inputs)[None], Int4Grid())
+    assert alive == [2, 2], "the factor comes to these"
