@@ -243,7 +243,8 @@ class BlockRun:
             return
         for parameter in self._coded.values():
             self._rounder.finish(parameter)
-        self._work.keep(self._block, self._rounder.code, self._left)
+        code, self._rounder = self._rounder.code, None  # the next block needs the room of rounded weights
+        self._work.keep(self._block, code, self._left)
 
     def _forward(self, op: Op) -> None:
         weights, made = self._bound(rounded=op.slot(Pool.ROUNDED) >= 0), list[torch.Tensor]()
