@@ -73,6 +73,7 @@ def plan_model(
         plan = planner.plan(question, given)
     except PlanInfeasible as error:
         return _unfit(report, error, question, planner, variants_seconds)
+    question = planner.answered(question, plan)
     more = (*opened.notes, *question.wire.of(opened.chain).notes, *notes_on(planner.forms(question)))
     plan = plan.with_results(notes=(*plan.results.notes, *more))
     steps = options.max_steps or DEFAULT_STEPS

@@ -25,12 +25,14 @@ from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import Forecast, StepSeconds
 from headrace.plan.given import adopted
 from headrace.plan.plan import Plan
+from headrace.plan.ranks import ranks_on
 from headrace.plan.refusal import with_whole_blocks
 from headrace.plan.search import holds_states, make_plan, nominal_ceilings
 from headrace.plan.space import THRIFTS, Problem, filled, placements_of, plan_of
 from headrace.terms.block_parts import no_parts
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ModelCosts
+from headrace.terms.embedding_rows import note_on_learned_rows
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import Form
 from headrace.terms.lanes import Lane
@@ -42,6 +44,7 @@ from headrace.update.forms import Coding, forms_under
 from headrace.update.stored_codes import StoredCodes, stored_codes
 from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire
+from headrace.update.wires.rows import rows_in_place_of
 
 # Forecasts that are only compared with one another may be coarse.
 COARSE_OPERATIONS = 1000
@@ -98,7 +101,7 @@ class ModelPlans:
             PlanInfeasible: memory or SSD space is too small.
         """
         if given:
-            return adopted(given, self._problem(question))
+            return adopted(given, self._problem(self.answered(question, given)))
         try:
             return make_plan(self._problem(question), self._measured, self._seconds_of)
         except PlanInfeasible as refusal:
@@ -107,8 +110,40 @@ class ModelPlans:
             try:
                 plans, parted = self._parted(question)
             except NotStoredSingly as why:
-                raise with_whole_blocks(refusal, str(why)) from None
-            return plans.plan(parted).with_notes((note_on_parts(refusal.tier, refusal.needed_bytes),))
+                refused = with_whole_blocks(refusal, str(why))
+            else:
+                return plans.plan(parted).with_notes((note_on_parts(refusal.tier, refusal.needed_bytes),))
+        return self._plan_by_rows(question, refused)
+
+    def _plan_by_rows(self, question: Question, refused: PlanInfeasible) -> Plan:
+        """Return the plan that trains the embedding by rows, where the whole was `refused`."""
+        if refused.tier == "ssd":
+            raise refused
+        try:
+            question = self._by_rows(question)
+        except ConfigError:
+            raise refused from None
+        try:
+            plan = make_plan(self._problem(question), self._measured, self._seconds_of)
+        except PlanInfeasible as least:
+            raise least if least.tier == refused.tier else refused from None
+        return plan.with_notes((note_on_learned_rows(refused.tier, refused.needed_bytes),))
+
+    def answered(self, question: Question, plan: Plan) -> Question:
+        """Return the question that `plan` answers: that for `question` may train the embedding by rows."""
+        learns = plan.embedding is not None and plan.embedding.learns
+        return self._by_rows(question) if learns and self.forms(question)[0].table is None else question
+
+    def _by_rows(self, question: Question) -> Question:
+        """Return the question with an embedding that is trained by rows.
+
+        Raises:
+            ConfigError: that is not possible.
+        """
+        several = question.place is not None or (self._measured is not None and ranks_on(self._measured) > 1)
+        if several or self._embedding is None:
+            raise ConfigError("gradient: rows: the embedding is no plain table, or several machines train; give dense")
+        return replace(question, wire=rows_in_place_of(question.wire, self._chain, question.optimizer))
 
     def _parted(self, question: Question) -> "tuple[ModelPlans, Question]":
         """Return plans with experts as parts, and the question for them.

@@ -71,7 +71,8 @@ class PlannedModel:
 class WaysToPlan:
     """How plans are made. `given` is used instead of searching. Otherwise `search` makes a plan (None: the planner's). `adjust`
     may change each plan. `packed` are the rows with which the run begins, if they are known. Of the given plan of another kind
-    of run only the groups of sums are taken (`groups_only`). A loss of the whole step makes two `head_passes`.
+    of run only the groups of sums are taken (`groups_only`). A loss of the whole step makes two `head_passes`. Where memory is
+    short, an embedding `may_learn_rows` in place of the whole.
     """
 
     given: Plan | None = None
@@ -80,6 +81,7 @@ class WaysToPlan:
     packed: PackedRows | None = None
     groups_only: bool = False
     head_passes: int = 1
+    may_learn_rows: bool = True
 
 
 class RunPlanner:

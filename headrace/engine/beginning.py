@@ -36,7 +36,8 @@ from headrace.plan.refusal import with_whole_blocks
 from headrace.store import ShardStore, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import pieces_of
-from headrace.terms.errors import PlanInfeasible, RunDirectoryError
+from headrace.terms.embedding_rows import note_on_learned_rows
+from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
 from headrace.terms.options import Options
 from headrace.terms.packed_rows import PackedRows
@@ -290,9 +291,15 @@ def first_record(options: Options, plan: Plan | None, subject: Subject) -> dict[
 def _planned(
     subject: Subject, planner: RunPlanner, options: Options, ways: WaysToPlan, plan_by: Callable[[RunPlanner], Plan]
 ) -> tuple[RunPlanner, Plan]:
-    """Return a plan, and the planner that made it. Where nothing fits, experts become parts, if they can be."""
-    if subject.seams.parted or (ways.given is not None and ways.given.experts is not None):
+    """Return a plan, and the planner that made it. Where nothing fits, experts become parts, if they can be; if not, the
+    embedding is trained by rows, if it can be.
+    """
+    given = ways.given
+    if subject.seams.parted or (given is not None and given.experts is not None):
         subject.part_experts()
+        planner = RunPlanner(options, subject.planned, ways)
+    elif given is not None and given.embedding is not None and given.embedding.learns and subject.forms[0].table is None:
+        subject.learn_rows()
         planner = RunPlanner(options, subject.planned, ways)
     try:
         return planner, plan_by(planner)
@@ -302,10 +309,30 @@ def _planned(
         try:
             subject.part_experts()
         except NotStoredSingly as why:
-            raise with_whole_blocks(refusal, str(why)) from None
-        subject.chain.notes += (note_on_parts(refusal.tier, refusal.needed_bytes),)
-        planner = RunPlanner(options, subject.planned, ways)
+            refused = with_whole_blocks(refusal, str(why))
+        else:
+            subject.chain.notes += (note_on_parts(refusal.tier, refusal.needed_bytes),)
+            planner = RunPlanner(options, subject.planned, ways)
+            return planner, plan_by(planner)
+    return _with_rows(subject, options, ways, plan_by, refused)
+
+
+def _with_rows(
+    subject: Subject, options: Options, ways: WaysToPlan, plan_by: Callable[[RunPlanner], Plan], refused: PlanInfeasible
+) -> tuple[RunPlanner, Plan]:
+    """Return a plan that trains the embedding by rows, and the planner that made it, where the whole was `refused`."""
+    if not ways.may_learn_rows or ways.given is not None or refused.tier == "ssd":
+        raise refused
+    try:
+        subject.learn_rows()
+    except ConfigError:
+        raise refused from None
+    subject.chain.notes += (note_on_learned_rows(refused.tier, refused.needed_bytes),)
+    planner = RunPlanner(options, subject.planned, ways)
+    try:
         return planner, plan_by(planner)
+    except PlanInfeasible as least:
+        raise least if least.tier == refused.tier else refused from None
 
 
 def _subject(

@@ -24,6 +24,7 @@ class Learner(Engine):
     """An engine whose trained numbers can be compared with others, and replaced by them. Its rule's moments stay."""
 
     _check = staticmethod(refuse_in_local_steps)
+    _may_learn_rows = False
 
     @cached_property
     def masters(self) -> Masters:

@@ -54,6 +54,7 @@ from headrace.update import Updater, optimizer_of, rule_of
 from headrace.update.stored_codes import stored_codes
 from headrace.update.table_rows import TableRows
 from headrace.update.wire import Content, Wire
+from headrace.update.wires.rows import rows_in_place_of
 
 # Kinds of parameters, in words.
 _KINDS = {"": "an ordinary weight", SCALE: "a norm", FROZEN: "a frozen one"}
@@ -117,6 +118,7 @@ class Subject:
         self.embedding = Embedding(self.chain, self.weights, alone=alone)
         self.parted: PartedUnits | None = None
         self.experts: ExpertSource | None = None
+        self.own_updater: Updater | None = None
         files = [tensor.path for tensor in self.checkpoint.tensors.values()]
         self._lends = seams.wire.is_beside and seams.codec is None and lends(files)
         self._find_forms()
@@ -124,15 +126,9 @@ class Subject:
             self.part_experts()
         if any(family.stored for family in seams.wire.row_families.values()):
             self.embedding.refuse_whole()
-        own = any(form.has_own_family or form.table for form in self.forms)
-        own_rule = rule_of(self.optimizer, "float32") if own else None
-        if own_rule is not None:
-            seams.wire.refuse(self.optimizer)
-        self.own_rule = own_rule.figures if own_rule else None
         self.cores = torch.get_num_threads()
-        # They get the plan's threads as soon as there is a plan.
+        # It gets the plan's threads as soon as there is a plan.
         self.updater = Updater(rule, 1)
-        self.own_updater = Updater(own_rule, 1) if own_rule else None
 
     def _find_forms(self) -> None:
         if self._lends:
@@ -177,6 +173,24 @@ class Subject:
         self.forms = tuple(replace(form, is_lent=unit in self.lent.units) for unit, form in enumerate(forms))
         codecs = {**seams.codecs, **self.stored.codecs}
         self.maker = Maker(self.forms, wire, self.chain.compute_dtype, codecs, self.stored.readers)
+        own = any(form.has_own_family or form.table for form in self.forms)
+        own_rule = rule_of(self.optimizer, "float32") if own else None
+        if own_rule is not None:
+            wire.refuse(self.optimizer)
+        self.own_rule: RuleFigures | None = own_rule.figures if own_rule else None
+        if self.own_updater is not None:
+            self.own_updater.close()
+        self.own_updater = Updater(own_rule, 1) if own_rule else None
+
+    def learn_rows(self) -> None:
+        """Train the embedding by rows from here on, to the same bits. To be called before there is a store.
+
+        Raises:
+            ConfigError: that is not possible; nothing has changed.
+        """
+        wire = rows_in_place_of(self.seams.wire, self.chain, self.optimizer)
+        self.embedding.refuse_whole()
+        self.use_wire(wire)
 
     def choose_wire(self, suits: Callable[[tuple[Form, ...]], bool]) -> None:
         """Use the first wire, among those that this one leaves open, whose forms suit; if none does, the last."""

@@ -41,6 +41,7 @@ class Engine(Scoring, Replanning, Closing):
     """
 
     _search: Callable[[Problem, Ceilings | None], Plan] | None = None
+    _may_learn_rows = True
     _schedule = Schedule()
     _kind_of_steps = Steps
 
@@ -95,7 +96,7 @@ class Engine(Scoring, Replanning, Closing):
         cls._check(options)
         if plan is None and options.plan is not None:
             plan = load_plan(Path(options.plan))
-        ways = WaysToPlan(given=plan, search=cls._search, adjust=adjust_plan)
+        ways = WaysToPlan(given=plan, search=cls._search, adjust=adjust_plan, may_learn_rows=cls._may_learn_rows)
         return cls(begin(Path(model).resolve(), options, sink or _unheard, ways, measure=measure, whole=whole, seams=seams))
 
     @classmethod

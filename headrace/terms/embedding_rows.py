@@ -45,3 +45,9 @@ class EmbeddingRows:
 def note_on_rows(whole_bytes: int) -> str:
     """Return a note for a person: the embedding is not in memory."""
     return f"rows of the embedding are read from the file as tokens ask for them: {format_bytes(whole_bytes)} stay there"
+
+
+def note_on_learned_rows(tier: str, needed_bytes: int) -> str:
+    """Return a note for a person: why the embedding is trained by rows, where the whole needs so much of a tier's memory."""
+    why = f"the whole would need {format_bytes(needed_bytes)} of {tier} memory"
+    return f"the embedding is trained by rows, to the same bits: {why}. To generate, export the run first"

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from headrace.engine.open_model import open_run
 from headrace.engine.trainer import Engine
 from headrace.model.learned_rows import LearnedRows
 from headrace.plan.plan import Plan
-from headrace.terms.errors import ConfigError, RunDirectoryError
+from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 
 STEPS = 4
 EMBEDDING = "model.embed_tokens.weight"
@@ -111,6 +112,51 @@ def test_a_plan_counts_rows_and_holds_no_table(model_dir: Callable[..., Path], t
     pages = len((batch_of(ROWS, LENGTH, 0)["input_ids"] // 5).unique())
     assert rows.bytes_written == pages * 4096, "five rows of 64 numbers, with moments, share a page"
     assert plan.written_embedding_bytes >= rows.bytes_written
+
+
+class Whole(Engine):
+    """An engine that never trains an embedding by rows unless it is told to."""
+
+    _may_learn_rows = False
+
+
+def least_bytes(kind: type[Engine], path: Path) -> int:
+    given: dict[str, Any] = {"host_memory": "4GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+    with pytest.raises(PlanInfeasible) as refusal:
+        kind.open(path, headrace.Options(device_memory=1, compute_dtype="bfloat16", **given))
+    assert refusal.value.tier == "device"
+    return refusal.value.needed_bytes
+
+
+def test_the_planner_takes_rows_where_the_whole_has_no_room(model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """The run keeps its way when it is resumed, and another run takes it from the plan."""
+    path, batches, found = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(2)], []
+    whole, by_rows = least_bytes(Whole, path), least_bytes(Engine, path)
+    assert whole - by_rows >= 384 * 64 * 2, "the table in bfloat16"
+    with opened(path, tmp_path / "roomy", device_memory=whole, compute_dtype="bfloat16") as engine:
+        roomy = engine.plan
+        assert roomy is not None
+        assert roomy.embedding is None
+    for name, device in (("rows", by_rows), ("given", "1GiB"), ("whole", "1GiB")):
+        plan = found[0][1] if name == "given" else None
+        if name == "whole":
+            plan = replace(roomy, batch=found[0][1].batch, gradients=found[0][1].gradients)
+        options: dict[str, Any] = {"device_memory": device, "compute_dtype": "bfloat16", "learning_rate": 1e-2}
+        lengths = {"host_memory": "4GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
+        run = tmp_path / name
+        with Engine.open(path, headrace.Options(output=run, **options, **lengths), plan=plan) as engine:
+            made = engine.plan
+            losses = [engine.step(batches[0]).loss]
+        with Engine.resume(run) as engine:
+            losses.append(engine.step(batches[1]).loss)
+            assert isinstance(engine.chain.model.get_input_embeddings(), LearnedRows) == (name != "whole")
+            engine.save_pretrained(tmp_path / f"{name}-final")
+        found.append((losses, made, (tmp_path / f"{name}-final" / "model.safetensors").read_bytes()))
+    assert found[0][1].embedding.learns
+    assert any("the embedding is trained by rows" in note for note in found[0][1].results.notes)
+    for losses, _, content in found[1:]:
+        assert losses == found[0][0]
+        assert content == found[0][2]
 
 
 @pytest.mark.parametrize(

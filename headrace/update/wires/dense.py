@@ -7,9 +7,13 @@ from headrace.update.wire import Wire
 
 
 class Dense(GradientWay):
-    """Whole gradients. It has no settings."""
+    """Whole gradients. It has no settings. Where memory is short, a run begins with those of the embedding by rows."""
 
     name: ClassVar[str] = "dense"
+
+    def begun(self, way: GradientWay) -> GradientWay:
+        """See `GradientWay.begun`."""
+        return way if way.name == "rows" else self
 
 
 class DenseWire(Wire):

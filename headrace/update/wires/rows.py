@@ -21,6 +21,7 @@ from headrace.update.rules.table import rule_of
 from headrace.update.table_rows import RowFamily, TableRows
 from headrace.update.tensors import split
 from headrace.update.wire import Content, Wire
+from headrace.update.wires.dense import DenseWire
 
 if TYPE_CHECKING:
     from headrace.model import Chain
@@ -32,6 +33,19 @@ class Rows(GradientWay):
     """Whole gradients, but of the embedding those of the rows that a step touches. It has no settings."""
 
     name: ClassVar[str] = "rows"
+
+
+def rows_in_place_of(wire: Wire, chain: "Chain", optimizer: Optimizer) -> "RowsWire":
+    """Return the wire that trains what `wire` does, to the same bits, but the embedding of `chain` by rows.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not isinstance(wire, DenseWire):
+        raise ConfigError(f"gradient: {wire.name} has no rows of its own; give dense")
+    found = RowsWire(Rows(), wire.seed).of(chain)
+    found.refuse(optimizer)
+    return found
 
 
 class RowsWire(Wire):
