@@ -14,6 +14,7 @@ import torch
 
 from headrace.ask.planner import PlannedModel
 from headrace.engine.embedding import Embedding
+from headrace.engine.layouts import refuse_other_layouts
 from headrace.engine.lent_base import PARTED, LentBase, check_lent, marks_of
 from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.row_files import open_rows
@@ -46,7 +47,6 @@ from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.forms import Form
-from headrace.terms.layout import FROZEN, SCALE, UnitLayout
 from headrace.terms.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
@@ -56,8 +56,6 @@ from headrace.update.table_rows import TableRows
 from headrace.update.wire import Content, Wire
 from headrace.update.wires.rows import rows_in_place_of
 
-# Kinds of parameters, in words.
-_KINDS = {"": "an ordinary weight", SCALE: "a norm", FROZEN: "a frozen one"}
 # Elements of a chunk in a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -369,12 +367,7 @@ class Subject:
                 "this run began under a version that padded samples of similar length together, which changes this model's "
                 "results. This version groups them by exact length: resume with that version, or start a new run"
             )
-        if store.manifest.layouts != tuple(self.kept.layouts):
-            _refuse_other_kinds(store.manifest.layouts, self.kept.layouts)
-            raise RunDirectoryError(
-                f"{self.directory}: its parameters are not those of this run's state ({len(store.manifest.layouts)} units in "
-                f"the run, {len(self.chain.layouts)} in the model). Restore the model that the run was started with"
-            )
+        refuse_other_layouts(self.directory, store.manifest.layouts, self.kept.layouts)
 
     def close(self) -> None:
         """End the updaters' threads, and give torch the threads back that it had before."""
@@ -386,20 +379,6 @@ class Subject:
         self.updater.close()
         if self.own_updater is not None:
             self.own_updater.close()
-
-
-def _refuse_other_kinds(begun: Sequence[UnitLayout], layouts: Sequence[UnitLayout]) -> None:
-    """Raise `RunDirectoryError` if a run has the parameters that it began with, but would train one of them otherwise."""
-    then, now = (
-        {spec.name: (spec.shape, spec.kind) for unit in units for spec in unit.parameters} for units in (begun, layouts)
-    )
-    for name, (shape, kind) in then.items():
-        found = now.get(name, (shape, kind))
-        if found[0] == shape and found[1] != kind:
-            raise RunDirectoryError(
-                f"this run began under a version that took {name} for {_KINDS[kind]}. This one takes it for "
-                f"{_KINDS[found[1]]} and would train it otherwise: resume with that version, or start a new run"
-            )
 
 
 def tune(store: StateStore, options: Options) -> None:
