@@ -18,7 +18,7 @@ from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, ref
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters import Adapters
 from headrace.model.block_parts import block_parts
-from headrace.model.embedding_rows import has_own_head, rows_of
+from headrace.model.embedding_rows import has_own_head, head_range_bytes, rows_of
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.expert_plan import note_on_parts
 from headrace.plan.footprint import with_footprint
@@ -241,7 +241,8 @@ class ModelPlans:
         # A search asks again and again, and to find what adapters are beside takes longer than a plan.
         costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
         problem = question.problem(forms, costs_of, rule, own)
-        return with_embedding(replace(problem, experts=self._experts, own_head=self._own_head, cuts=cuts), self._embedding)
+        head: dict[str, Any] = {"own_head": self._own_head, "head_range_bytes": head_range_bytes(self._chain)}
+        return with_embedding(replace(problem, experts=self._experts, cuts=cuts, **head), self._embedding)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step

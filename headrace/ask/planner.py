@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from headrace.ask.place import Place, runtime_bytes
 from headrace.ask.question import Question
@@ -17,6 +18,7 @@ from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import anonymous_bytes, return_pieces
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
+from headrace.model.embedding_rows import head_range_bytes
 from headrace.plan.allowance import Allowance
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.footprint import with_runtime
@@ -221,9 +223,8 @@ class RunPlanner:
         )
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
         model = self._model
-        return with_embedding(
-            replace(problem, experts=model.experts, own_head=model.own_head, cuts=model.cuts), model.embedding
-        )
+        head: dict[str, Any] = {"own_head": model.own_head, "head_range_bytes": head_range_bytes(self._chain)}
+        return with_embedding(replace(problem, experts=model.experts, cuts=model.cuts, **head), model.embedding)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

@@ -20,6 +20,7 @@ from headrace.engine.sharing import introduce, planned_options, refuse_without_s
 from headrace.engine.subject import Subject, tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
+from headrace.flow.coming_head import ComingHead
 from headrace.flow.shards import SharedSource
 from headrace.flow.step_state import Parts
 from headrace.flow.update import device_updater
@@ -90,14 +91,14 @@ class Run:
         subject.embedding.place(plan)
         if self.rows is not None:
             self.rows.most_held = max(form.table.touched(plan.batch.tokens_per_step) for form in subject.forms if form.table)
-        buffers = Buffers(plan, subject.machine, self._shared)
+        buffers, source = Buffers(plan, subject.machine, self._shared), self._source
         return Parts(
             plan=plan,
             chain=subject.chain,
             machine=subject.machine,
             buffers=buffers,
             store=self.store,
-            source=self._source,
+            source=source,
             updater=subject.updater,
             own_updater=subject.own_updater,
             forms=subject.forms,
@@ -113,6 +114,7 @@ class Run:
             rows=self.rows,
             experts=subject.expert_loads(plan, buffers),
             cut=cut_blocks(subject.chain, plan.parts),
+            head=ComingHead(plan, subject.chain, subject.machine, buffers, source) if plan.head_slot_bytes else None,
         )
 
     @property

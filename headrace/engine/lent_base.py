@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.files import Bytes, ExtentReader, Ticket
+from headrace.files.extents import part_of
 from headrace.model import Chain, WeightMap
 from headrace.model.in_place import StoredUnit, paths_of, stored_units
 from headrace.terms.errors import RunDirectoryError
@@ -69,6 +70,11 @@ class LentReader:
     def read(self, unit: int, into: Bytes) -> Ticket:
         """See `LentFiles`."""
         return self.reader.read(self._units[unit].extents, into)
+
+    def read_span(self, unit: int, start: int, into: Bytes) -> Ticket:
+        """See `LentFiles`."""
+        parts = (part_of(extent, start, start + into.size) for extent in self._units[unit].extents)
+        return self.reader.read([part for part in parts if part is not None], into)
 
     def close(self) -> None:
         """See `LentFiles`."""

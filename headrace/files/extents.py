@@ -30,6 +30,14 @@ class Extent:
     at: int
 
 
+def part_of(extent: Extent, start: int, stop: int) -> Extent | None:
+    """Return what of an extent goes to bytes `start` to `stop` of its buffer, for one that has these alone; None for nothing."""
+    first, last = max(start, extent.at), min(stop, extent.at + extent.num_bytes)
+    if first >= last:
+        return None
+    return Extent(extent.path, extent.offset + first - extent.at, last - first, first - start)
+
+
 class Reader(Protocol):
     """What reads extents of a model's files: where they lie, or from a copy."""
 

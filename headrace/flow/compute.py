@@ -88,7 +88,10 @@ def epilogue(state: StepState, op: Op) -> None:
     seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     of_embedding = (catching if plan.tied else bound)(state, op, 0)
     with head_there(state, op), torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
-        for span in spans_of(state, op.micro, hidden):  # elsewhere is no loss and no gradient, because nothing is trained
+        if parts.head is not None:
+            _losses_by_ranges(state, op.micro, hidden, gradient)
+        # Elsewhere is no loss and no gradient, because nothing is trained.
+        for span in spans_of(state, op.micro, hidden) if parts.head is None else ():
             part = hidden[:, span].detach().requires_grad_()
             chunk = batch.input_ids[:, span], part, targets[:, span]
             if whole is not None:
@@ -103,6 +106,16 @@ def epilogue(state: StepState, op: Op) -> None:
         if state.asides and op.micro == len(state.batch.micro_batches) - 1:
             _aside_gradients(state)
     state.hidden_gradients[op.micro] = gradient
+
+
+def _losses_by_ranges(state: StepState, micro: int, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
+    """As `epilogue` does chunk by chunk; all chunks pass a range of the head before the next one comes."""
+    batch, targets, spans = state.batch.micro_batches[micro], state.batch.targets[micro], list(spans_of(state, micro, hidden))
+    chunks = [(batch.input_ids[:, span], hidden[:, span], targets[:, span]) for span in spans]
+    for span, (loss, found) in zip(spans, state.parts.chain.losses_by_ranges(chunks, state.loss_multiplier), strict=True):
+        gradient[:, span] = found
+        total = loss.double()
+        state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
 
 
 def log_probs(state: StepState, op: Op) -> None:
@@ -206,6 +219,10 @@ def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> I
     """Have a unit's parameters be views of the slot that compute reads. Their gradients go where they are caught."""
     if unit >= len(state.plan.units):
         yield
+        return
+    if (head := state.parts.head) is not None and unit == head.unit:
+        with head.bound():
+            yield
         return
     chain, form, flat = state.parts.chain, state.parts.forms[unit], _weights(state, op, unit)
     sink = found.sink if found else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from headrace.flow.buffers import Buffers
+from headrace.flow.coming_head import ComingHead
 from headrace.flow.expert_loads import ExpertLoads
 from headrace.flow.gradient_sums import SequentialSums, sums_of
 from headrace.flow.places import Place
@@ -58,6 +59,7 @@ class Parts:
     rows: TableRows | None = None  # of tables that are updated row by row
     experts: ExpertLoads | TrainedExperts | None = None  # brings experts that are parts
     cut: CutBlocks | None = None  # blocks whose weights come in parts
+    head: ComingHead | None = None  # one that comes range by range
 
     @property
     def far_site(self) -> Site:

@@ -13,7 +13,7 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 @contextmanager
 def head_there(state: StepState, op: Op, *, stays: bool = False) -> Iterator[None]:
     """While entered, compute has the head. It `stays` where another operation on it follows the last micro-batch's."""
-    if state.plan.visiting_head is None:
+    if state.plan.visiting_head is None or state.parts.head is not None:  # ranges come by themselves
         yield
         return
     residents, unit = state.parts.buffers.residents, state.plan.ends[-1]

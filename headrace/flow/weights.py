@@ -32,7 +32,7 @@ class WeightBuffers:
 
     `host_weights[slot]` and `trained[unit]` (followed by its basis) are uint8 arrays; `sources[slot]`, from which weights are
     made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them; `head_on_host` is a
-    head that visits the device, None where none does. Buffers for single
+    head that visits the device, `head_slot` is for some of its rows (None: there is none). Buffers for single
     experts hold one each, `in_round` of them for a slot (`flow/expert_loads.py`). Where ranks of one machine have one copy,
     `shared` gives its memory.
     """
@@ -57,6 +57,7 @@ class WeightBuffers:
         self._device_weights = [tensor.view(self.dtype) for tensor in self.take_compute("device_weights")]
         self.sources = self.take_compute("sources")
         self.head_on_host = next(iter(self.take_host("visiting_head")), None)
+        self.head_slot = next(iter(self.take_compute("head_slot")), None)
         self.experts, self.cached_experts = self.take_host("experts"), self.take_host("cached_experts")
         self.device_experts = [tensor.view(self.dtype) for tensor in self.take_compute("device_experts")]
         self.expert_sources = self.take_compute("expert_sources")
@@ -110,6 +111,9 @@ class WeightSource(Protocol):
     def read(self, unit: int, into: Bytes) -> None:
         """Fill `into` with a unit's bytes as they are stored."""
 
+    def read_span(self, unit: int, start: int, into: Bytes) -> None:
+        """Fill `into` with a part of a frozen unit's bytes, from byte `start` on; both in whole pages."""
+
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
         """Fill `memory` with the trained families that lie beside frozen weights: it has room for each unit's."""
 
@@ -130,6 +134,10 @@ class StoreSource:
             self._site.pull(unit, into)
         else:
             self.store.read(unit, WEIGHTS, into).wait()
+
+    def read_span(self, unit: int, start: int, into: Bytes) -> None:
+        """See `WeightSource.read_span`."""
+        self.store.read_span(unit, WEIGHTS, start, into).wait()
 
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
         """See `WeightSource.read_trained`."""

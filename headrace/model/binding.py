@@ -18,8 +18,11 @@ GradientSink = Callable[[ParameterSpec, torch.Tensor], None]
 # Takes the gradient of some rows of a parameter, from the element that is the last argument on.
 RowSink = Callable[[ParameterSpec, torch.Tensor, int], None]
 
-# The attribute of a bound parameter that takes gradients of its rows.
-_ROWS = "headrace_rows"
+# Brings the rows from the first to the second number; valid until others are asked for.
+BringRows = Callable[[int, int], torch.Tensor]
+
+# The attributes of a bound parameter that take gradients of its rows, and that bring its rows.
+_ROWS, _COMING = "headrace_rows", "headrace_coming"
 
 
 class Binding:
@@ -71,6 +74,12 @@ class Binding:
             self._place(spec.name, parameter)
         self._bound.add(unit)
 
+    def bring_by_rows(self, name: str, bring: BringRows) -> None:
+        """Have some rows of a frozen parameter come at a time, until its unit, which is bound to the rest, is released."""
+        parameter = nn.Parameter(self._meta[name].detach(), requires_grad=False)
+        setattr(parameter, _COMING, bring)
+        self._place(name, parameter)
+
     def release(self, unit: int) -> None:
         """Put the parameters of `unit` back on the meta device. Releasing an unbound unit does nothing."""
         for spec in self._layouts[unit].parameters:
@@ -111,6 +120,17 @@ def hand_over_rows(parameter: nn.Parameter, start: int, gradient: torch.Tensor) 
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     parameter.grad[start : start + len(gradient)] += gradient
+
+
+def come_by_rows(parameter: nn.Parameter) -> bool:
+    """Return whether only some rows of a parameter are there at a time."""
+    return hasattr(parameter, _COMING)
+
+
+def rows_there(parameter: nn.Parameter, start: int, stop: int) -> torch.Tensor:
+    """Return rows `start` to `stop` of a parameter: where they are, or once they have come."""
+    bring: BringRows | None = getattr(parameter, _COMING, None)
+    return parameter.detach()[start:stop] if bring is None else bring(start, stop)
 
 
 def parameter_owners(model: nn.Module) -> Mapping[str, Sequence[tuple[nn.Module, str]]]:

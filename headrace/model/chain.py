@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headrace.model.beside import Beside
-from headrace.model.binding import Binding, GradientSink, RowSink, is_tied
+from headrace.model.binding import Binding, BringRows, GradientSink, RowSink, is_tied
 from headrace.model.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.checkpoint import Checkpoint
 from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
@@ -26,7 +26,7 @@ from headrace.model.parted_experts import PartedExperts
 from headrace.model.probe import Traits, probe
 from headrace.model.products import WideProducts
 from headrace.model.random_numbers import draws_random_numbers
-from headrace.model.runner import Runner, run_block
+from headrace.model.runner import LossChunk, Runner, run_block
 from headrace.model.skeleton import build_skeleton
 from headrace.model.taps import BlockCall
 from headrace.model.text_part import note_on
@@ -319,6 +319,15 @@ class Chain:
         """
         self._binding.require(*self._resident)
         return self.runner.loss_sum(input_ids, hidden, targets)
+
+    def losses_by_ranges(self, chunks: Sequence[LossChunk], multiplier: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return for each chunk of positions its loss, and the gradient of its hidden states. See `Runner.losses_by_ranges`."""
+        self._binding.require(*self._resident)
+        return self.runner.losses_by_ranges(chunks, multiplier)
+
+    def bring_by_rows(self, name: str, bring: BringRows) -> None:
+        """Have some rows of a frozen parameter come at a time. See `Binding.bring_by_rows`."""
+        self._binding.bring_by_rows(name, bring)
 
     def logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (b, C, vocabulary) of a chunk of positions, float32. Needs prologue and epilogue units.

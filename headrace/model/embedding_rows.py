@@ -18,6 +18,7 @@ from headrace.model.stored_experts import without
 from headrace.model.stored_rows import ROW_DTYPES, StoredRows
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.layout import UnitLayout
+from headrace.terms.sizes import PAGE_BYTES, round_up
 
 _Rows = TypeVar("_Rows", bound=StoredRows)
 
@@ -38,6 +39,18 @@ def has_rows(chain: Chain, weights: WeightMap | None) -> bool:
 def has_own_head(chain: Chain) -> bool:
     """Return whether the matrix of the head is in the last unit, and not the embedding's."""
     return chain.has_epilogue_unit and not chain.tied
+
+
+def head_range_bytes(chain: Chain) -> int:
+    """Return the bytes of a slot for a range of the head's rows, in whole pages; 0 where these cannot come one after the other.
+
+    A loss of the routers asks the head for its dtype and place, so it stays there.
+    """
+    head = chain.model.get_output_embeddings()
+    if not (has_own_head(chain) and chain.head_rows) or chain.runner.collects_asides or head is None:
+        return 0
+    row_bytes = head.weight[0].numel() * chain.dtype.itemsize
+    return round_up(min(chain.head_rows, len(head.weight)) * row_bytes, PAGE_BYTES) + 2 * PAGE_BYTES
 
 
 def rows_of(chain: Chain, weights: WeightMap | None) -> EmbeddingRows | None:

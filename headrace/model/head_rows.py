@@ -6,14 +6,14 @@ are computed again, to the same bits. The model's own code runs, with the head r
 of a range follow from the model alone, never from a budget, because they decide how sums are taken.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from headrace.model.binding import hand_over_rows
+from headrace.model.binding import hand_over_rows, rows_there
 from headrace.model.taps import Reached
 
 # A range has at most so many elements: its gradient takes 16 MiB in bfloat16, and 32 in float32.
@@ -106,9 +106,9 @@ class _Head:
 
     def _part(self, start: int, *, learns: bool) -> dict[str, nn.Parameter]:
         """Return the parameters of a range as leaves of their own; if it `learns`, those with gradients require one."""
-        rows = slice(start, start + self._rows)
+        stop = min(start + self._rows, self.starts.stop)
         return {
-            name: nn.Parameter(each.detach()[rows], requires_grad=learns and each.requires_grad)
+            name: nn.Parameter(rows_there(each, start, stop), requires_grad=learns and each.requires_grad)
             for name, each in self._own.items()
         }
 
@@ -150,20 +150,13 @@ class _LabelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, targets: Tensor, head: _Head) -> Tensor:
         """Return log-probabilities like `targets`."""
-        total = chosen = None
+        sums = _Sums(targets)
         for start in head.starts:
-            logits = head.forward(inputs, start).float()
-            # Sums of a range are float32, those over ranges float64: merging them adds no error that counts.
-            part = torch.logsumexp(logits, dim=-1).double()
-            total = part if total is None else torch.logaddexp(total, part)
-            inside, places = _places(targets, start, logits)
-            found = logits.gather(-1, places).squeeze(-1)
-            chosen = found if chosen is None else torch.where(inside, found, chosen)
-        assert total is not None, "a head has rows"
-        assert chosen is not None, "a head has rows"
+            sums.add(head.forward(inputs, start), start)
+        found, total = sums.done()
         ctx.save_for_backward(inputs, targets, total)
         ctx.head = head
-        return (chosen.double() - total).float()
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -171,15 +164,99 @@ class _LabelLogProbs(torch.autograd.Function):
         (gradient,), (inputs, targets, total), head = gradients, ctx.saved_tensors, ctx.head
         summed: Tensor | None = None
         for start in reversed(head.starts):
-            logits, leaf, part = head.again(inputs, start)
-            back = _logit_gradient(logits.detach(), gradient, total, _places(targets, start, logits)).to(logits.dtype)
-            of_inputs, *of_part = torch.autograd.grad(logits, (leaf, *part.values()), back)
-            del logits, leaf, back
-            for name, found in zip(part, of_part, strict=True):
-                head.hand_over(start, name, found)
+            of_inputs = _backward(head, inputs, start, gradient, total, targets)
             summed = of_inputs.float() if summed is None else summed.add_(of_inputs)
         assert summed is not None, "a head has rows"
         return summed.to(inputs.dtype), None, None
+
+
+class _Sums:
+    """What the ranges of a head give of a chunk's `targets`, one range after the other, from the first on."""
+
+    def __init__(self, targets: Tensor) -> None:
+        self._targets = targets
+        self._total: Tensor | None = None
+        self._chosen: Tensor | None = None
+
+    def add(self, logits: Tensor, start: int) -> None:
+        """Take the logits (b, C, rows) of the range from row `start` on."""
+        logits = logits.float()
+        # Sums of a range are float32, those over ranges float64: merging them adds no error that counts.
+        part = torch.logsumexp(logits, dim=-1).double()
+        self._total = part if self._total is None else torch.logaddexp(self._total, part)
+        inside, places = _places(self._targets, start, logits)
+        found = logits.gather(-1, places).squeeze(-1)
+        self._chosen = found if self._chosen is None else torch.where(inside, found, self._chosen)
+
+    def done(self) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities, float32, and the logarithms of all sums, float64."""
+        assert self._total is not None, "a head has rows"
+        assert self._chosen is not None, "a head has rows"
+        return (self._chosen.double() - self._total).float(), self._total
+
+
+def _backward(head: _Head, inputs: Tensor, start: int, gradient: Tensor, total: Tensor, targets: Tensor) -> Tensor:
+    """Return what a range gives of the gradient of the inputs; hand over that of its rows."""
+    logits, leaf, part = head.again(inputs, start)
+    back = _logit_gradient(logits.detach(), gradient, total, _places(targets, start, logits)).to(logits.dtype)
+    of_inputs, *of_part = torch.autograd.grad(logits, (leaf, *part.values()), back)
+    del logits, leaf, back
+    for name, found in zip(part, of_part, strict=True):
+        head.hand_over(start, name, found)
+    return of_inputs
+
+
+class ChunkOfHead(NamedTuple):
+    """A chunk of positions: what runs the head on it, its final hidden states (b, C, hidden), its targets (b, C)."""
+
+    run: RunHead
+    hidden: Tensor
+    targets: Tensor
+
+
+def gradients_by_ranges(
+    module: nn.Module, rows: int, chunks: Sequence[ChunkOfHead], gradient_of: Callable[[int, Tensor], Tensor]
+) -> list[Tensor]:
+    """Return the gradients of the hidden states of `chunks`: as `label_log_probs` gives them, chunk by chunk, bit for bit.
+
+    All chunks pass a range before the next, so that ranges may come one after the other. Each comes twice, but for the last.
+    `gradient_of` makes the gradient of a chunk's log-probabilities from these. Nothing of the ranges is kept in between.
+    """
+    heads = [_Head(module, rows, chunk.run, chunk.hidden.detach()) for chunk in chunks]
+    with torch.no_grad():
+        inputs = [head.inputs(chunk.hidden) for head, chunk in zip(heads, chunks, strict=True)]
+        sums = [_Sums(chunk.targets) for chunk in chunks]
+        for start in heads[0].starts if heads else ():
+            for head, each, taken in zip(heads, inputs, sums, strict=True):
+                taken.add(head.forward(each, start), start)
+    found = [each.done() for each in sums]
+    gradients = [gradient_of(number, log_probs) for number, (log_probs, _) in enumerate(found)]
+    summed: list[Tensor | None] = [None] * len(chunks)
+    for start in reversed(heads[0].starts) if heads else ():
+        for number, head in enumerate(heads):
+            of = _backward(head, inputs[number], start, gradients[number], found[number][1], chunks[number].targets)
+            before = summed[number]
+            summed[number] = of.float() if before is None else before.add_(of)
+    return [_through_norm(*each) for each in zip(heads, chunks, summed, strict=True)]
+
+
+def _through_norm(head: _Head, chunk: ChunkOfHead, summed: Tensor | None) -> Tensor:
+    """Return the gradient of hidden states from that of the head's inputs, `summed` over ranges."""
+    assert summed is not None, "a head has rows"
+    hidden = chunk.hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        inputs = head.inputs(hidden)
+        inputs.backward(summed.to(inputs.dtype))  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None, "its inputs follow from hidden states"
+    return hidden.grad
+
+
+def logits_by_ranges(module: nn.Module, rows: int, run: RunHead, hidden: Tensor) -> Tensor:
+    """Return the logits (b, C, vocabulary), float32, without gradients; ranges come one after the other."""
+    head = _Head(module, rows, run, hidden.detach())
+    with torch.no_grad():
+        inputs = head.inputs(hidden)
+        return torch.cat([head.forward(inputs, start).float() for start in head.starts], dim=-1)
 
 
 def _places(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:

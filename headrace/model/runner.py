@@ -15,8 +15,9 @@ from torch import nn
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from headrace.model.binding import come_by_rows
 from headrace.model.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult
-from headrace.model.head_rows import label_log_probs
+from headrace.model.head_rows import ChunkOfHead, gradients_by_ranges, label_log_probs, logits_by_ranges
 from headrace.model.sample_groups import SampleGroup, groups_of
 from headrace.model.stored_rows import StoredRows
 from headrace.model.taps import BlockCall, Taps
@@ -24,6 +25,8 @@ from headrace.terms.errors import ModelError
 
 # A way to run a block: takes the block, its hidden states and its other arguments, and returns what the block returns.
 RunBlock = Callable[[nn.Module, torch.Tensor, tuple[Any, ...], dict[str, Any]], Any]
+# Input ids, final hidden states and targets of a chunk of positions.
+LossChunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def run_block(block: nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,10 +191,29 @@ class Runner:
         scaling are the model's own; logits exist for the chunk only, or with `head_rows` for some rows of the head.
         """
         if self.head_rows:
-            found = self.label_log_probs(input_ids, hidden, targets)
-            return -torch.where(targets != IGNORED, found, 0.0).sum()
+            return _loss_of(self.label_log_probs(input_ids, hidden, targets), targets)
         logits = self.logits(input_ids, hidden)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def losses_by_ranges(self, chunks: Sequence[LossChunk], multiplier: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return for each chunk of positions (arguments as in `loss_sum`) its loss, and the gradient of its hidden states of
+        `multiplier` times that: both as `loss_sum` gives them. Ranges of the head come one after the other, for all chunks.
+        """
+        losses: list[torch.Tensor] = []
+
+        def gradient_of(number: int, log_probs: torch.Tensor) -> torch.Tensor:
+            leaf = log_probs.detach().requires_grad_()
+            with torch.enable_grad():
+                loss = _loss_of(leaf, chunks[number][2])
+                (loss * multiplier).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            assert leaf.grad is not None
+            return leaf.grad
+
+        head = self.model.get_output_embeddings()
+        parts = [ChunkOfHead(partial(self._after_blocks, ids), hidden, targets) for ids, hidden, targets in chunks]
+        gradients = gradients_by_ranges(head, self.head_rows, parts, gradient_of)
+        return list(zip(losses, gradients, strict=True))
 
     def label_log_probs(self, input_ids: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the log-probability (b, C) of each target, float32; arguments as in `loss_sum`. What it is of positions
@@ -205,6 +227,9 @@ class Runner:
 
     def logits(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits (b, C, vocabulary) of a chunk of positions, float32; arguments as in `loss_sum`."""
+        head = self.model.get_output_embeddings()
+        if head is not None and come_by_rows(head.weight):
+            return logits_by_ranges(head, self.head_rows, partial(self._after_blocks, input_ids), hidden)
         logits = self._after_blocks(input_ids, hidden)
         assert logits is not None, "no tap is reached"
         return logits.float()
@@ -289,6 +314,11 @@ class Runner:
 def parameter_names(block: nn.Module) -> frozenset[str]:
     """Return the names of a block's parameters within it; they distinguish kinds of blocks."""
     return frozenset(name for name, _ in block.named_parameters())
+
+
+def _loss_of(log_probs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the sum of token cross-entropies."""
+    return -torch.where(targets != IGNORED, log_probs, 0.0).sum()
 
 
 def _without_gradient(value: Any, block: nn.Module) -> Any:

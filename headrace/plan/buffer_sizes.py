@@ -29,6 +29,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     groups = weight_groups(plan) | {"states": states}
     if plan.visiting_head == "host":
         groups["visiting_head"] = BufferGroup("host", "weights", 1, plan.visiting_bytes)
+    if plan.head_slot_bytes is not None:
+        groups["head_slot"] = BufferGroup(compute_tier, "weights", 1, plan.head_slot_bytes)
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
         groups |= expert_sums(plan)

@@ -294,7 +294,8 @@ def _library_bytes(plan: Plan, device: dict[str, int], overhead_bytes: int) -> i
 
 def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
     has_loss = plan.stage is None or plan.stage.is_last
-    epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens) + plan.visiting_bytes if has_loss else 0
+    head = plan.visiting_bytes if plan.head_slot_bytes is None else _ranged_bytes(plan)
+    epilogue = epilogue_workspace_bytes(costs, plan.batch.loss_chunk_tokens) + head if has_loss else 0
     others = min(plan.experts.together, plan.batch.num_micro_batches) - 1 if plan.experts else 0  # that wait at the experts
     blocks = max(
         max(block.forward_workspace_bytes + others * forward, block.backward_workspace_bytes + others * backward)
@@ -304,6 +305,14 @@ def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
     of_rows = plan.embedding is not None and not plan.separate_device  # which are read on the host
     rows = plan.embedding.held_bytes(plan.micro_batch_tokens) if of_rows and plan.embedding else 0
     return max(epilogue, blocks, costs.prologue_workspace_bytes + rows, costs.prologue_backward_workspace_bytes)
+
+
+def _ranged_bytes(plan: Plan) -> int:
+    """Return what waits while ranges of the head come one after the other for all chunks of a micro-batch: the head's inputs
+    and their gradients (float32 until all ranges have come), and of each token some sums.
+    """
+    width = plan.batch.hidden_size_bytes // plan.planes.weight.bytes_per_element
+    return 2 * plan.hidden_bytes + plan.micro_batch_tokens * (4 * width + _LOSS_TOKEN_BYTES)
 
 
 def _waiting_bytes(plan: Plan, block: BlockCosts) -> tuple[int, int]:

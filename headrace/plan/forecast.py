@@ -101,7 +101,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
 
 
 def _read_head_bytes(plan: Plan) -> int:
-    return plan.visiting_bytes if plan.visiting_head == "ssd" else 0
+    return plan.brought_head_bytes if plan.visiting_head == "ssd" else 0
 
 
 class StepSeconds:
@@ -276,7 +276,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     chunks = -(-tokens // plan.batch.loss_chunk_tokens)
     head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
     way = ceilings.host_to_device_bytes_per_second if plan.visiting_head == "host" else ceilings.ssd_read_bytes_per_second
-    visit = plan.visiting_bytes / way / plan.batch.num_micro_batches  # once a step
+    visit = plan.brought_head_bytes / way / plan.batch.num_micro_batches
     slower = 1 / ceilings.attention_share - 1
     attention = [slower * flops for flops in plan.results.attention_flops] or [0.0] * plan.num_blocks
     # Forward and backward together count a block's forward four times, and the head's three times.

@@ -146,6 +146,8 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
         yield "rows of the embedding are read one by one in the plan, and cannot be here"
     if plan.visiting_head not in (None, problem.head_home if problem.head_may_visit else None):
         yield "the head has its memory for the loss only in the plan, and cannot here"
+    if plan.head_slot_bytes not in (None, problem.head_range_bytes if problem.head_may_come_by_ranges else None):
+        yield "the head comes range by range in the plan, and cannot here"
     if plan.parts is not None and plan.parts != problem.cuts():
         yield "blocks come in parts in the plan, and cannot here"
     if plan.hosted and not problem.may_wait:

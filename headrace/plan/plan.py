@@ -66,6 +66,8 @@ class Plan(Placement):
     embedding: EmbeddingRows | None = None  # how its rows are read; None where the whole is in its slot
     # Where the head's weights lie that compute has for the loss only, "host" or "ssd"; None where they stay.
     visiting_head: str | None = None
+    # Bytes for a range of its rows, where these come one after the other (`batch.head_rows` each); None where it comes whole.
+    head_slot_bytes: int | None = None
     parts: BlockParts | None = None  # how frozen weights of blocks come in parts; None where they come whole
     stage: StageChoices | None = None  # which stage of a run this is for, and how a step goes through it
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
@@ -221,6 +223,12 @@ class Plan(Placement):
         return self.stored_bytes(self.ends[-1]) if self.visiting_head else 0
 
     @property
+    def brought_head_bytes(self) -> int:
+        """Bytes of the head that come in a step: whole once, or range by range, forward and back, for each micro-batch."""
+        times = 1 if self.head_slot_bytes is None else 2 * self.batch.num_micro_batches
+        return times * self.visiting_bytes
+
+    @property
     def coming_slots(self) -> int:
         """Slots on the device for hidden states that come from host memory: those of a group at its experts come together."""
         return (self.hosted.coming if self.hosted else 0) + (self.experts.together - 1 if self.experts else 0)
@@ -336,7 +344,7 @@ class Plan(Placement):
         """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of what comes with blocks, or stays."""
         values, left_out = (
             {"format": PLAN_FORMAT, **Placement.to_json(self)},
-            ("experts", "hosted", "embedding", "visiting_head", "parts", "stage"),
+            ("experts", "hosted", "embedding", "visiting_head", "head_slot_bytes", "parts", "stage"),
         )
         return {name: value for name, value in values.items() if name not in left_out or value is not None}
 

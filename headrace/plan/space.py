@@ -48,7 +48,8 @@ class Problem:
     `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
     memory between blocks; where they are `hosted`, they do. Rows of the `embedding` can be read in the model's files;
     None: they cannot. In plans `by_rows` they are. A model with an `own_head` has its matrix in the last unit; where that
-    `visits`, compute has it for the loss only. See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
+    `visits`, compute has it for the loss only; `ranged`, a range of its rows at a time, for which a slot has
+    `head_range_bytes` (0: it cannot come so). See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
     model these are. `cuts` says how blocks can come in parts (None: they cannot); with `parts` they do.
     """
 
@@ -68,6 +69,8 @@ class Problem:
     by_rows: bool = False
     own_head: bool = False
     visits: bool = False
+    head_range_bytes: int = 0
+    ranged: bool = False
     remakes: bool = False
     place: StagePlace | None = None
     cuts: Callable[[], BlockParts | None] = no_parts
@@ -117,6 +120,11 @@ class Problem:
         unit = self.units[-1]
         stays = unit.home == DEVICE and not unit.is_trained and not unit.is_made
         return self.own_head and self.place is None and stays
+
+    @property
+    def head_may_come_by_ranges(self) -> bool:
+        """Whether a head that visits may come range by range: a step passes it once, and it has no gradient."""
+        return self.head_may_visit and self.head_range_bytes > 0 and self.workload.head_passes == 1
 
     @property
     def head_home(self) -> str:
@@ -262,6 +270,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.hosted else None,
         embedding=problem.embedding if problem.by_rows else None,
         visiting_head=problem.head_home if problem.visits else None,
+        head_slot_bytes=problem.head_range_bytes if problem.visits and problem.ranged else None,
         parts=problem.parts,
         stage=problem.place.choices(num_micro) if problem.place else None,
     )

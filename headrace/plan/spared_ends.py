@@ -27,16 +27,8 @@ def no_more_than_needed(problem: Problem, search: Callable[[Problem], Plan]) -> 
         PlanInfeasible: as `search`.
     """
     notes = list[str]()
-    try:
-        plan = search(problem)
-    except PlanInfeasible as refusal:
-        if not (problem.by_rows and problem.visits):
-            raise
-        try:
-            plan = search(replace(problem, visits=False))  # a head that visits takes memory, too, where it waits
-        except PlanInfeasible:
-            raise refusal from None
-    if plan.visiting_head is not None:
+    plan = _first_that_fits(problem, search)
+    if plan.visiting_head is not None and plan.head_slot_bytes is None:
         costs = problem.costs_of(plan.batch.micro_batch_sequences)
         staying = with_footprint(replace(plan, visiting_head=None), costs, problem.allowance)
         plan = staying if staying.fits else plan
@@ -44,5 +36,26 @@ def no_more_than_needed(problem: Problem, search: Callable[[Problem], Plan]) -> 
         notes.append(note_on_rows(plan.embedding.whole_bytes))
     if plan.visiting_head is not None:
         where = "host memory" if plan.visiting_head == "host" else "the drives"
-        notes.append(f"the head comes from {where} for each step's loss, and leaves: {format_bytes(plan.visiting_bytes)}")
+        how = "for each step's loss, and leaves" if plan.head_slot_bytes is None else "range by range, twice for each loss"
+        notes.append(f"the head comes from {where} {how}: {format_bytes(plan.visiting_bytes)}")
     return plan.with_notes(notes)
+
+
+def _first_that_fits(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
+    """Return the plan of the first way to spare the ends that fits. If none does, raise what asks for least where the first was
+    short.
+    """
+    # A head that visits takes memory, too, where it waits. One that comes by ranges takes less, and comes more often.
+    ways = [problem]
+    if problem.by_rows and problem.visits:
+        ways.append(replace(problem, visits=False))
+    if problem.visits and problem.head_may_come_by_ranges:
+        ways.append(replace(problem, ranged=True))
+    refusals: list[PlanInfeasible] = []
+    for way in ways:
+        try:
+            return search(way)
+        except PlanInfeasible as refusal:
+            refusals.append(refusal)
+    alike = [each for each in refusals if each.tier == refusals[0].tier]
+    raise min(alike, key=lambda each: each.needed_bytes)

@@ -19,6 +19,9 @@ class LentFiles(Protocol):
     def read(self, unit: int, into: Bytes) -> Ticket:
         """Start reading a unit's bytes, each to its place in `into`."""
 
+    def read_span(self, unit: int, start: int, into: Bytes) -> Ticket:
+        """Start reading a part of a unit's bytes, from byte `start` on; both in whole pages."""
+
     def close(self) -> None:
         """Close the files, when nothing is under way. A second call does nothing."""
 
@@ -31,6 +34,10 @@ class NothingLent:
     def read(self, unit: int, into: Bytes) -> Ticket:
         """See `LentFiles.read`."""
         raise StorageError(f"unit {unit}: its weights lie in the model's files, which this store was not given")
+
+    def read_span(self, unit: int, start: int, into: Bytes) -> Ticket:
+        """See `LentFiles.read_span`."""
+        return self.read(unit, into)
 
     def close(self) -> None:
         """See `LentFiles.close`."""

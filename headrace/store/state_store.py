@@ -174,6 +174,13 @@ class StateStore(Closing):
         place.check_size(into, sum(place.chunk_bytes(chunk) for chunk in chunks))
         return self._parts.volume.read(place.offset(0, chunks[0]), into)
 
+    def read_span(self, unit: int, family: str, start: int, into: Bytes) -> Ticket:
+        """Start reading a part of a family that is written only once, from its byte `start` on; both in whole pages."""
+        if self._parts.places.is_lent(unit, family):
+            return self._lent.read_span(unit, start, into)
+        place = self._place(unit, family)
+        return self._parts.volume.read(place.offset(self._slots[place].committed.slot, 0) + start, into)
+
     def write(self, unit: int, family: str, chunk: int, data: Bytes, known_checksum: int | None = None) -> Ticket:
         """Start writing one chunk of a family to the slot that is not committed.
 

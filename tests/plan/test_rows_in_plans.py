@@ -150,6 +150,34 @@ def test_a_frozen_head_comes_for_the_loss_only_where_the_device_is_short() -> No
         adopted(tight, replace(ends, allowance=room))
 
 
+def test_a_frozen_head_comes_by_ranges_where_the_whole_has_no_room_beside_the_loss() -> None:
+    """Here the loss takes more of the device than a block does, so that a head that visits spares nothing."""
+
+    def costs_with_a_large_loss(rows: int) -> ModelCosts:
+        costs = costs_of(rows)
+        larger = tuple((tokens, num_bytes + 64 * MIB) for tokens, num_bytes in costs.epilogue_workspace_bytes)
+        return replace(costs, epilogue_workspace_bytes=larger)
+
+    ends, slot = replace(frozen(900, 1), costs_of=costs_with_a_large_loss), 128 * 1024
+    made = replace(ends, forms=(*ends.forms[:-1], replace(ends.forms[-1], trained=None)), own_head=True)
+    ranged = replace(made, head_range_bytes=slot)
+    least, whole = least_device_bytes(ranged), least_device_bytes(made)
+    assert 0 < whole - least <= 2 * made.forms[-1].layout.num_elements - slot
+    plans = {}
+    for device in (least, whole, 8 * whole):
+        asked = replace(ranged, allowance=replace(ranged.allowance, device_bytes=device))
+        plans[device] = make_plan(asked, machine(asked))
+        assert plans[device].fits
+        by_ranges = any("range by range" in note for note in plans[device].results.notes)
+        assert by_ranges == (plans[device].head_slot_bytes == slot)
+    tight = plans[least]
+    assert (tight.head_slot_bytes, plans[whole].head_slot_bytes) == (slot, None)
+    assert Plan.from_json(json.loads(json.dumps(tight.to_json()))) == tight
+    assert tight.brought_head_bytes == 2 * tight.batch.num_micro_batches * tight.visiting_bytes
+    twice = replace(ranged, workload=replace(ranged.workload, head_passes=2))
+    assert least_device_bytes(twice) >= whole, "a loss of the whole step passes the head twice"
+
+
 def test_compute_waits_for_a_head_once_a_step() -> None:
     made = frozen(900, 1000 * MIB)
     made = replace(made, forms=(*made.forms[:-1], replace(made.forms[-1], trained=None)))

@@ -1,0 +1,116 @@
+"""A frozen head whose ranges come one after the other gives the bits of one that stays, wherever things live."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from test_embedding_by_rows import CASES, opened, rows
+from test_visiting_head import home
+from tiers import sampled
+
+import headrace
+from headrace.engine.trainer import Engine
+from headrace.flow.coming_head import ComingHead
+from headrace.model import head_rows
+from headrace.plan.plan import Plan
+from headrace.terms.errors import ConfigError
+
+STEPS = 2
+RANGE_ROWS, RANGES, WIDTH = 128, 3, 64
+# A range of rows, and a page at each end.
+SLOT = RANGE_ROWS * WIDTH * 2 + 8192
+READ = ComingHead._read
+
+
+@pytest.fixture(autouse=True)
+def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have three ranges of a tiny model's head, two chunks of the loss for a row, and nothing kept of most chunks."""
+    monkeypatch.setattr(head_rows, "_RANGE_ELEMENTS", RANGE_ROWS * WIDTH)
+    monkeypatch.setattr(head_rows, "_KEPT_BYTES", 2 * RANGE_ROWS * 16 * 2)
+
+
+@pytest.fixture
+def came(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Get the elements of all that comes of heads."""
+    found: list[int] = []
+    monkeypatch.setattr(ComingHead, "_read", lambda self, *what: (found.append(what[1]), READ(self, *what))[1])
+    return found
+
+
+CHUNKS: dict[str, Any] = {"loss_chunk_tokens": 16}
+RANGED: dict[str, Any] = {"visiting_head": home, "head_slot_bytes": SLOT}
+
+
+@pytest.mark.parametrize("case", sampled(CASES, ("a device", "matrices of blocks")))
+@pytest.mark.parametrize("name", sampled(("llama", "gpt-neox", "phi", "gemma-untied", "deepseek"), ("llama",)))
+def test_it_trains_as_one_that_stays(
+    name: str, case: str, model_dir: Callable[..., Path], tmp_path: Path, came: list[int]
+) -> None:
+    def look(engine: Engine) -> None:
+        assert engine._steps is not None
+        parts = engine._steps.parts
+        assert parts.buffers.residents[parts.plan.ends[-1]].numel() == 0
+        assert engine.chain.head_rows == RANGE_ROWS
+        assert engine.chain.model.get_output_embeddings().weight.is_meta
+
+    path, options = model_dir(name, "bfloat16"), {"compute_dtype": "bfloat16", **CASES[case]}
+    expected = train(path, tmp_path / "stays", steps=STEPS, adjust=SPLIT | CHUNKS, **options)
+    assert not came
+    change = SPLIT | rows() | CHUNKS | RANGED
+    found = train(path, tmp_path / "comes", steps=STEPS, adjust=change, inspect=look, **options)
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
+    # Forward and back for each micro-batch. The range at which forward ends is there when backward, or the next one, begins.
+    ranges = [count for count in came if count == RANGE_ROWS * WIDTH]
+    micros = STEPS * ROWS // 2
+    assert len(ranges) == micros * 2 * (RANGES - 1) + 1
+
+
+@pytest.mark.parametrize("device", [None, "1GiB"])
+def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
+    device: str | None, model_dir: Callable[..., Path], tmp_path: Path, came: list[int]
+) -> None:
+    path, batches = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
+    more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "learning_rate": 1e-2}
+    found = []
+    for name in ("stays", "comes"):
+
+        def adjust(plan: Plan, name: str = name) -> Plan:
+            return replace(plan, visiting_head=home(plan), head_slot_bytes=SLOT) if name == "comes" else plan
+
+        options = headrace.Options(
+            output=tmp_path / name, adapter="lora:rank=4", host_memory="4GiB", device_memory=device, **more
+        )
+        with Engine.open(path, options, adjust_plan=adjust) as engine:
+            said = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
+        with Engine.resume(tmp_path / name) as engine:
+            assert engine.plan is not None
+            assert (engine.plan.head_slot_bytes is None) == (name == "stays")
+            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
+            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
+            engine.save_pretrained(tmp_path / f"{name}-final")
+        found.append(said)
+    assert found[0] == found[1]
+    assert came
+    one, other = ((tmp_path / f"{name}-final" / "adapter_model.safetensors").read_bytes() for name in ("stays", "comes"))
+    assert one == other
+
+
+def test_a_plan_in_which_it_comes_by_ranges_is_for_heads_that_have_them(
+    model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_dir("llama", "bfloat16")
+    plan = opened(path, tmp_path / "frozen", "1GiB", adapter="lora:rank=4")
+    ranged = replace(plan, visiting_head="host", head_slot_bytes=SLOT)
+    assert opened(path, tmp_path / "again", "1GiB", ranged, adapter="lora:rank=4").head_slot_bytes == SLOT
+    said, lora = "range by range in the plan, and cannot here", {"adapter": "lora:rank=4"}
+    with pytest.raises(ConfigError, match=said):
+        opened(path, tmp_path / "other", "1GiB", replace(ranged, head_slot_bytes=4096), **lora)
+    monkeypatch.setattr(head_rows, "_RANGE_ELEMENTS", 1 << 20)
+    with pytest.raises(ConfigError, match=said):
+        opened(path, tmp_path / "one range", "1GiB", replace(ranged, batch=replace(ranged.batch, head_rows=0)), **lora)
