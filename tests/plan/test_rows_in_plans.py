@@ -159,7 +159,9 @@ def test_a_frozen_head_comes_by_ranges_where_the_whole_has_no_room_beside_the_lo
         return replace(costs, epilogue_workspace_bytes=larger)
 
     ends, slot = replace(frozen(900, 1), costs_of=costs_with_a_large_loss), 128 * 1024
-    made = replace(ends, forms=(*ends.forms[:-1], replace(ends.forms[-1], trained=None)), own_head=True)
+    layout = ends.forms[-1].layout  # made larger than the hidden states that wait while ranges come
+    head = replace(ends.forms[-1], trained=None, layout=replace(layout, num_elements=8 * layout.num_elements))
+    made = replace(ends, forms=(*ends.forms[:-1], head), own_head=True)
     ranged = replace(made, head_range_bytes=slot)
     least, whole = least_device_bytes(ranged), least_device_bytes(made)
     assert 0 < whole - least <= 2 * made.forms[-1].layout.num_elements - slot
