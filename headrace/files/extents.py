@@ -31,7 +31,7 @@ class Extent:
 
 
 def part_of(extent: Extent, start: int, stop: int) -> Extent | None:
-    """Return what of an extent goes to bytes `start` to `stop` of its buffer, for one that has these alone; None for nothing."""
+    """Return what of an extent goes to bytes `start` to `stop` of its buffer, for one that has these alone. None: nothing."""
     first, last = max(start, extent.at), min(stop, extent.at + extent.num_bytes)
     if first >= last:
         return None

@@ -9,19 +9,18 @@ from contextlib import contextmanager
 import torch
 
 from headrace.flow.buffers import Buffers
-from headrace.flow.weights import WeightSource
+from headrace.flow.weights import StoreSource
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.stored_experts import without
 from headrace.plan.plan import Plan
-from headrace.terms.layout import ParameterSpec
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
 
 class ComingHead:
     """The head of `chain` under a plan with a slot for it."""
 
-    def __init__(self, plan: Plan, chain: Chain, machine: Machine, buffers: Buffers, source: WeightSource) -> None:
+    def __init__(self, plan: Plan, chain: Chain, machine: Machine, buffers: Buffers, source: StoreSource) -> None:
         self._chain, self._machine, self._buffers, self._source = chain, machine, buffers, source
         self.unit, self._unit_bytes = plan.ends[-1], plan.stored_bytes(plan.ends[-1])
         weight, layout = chain.model.get_output_embeddings().weight, chain.layouts[self.unit]
@@ -58,25 +57,20 @@ class ComingHead:
         machine, dtype = self._machine, self._buffers.dtype
         flat = torch.zeros(self._rest.num_elements, dtype=dtype, device=machine.device)
         for own, spec in zip(self._rest.parameters, self._others, strict=True):
-            slot = torch.empty(self._room(spec), dtype=torch.uint8, device=machine.device)
-            if not self._is_on_host:
-                slot = torch.from_numpy(machine.host_buffer(self._room(spec)))
+            room = round_up(spec.num_elements * dtype.itemsize, PAGE_BYTES) + 2 * PAGE_BYTES
+            if self._buffers.head_on_host is None:
+                slot = torch.from_numpy(machine.host_buffer(room))
+            else:
+                slot = torch.empty(room, dtype=torch.uint8, device=machine.device)
             flat[own.offset : own.offset + own.num_elements] = self._read(spec.offset, spec.num_elements, slot)
         return flat
-
-    def _room(self, spec: ParameterSpec) -> int:
-        return round_up(spec.num_elements * self._buffers.dtype.itemsize, PAGE_BYTES) + 2 * PAGE_BYTES
-
-    @property
-    def _is_on_host(self) -> bool:
-        return self._buffers.head_on_host is not None
 
     def _read(self, first: int, count: int, slot: torch.Tensor) -> torch.Tensor:
         """Return `count` elements of the unit from element `first` on, which come into `slot` (uint8)."""
         width = self._buffers.dtype.itemsize
         start, stop = first * width, (first + count) * width
-        if self._is_on_host:
-            self._machine.copy(slot[: stop - start], torch.from_numpy(self._buffers.head_on_host[start:stop]))
+        if (on_host := self._buffers.head_on_host) is not None:
+            self._machine.copy(slot[: stop - start], torch.from_numpy(on_host[start:stop]))
             return slot[: stop - start].view(self._buffers.dtype)
         page = start // PAGE_BYTES * PAGE_BYTES
         end = min(round_up(stop, PAGE_BYTES), round_up(self._unit_bytes, PAGE_BYTES))

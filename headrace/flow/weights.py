@@ -111,9 +111,6 @@ class WeightSource(Protocol):
     def read(self, unit: int, into: Bytes) -> None:
         """Fill `into` with a unit's bytes as they are stored."""
 
-    def read_span(self, unit: int, start: int, into: Bytes) -> None:
-        """Fill `into` with a part of a frozen unit's bytes, from byte `start` on; both in whole pages."""
-
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
         """Fill `memory` with the trained families that lie beside frozen weights: it has room for each unit's."""
 
@@ -136,7 +133,7 @@ class StoreSource:
             self.store.read(unit, WEIGHTS, into).wait()
 
     def read_span(self, unit: int, start: int, into: Bytes) -> None:
-        """See `WeightSource.read_span`."""
+        """Fill `into` with a part of a frozen unit's bytes, from byte `start` on; both in whole pages."""
         self.store.read_span(unit, WEIGHTS, start, into).wait()
 
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
