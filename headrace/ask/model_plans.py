@@ -26,7 +26,7 @@ from headrace.plan.forecast import Forecast, StepSeconds
 from headrace.plan.given import adopted
 from headrace.plan.plan import Plan
 from headrace.plan.ranks import ranks_on
-from headrace.plan.refusal import with_whole_blocks
+from headrace.plan.refusal import least_of, with_whole_blocks
 from headrace.plan.search import holds_states, make_plan, nominal_ceilings
 from headrace.plan.space import THRIFTS, Problem, filled, placements_of, plan_of
 from headrace.terms.block_parts import no_parts
@@ -126,7 +126,7 @@ class ModelPlans:
         try:
             plan = make_plan(self._problem(question), self._measured, self._seconds_of)
         except PlanInfeasible as least:
-            raise least if least.tier == refused.tier else refused from None
+            raise least_of(refused, least) from None
         return plan.with_notes((note_on_learned_rows(refused.tier, refused.needed_bytes),))
 
     def answered(self, question: Question, plan: Plan) -> Question:

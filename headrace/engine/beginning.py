@@ -33,7 +33,7 @@ from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.expert_plan import note_on_parts
 from headrace.plan.machine_profiles import load_profile
 from headrace.plan.plan import Plan
-from headrace.plan.refusal import with_whole_blocks
+from headrace.plan.refusal import least_of, with_whole_blocks
 from headrace.store import ShardStore, StateStore, make_run_directory
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import pieces_of
@@ -334,7 +334,7 @@ def _with_rows(
     try:
         return planner, plan_by(planner)
     except PlanInfeasible as least:
-        raise least if least.tier == refused.tier else refused from None
+        raise least_of(refused, least) from None
 
 
 def _subject(

@@ -27,6 +27,12 @@ def refusal(plan: Placement, needs: str, instead: str, found: str = "") -> PlanI
     return PlanInfeasible(words, tier=tier, needed_bytes=needed, allowed_bytes=allowed)
 
 
+def least_of(first: PlanInfeasible, *others: PlanInfeasible) -> PlanInfeasible:
+    """Return what asks for least among refusals of one question: of the tier of which the first was short."""
+    alike = [each for each in others if each.tier == first.tier]
+    return min([first, *alike], key=lambda each: each.needed_bytes)
+
+
 def with_whole_blocks(refused: PlanInfeasible, why: str) -> PlanInfeasible:
     """Return a refusal that also says `why` experts cannot come one at a time; "": the model has none."""
     if not why or refused.tier == "ssd":

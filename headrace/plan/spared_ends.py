@@ -6,6 +6,7 @@ from dataclasses import replace
 from headrace.plan.footprint import with_footprint
 from headrace.plan.plan import Plan
 from headrace.plan.ranks import ranks_on
+from headrace.plan.refusal import least_of
 from headrace.plan.space import Problem
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.embedding_rows import note_on_rows
@@ -57,5 +58,4 @@ def _first_that_fits(problem: Problem, search: Callable[[Problem], Plan]) -> Pla
             return search(way)
         except PlanInfeasible as refusal:
             refusals.append(refusal)
-    alike = [each for each in refusals if each.tier == refusals[0].tier]
-    raise min(alike, key=lambda each: each.needed_bytes)
+    raise least_of(*refusals)
