@@ -3,7 +3,7 @@
 What libraries choose by shape (kernels, tiles, threads) is other than in tiny models; so are sums of thousands of numbers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from plain import batch_of
+from real_blocks import BLOCKS, COMMON, expected, far, joined, save_block
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import headrace
 from headrace.engine.seams import Seams, seams_of
@@ -20,68 +20,16 @@ from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 
 ROWS, LENGTH, RATE = 2, 64, 1000.0
-COMMON = {"vocab_size": 512, "num_hidden_layers": 1, "max_position_embeddings": 256, "tie_word_embeddings": False}
-BLOCKS: dict[str, dict[str, Any]] = {
-    "Llama-3-8B": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "Gemma-2-9B": {
-        "model_type": "gemma2",
-        "hidden_size": 3584,
-        "intermediate_size": 14336,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 32,
-        "layer_types": ["sliding_attention"],
-    },
-    "Qwen3-30B-A3B": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-}
 EXPERTS = {"adapter": "lora:rank=4,target_modules=experts"}
 
 
 @pytest.fixture(scope="module", params=BLOCKS)
 def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model of one block with random weights of bfloat16."""
-    torch.manual_seed(1)
-    config = {**COMMON, **BLOCKS[request.param]}
-    made = CONFIG_MAPPING[config.pop("model_type")](**config)
-    model = AutoModelForCausalLM.from_config(made, dtype=torch.bfloat16).float()  # float32 in files: nothing is rounded there
-    path = tmp_path_factory.mktemp("real") / request.param
-    model.save_pretrained(path)
+    path = save_block(tmp_path_factory.mktemp("real"), request.param)
     yield path
     for each in path.iterdir():
         each.unlink()
-
-
-def expected(path: Path, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return plain PyTorch's loss, last logits and gradients, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
-    out = model(**batch, use_cache=False)
-    out.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return out.loss.item(), out.logits[:, -1].detach(), gradients
-
-
-def far(found: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the distance of two tensors relative to the second's length."""
-    return float((found.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
 
 
 def stepped(path: Path, run: Path, batch: dict[str, torch.Tensor], seams: Seams | None, **options: Any) -> tuple[Any, ...]:
@@ -138,16 +86,3 @@ def test_adapters_of_single_experts_are_those_of_whole_blocks(block: Path, tmp_p
     assert runs[0][2] == runs[1][2]
     assert runs[0][3].keys() == runs[1][3].keys()
     assert all(torch.equal(runs[0][3][name], runs[1][3][name]) for name in runs[0][3])
-
-
-def joined(found: dict[str, torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors as the model has them in memory: stored experts in the stacks that transformers makes of them."""
-    stack: Callable[[str, str], torch.Tensor] = lambda stem, own: torch.stack(  # noqa: E731
-        [found[f"{stem}.{number}.{own}.weight"] for number in range(BLOCKS["Qwen3-30B-A3B"]["num_experts"])]
-    )
-    out = {name: tensor for name, tensor in found.items() if name in like}
-    for name in like.keys() - out.keys():
-        stem = name.rpartition(".")[0]
-        whole = stack(stem, "down_proj") if name.endswith("down_proj") else None
-        out[name] = torch.cat([stack(stem, "gate_proj"), stack(stem, "up_proj")], dim=1) if whole is None else whole
-    return out
