@@ -308,8 +308,8 @@ def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
 
 
 def _ranged_bytes(plan: Plan) -> int:
-    """Return what waits while ranges of the head come one after the other for all chunks of a micro-batch: the head's inputs
-    and their gradients (float32 until all ranges have come), and of each token some sums.
+    """Return what waits while ranges of the head come one after the other. These are the inputs of the head for a micro-batch
+    and their gradients, which are float32 until all ranges have come. Each token has some sums, too.
     """
     width = plan.batch.hidden_size_bytes // plan.planes.weight.bytes_per_element
     return 2 * plan.hidden_bytes + plan.micro_batch_tokens * (4 * width + _LOSS_TOKEN_BYTES)

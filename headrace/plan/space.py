@@ -48,8 +48,8 @@ class Problem:
     `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
     memory between blocks; where they are `hosted`, they do. Rows of the `embedding` can be read in the model's files;
     None: they cannot. In plans `by_rows` they are. A model with an `own_head` has its matrix in the last unit; where that
-    `visits`, compute has it for the loss only; `ranged`, a range of its rows at a time, for which a slot has
-    `head_range_bytes` (0: it cannot come so). See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
+    `visits`, compute has it for the loss only. Where it is `ranged`, too, compute has a range of its rows at a time, in a slot
+    of `head_range_bytes` (0: it cannot come so). See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
     model these are. `cuts` says how blocks can come in parts (None: they cannot); with `parts` they do.
     """
 
