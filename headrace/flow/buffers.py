@@ -11,7 +11,7 @@ from headrace.flow.arena import TORCH_DTYPES
 from headrace.flow.weights import WeightBuffers
 from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
-from headrace.model.block_parts import PartSlots
+from headrace.model.part_slots import PartSlots
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.plan import Plan
 
@@ -28,7 +28,7 @@ class Buffers(WeightBuffers):
 
     `states[slot]`, `gradients[slot]`, `stash[slot]`, `parking[slot]` and `parked[unit]` are uint8 arrays. On the device
     `device_states[slot]`, each for all planes and the gradient of one chunk, are uint8 tensors. `part_slots` have parts of
-    blocks.
+    blocks, and `leaving_gradients` gradients of parts.
     """
 
     def __init__(self, plan: Plan, machine: Machine, shared: Callable[[int], Bytes] | None = None) -> None:
@@ -44,7 +44,8 @@ class Buffers(WeightBuffers):
         self.gradients = self._take_gradients()
         self.resident_states = {unit: self.take_host(f"resident_states.{unit}")[0] for unit in plan.updates.resident_states}
         parts = [each.view(self.dtype) for each in self.take_compute("part_weights")]
-        self.part_slots = PartSlots(parts, machine.copy)
+        self.part_slots = PartSlots(parts, machine)
+        self.leaving_gradients = [each.view(self.dtype) for each in self.take_compute("leaving_gradients")]
         self.device_states = self.take_compute("device_states")
         summed = torch.float32 if plan.gradients.accumulate else self.gradient_dtype
         self._accumulator = [each.view(summed) for each in self.take_compute("accumulator")]

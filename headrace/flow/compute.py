@@ -6,16 +6,20 @@ bound once per pass. No autograd graph outlives an operation, so a slot may be r
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
+from headrace.flow.leaving import LeavingGradients
 from headrace.flow.stash import leave_hosted
 from headrace.flow.step_state import Package, StepState
 from headrace.flow.visiting_head import head_there
 from headrace.flow.whole_loss import read_log_probs, spans_of, take_loss
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
+from headrace.terms.forms import Form
+from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op
-from headrace.update.wire import Caught, Gradients, Moment, Proposal, Wire
+from headrace.update.wire import Caught, Gradients, Moment, Proposal, Sink, Wire
 from headrace.update.wires import DenseWire
 
 # The ordinal of what experts made, where they are parts: below those of operators.
@@ -227,29 +231,41 @@ def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> I
     chain, form, flat = state.parts.chain, state.parts.forms[unit], _weights(state, op, unit)
     sink = found.sink if found else None
     beside: AbstractContextManager[None] = nullcontext()
-    cut = state.parts.cut
+    rest = state.parts.cut.rests[unit] if state.parts.cut and state.parts.cut.parts[unit] else None
     if form.is_beside or found is None:  # what is trained beside weights is no parameter of the unit
-        chain.bind(unit, flat, None, rest=cut.rests[unit] if cut and cut.parts[unit] else None)
+        chain.bind(unit, flat, None, rest=rest)
     else:
-        chain.bind(unit, flat, sink, lambda spec: spec.name not in form.left and found.wanted(spec), rows=found.rows)
+        takes = partial(_is_wanted, form, found)
+        chain.bind(unit, flat, sink, takes, rows=found.rows, rest=rest)
     if form.is_beside:
         assert form.trained is not None, "what is trained beside weights has a layout"
         trained = torch.from_numpy(state.parts.buffers.trained[unit]).view(torch.float32)
         there = state.at_experts.beside(unit, trained, flat.device) if state.plan.experts else trained.to(flat.device)
         beside = state.parts.wire.beside(unit, form.trained, there, sink)
-    with beside, _coming(state, op, unit):
+    with beside, _coming(state, op, unit, None if form.is_beside else found):
         try:
             yield
         finally:
             chain.release(unit)
 
 
-def _coming(state: StepState, op: Op, unit: int) -> AbstractContextManager[None]:
+def _coming(state: StepState, op: Op, unit: int, found: Caught | None) -> AbstractContextManager[None]:
     """Have the parts of a unit come from host memory as modules compute with them, if it has any."""
     cut, buffers = state.parts.cut, state.parts.buffers
     if cut is None or not cut.parts[unit]:
         return nullcontext()
-    return buffers.part_slots.coming(cut.parts[unit], torch.from_numpy(buffers.stored(unit, op)).view(buffers.dtype))
+
+    form = state.parts.forms[unit]
+
+    def catch(spec: ParameterSpec) -> Sink | None:
+        return found.sink if found is not None and _is_wanted(form, found, spec) else None
+
+    flat = torch.from_numpy(buffers.stored(unit, op)).view(buffers.dtype)
+    return buffers.part_slots.coming(cut.parts[unit], flat, catch)
+
+
+def _is_wanted(form: Form, found: Caught, spec: ParameterSpec) -> bool:
+    return spec.name not in form.left and found.wanted(spec)
 
 
 @contextmanager
@@ -268,11 +284,15 @@ def caught(state: StepState, op: Op, unit: int) -> Iterator[Caught | None]:
         return
     form, trained, flat = parts.forms[unit], state.summed_layout(unit), _weights(state, op, unit)
     wire, moment = parts.wire if form.has_own_family else _DENSE, _moment(state, op, unit, flat.device)
-    with (
-        state.sums.leaf(op, unit, trained) as (total, delivered),
-        wire.catch(unit, form.layout, flat, Gradients(trained, total, delivered, moment)) as found,
-    ):
-        yield found
+    leaving = parts.buffers.leaving_gradients if unit not in state.plan.ends and form.in_place else ()
+    with state.sums.leaf(op, unit, trained) as (total, delivered):
+        if leaving:
+            gradients: Gradients = LeavingGradients(trained, total, delivered, leaving, parts.machine)
+        else:
+            gradients = Gradients(trained, total, delivered, moment)
+        with wire.catch(unit, form.layout, flat, gradients) as found:
+            yield found
+        gradients.finish()
 
 
 def _weights(state: StepState, op: Op, unit: int) -> torch.Tensor:

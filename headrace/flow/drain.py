@@ -26,6 +26,8 @@ def drain(state: StepState, op: Op) -> None:
     accumulator = parts.buffers.accumulator(op.unit, op.slot(Pool.ACCUMULATOR))
     slot = op.slot(Pool.GRADIENT)
     gradient = parts.buffers.gradient(op.unit, slot)
+    if plan.separate_device and plan.sums_on_host and (left := parts.machine.record(op.lane)) is not None:
+        left.synchronize()  # compute has copied all of it to host memory
     if accumulator is not None:
         whole, at = parts.buffers.gradient_tensor(op.unit, slot), 0
         for start, stop in plan.summed_runs(op.unit):
@@ -43,7 +45,7 @@ def drain(state: StepState, op: Op) -> None:
 
 def _convert(state: StepState, total: torch.Tensor, into: torch.Tensor) -> None:
     """Copy a sum to the host in the drained dtype, piece by piece."""
-    apart = state.plan.separate_device
+    apart = state.plan.separate_device and not (state.plan.sums_on_host and total.device.type == "cpu")
     piece = _CONVERT_ELEMENTS if total.device.type == "cpu" else _DEVICE_CONVERT_ELEMENTS
     for start in range(0, into.numel(), piece):
         part = slice(start, start + piece)

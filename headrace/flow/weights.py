@@ -98,9 +98,9 @@ class WeightBuffers:
         return [arena.take(group.num_bytes, name) for _ in range(group.count)]
 
     def take_compute(self, name: str) -> list[torch.Tensor]:
-        """Return the buffers of a group where compute reads."""
+        """Return the buffers of a group, as tensors, in the tier that the plan says: as a rule where compute reads."""
         group = self._groups.get(name)
-        if group is None or self._device is None:
+        if group is None or group.tier == "host" or self._device is None:
             return [torch.from_numpy(buffer) for buffer in self.take_host(name)]
         return [self._device.take(group.num_bytes) for _ in range(group.count)]
 

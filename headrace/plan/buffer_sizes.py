@@ -37,6 +37,9 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if plan.parts is not None:
         part_bytes = plan.planes.weight.num_bytes(plan.parts.elements)
         groups["part_weights"] = BufferGroup(compute_tier, "weights", PART_SLOTS, part_bytes)
+    if plan.leaving_elements:
+        leaving = plan.planes.weight.num_bytes(plan.leaving_elements)
+        groups["leaving_gradients"] = BufferGroup("host", "gradients", PART_SLOTS, leaving)
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
     sums = partial_sums(plan.batch.num_micro_batches, plan.gradients.order)
     if any(ends):
@@ -56,7 +59,8 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     largest = plan.largest_gradient_elements
     if largest and not plan.gradient_in_place:
         summed = plan.largest(plan.summed_elements) * plan.summed_bytes_per_element
-        groups["accumulator"] = BufferGroup(compute_tier, "gradients", max(plan.gradients.accumulators, sums), summed)
+        tier = "host" if plan.sums_on_host else compute_tier
+        groups["accumulator"] = BufferGroup(tier, "gradients", max(plan.gradients.accumulators, sums), summed)
     held = plan.held_in_memory
     for unit in held:
         groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))

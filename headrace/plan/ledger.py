@@ -55,6 +55,7 @@ class What(TypedDict, total=False):
     late: bool
     calls: int
     linked: int
+    leaving: int
 
 
 class _Uses:

@@ -68,7 +68,7 @@ class Plan(Placement):
     visiting_head: str | None = None
     # Bytes for a range of its rows, where these come one after the other (`batch.head_rows` each); None where it comes whole.
     head_slot_bytes: int | None = None
-    parts: BlockParts | None = None  # how frozen weights of blocks come in parts; None where they come whole
+    parts: BlockParts | None = None  # how weights of blocks come in parts; None where they come whole
     stage: StageChoices | None = None  # which stage of a run this is for, and how a step goes through it
     serves: bool = False  # for a node: workers compute, all units are streamed to them and updated here
 
@@ -258,8 +258,21 @@ class Plan(Placement):
 
     @property
     def gradient_in_place(self) -> bool:
-        """Whether backward makes a block's gradient where it is drained to: one micro-batch, no separate device."""
-        return not self.gradients.accumulate and not self.separate_device
+        """Whether backward makes a block's gradient where it is drained to: one micro-batch, summed in host memory."""
+        return not self.gradients.accumulate and self.sums_on_host
+
+    @property
+    def sums_on_host(self) -> bool:
+        """Whether gradients of blocks are summed in host memory: nothing else is there, or they leave the device in parts."""
+        blocks = self.units[1 : self.num_blocks + 1]
+        return not self.separate_device or (self.parts is not None and any(unit.in_place for unit in blocks))
+
+    @property
+    def leaving_elements(self) -> int:
+        """Elements of the largest gradient of a block that leaves the device by itself; 0 where none do."""
+        if self.parts is None or not self.sums_on_host:
+            return 0
+        return max(self.parts.elements, self.largest(self.slot_elements))
 
     @property
     def is_at_once(self) -> bool:

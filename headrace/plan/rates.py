@@ -15,6 +15,11 @@ from headrace.terms.program import Op, Verb
 # multiplies matrices, it says that this is the GPU's work.
 _HOST_CORE_FLOPS_PER_SECOND = 50e9
 
+# So many modules with parts a block has at least: the first of them comes before there is anything to compute.
+_PARTS_OF_A_BLOCK = 4
+# Bytes of host memory that are moved to add a byte of a gradient to its sum, of twice the width.
+_SUMMED_TRAFFIC = 5
+
 # Where the CPU computes, these take turns.
 _ON_CORES = frozenset({Lane.COMPUTE, Lane.ATTENTION})
 
@@ -54,13 +59,24 @@ class Rates:
             seconds = self.compute_seconds(op.flops, op.bytes, op.calls)
             if op.verb is Verb.TURN:
                 seconds += self.ceilings.turn_seconds
-            if op.linked:  # compute waits for what it brings itself
-                seconds += op.linked / self.bytes_per_second[Lane.HOST_TO_DEVICE]
+            if op.linked or op.leaving:
+                seconds = self._of_parts(op, seconds)
             return seconds if op.calls and self.ceilings.operator_seconds else self._overhead_seconds[lane] + seconds
         rate = self.bytes_per_second.get(lane)
         seconds = self._overhead_seconds[lane] + (op.bytes / rate if rate else 0.0)
         # An update that multiplies matrices does so beside what it moves.
         return seconds + op.flops / self._product_rates[lane] if op.flops else seconds
+
+    def _of_parts(self, op: Op, seconds: float) -> float:
+        """Return what an operation takes that computes for so many `seconds`, and brings parts of a block itself.
+
+        On a device with queues of its own all parts but the first come while another one is computed. Gradients leave in
+        compute's queue, and this thread adds them to their sums.
+        """
+        coming = op.linked / self.bytes_per_second[Lane.HOST_TO_DEVICE]
+        beside = min(seconds, coming) * (1 - 1 / _PARTS_OF_A_BLOCK) if self.ceilings.has_device else 0.0
+        leaving = op.leaving / self.bytes_per_second[Lane.DEVICE_TO_HOST]
+        return seconds + coming - beside + leaving + _SUMMED_TRAFFIC * op.leaving / self.ceilings.host_memory_bytes_per_second
 
     def compute_seconds(self, flops: float, num_bytes: float, calls: int = 0) -> float:
         """Return what computing takes that reads so many bytes of its memory, by so many calls of operators.

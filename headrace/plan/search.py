@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from headrace.plan.cutting import in_parts_if_needed
+from headrace.plan.cutting import in_parts_if_needed, words_on_largest
 from headrace.plan.footprint import with_footprint
 from headrace.plan.forecast import SEARCH_OPERATIONS, Forecast, StepSeconds
 from headrace.plan.nominal import nominal_machine
@@ -36,7 +36,6 @@ from headrace.plan.spared_ends import no_more_than_needed, spared
 from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane
-from headrace.terms.sizes import format_bytes
 
 # Amounts of kept outputs that are tried, as shares of all; half steps are tried around the best one.
 _AMOUNT_PARTS = 4
@@ -395,6 +394,6 @@ def nominal_machine_of(plan: Plan) -> Ceilings:
 
 def infeasible(plan: Plan) -> PlanInfeasible:
     """Return the refusal of the leanest plan, which exceeds tiers."""
-    largest = max(range(len(plan.units)), key=plan.slot_bytes)
-    found = f"The largest unit is {plan.units[largest].name} with {format_bytes(plan.slot_bytes(largest))} of weights. "
-    return refusal(plan, "at least {} are needed", f"shorter sequences (now {plan.batch.sequence_length})", found)
+    return refusal(
+        plan, "at least {} are needed", f"shorter sequences (now {plan.batch.sequence_length})", words_on_largest(plan)
+    )

@@ -50,7 +50,8 @@ class Problem:
     None: they cannot. In plans `by_rows` they are. A model with an `own_head` has its matrix in the last unit; where that
     `visits`, compute has it for the loss only. Where it is `ranged`, too, compute has a range of its rows at a time, in a slot
     of `head_range_bytes` (0: it cannot come so). See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
-    model these are. `cuts` says how blocks can come in parts (None: they cannot); with `parts` they do.
+    model these are. `cuts` says how blocks can come in parts (None: they cannot); with `parts` they do. With `one_by_one`
+    host memory has one block at a time.
     """
 
     forms: tuple[Form, ...]
@@ -75,6 +76,7 @@ class Problem:
     place: StagePlace | None = None
     cuts: Callable[[], BlockParts | None] = no_parts
     parts: BlockParts | None = None
+    one_by_one: bool = False
 
     @cached_property
     def units(self) -> tuple[UnitFigures, ...]:
@@ -214,7 +216,8 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
     policy, units = choice.policy, problem.units
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
-    prefetch = 0 if choice.lean and problem.separate_device else 1 if choice.lean or num_blocks < 3 else 2
+    alone = problem.one_by_one or (choice.lean and problem.separate_device)
+    prefetch = 0 if alone else 1 if choice.lean or num_blocks < 3 else 2
     kept: list[list[int]] = [[] for _ in costs.blocks]
     for block, ordinal in problem.replay_order(choice.rows)[: choice.amount]:
         kept[block].append(ordinal)
@@ -235,7 +238,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             head_rows=costs.head_rows,
             head_passes=workload.head_passes,
         ),
-        host_slots=min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
+        host_slots=1 if problem.one_by_one else min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
         prefetch=prefetch,
         compute_threads=workload.grouping.compute_threads if workload.grouping else problem.allowance.cores,

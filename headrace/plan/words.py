@@ -70,7 +70,8 @@ def explain_plan(plan: Plan) -> str:
     if plan.experts is not None:
         lines.append(f"experts  {_experts_of(plan.experts)}")
     if plan.parts is not None:
-        lines.append(f"parts    {plan.parts.describe(plan.planes.weight.bytes_per_element, batch.num_micro_batches)}")
+        width, leaving = plan.planes.weight.bytes_per_element, plan.leaving_elements > 0
+        lines.append(f"parts    {plan.parts.describe(width, batch.num_micro_batches, leaving=leaving)}")
     if plan.freed_memory == "kept":
         lines.append("heap     freed memory is kept for the next operations")
     lines += plan.results.explain_peaks()

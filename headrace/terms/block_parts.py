@@ -1,7 +1,8 @@
 """Blocks whose weights come in parts: what a plan knows of them.
 
 A part is the weights of one linear module. Compute brings it from host memory to the device when forward reaches it, and again
-when backward needs it. So the device holds a few parts of a block, and what is left of it, never all.
+when backward needs it. Where it is trained, its gradient leaves for host memory as soon as it is made. So the device never
+holds all of a block: a few parts, and what has none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from headrace.terms.layout import Runs
 from headrace.terms.sizes import format_bytes
 
-# Parts on the device: the one that computes, and the one before.
+# Parts on the device: the one that computes, and the one that comes next. As many gradients are on their way to the host.
 PART_SLOTS = 2
 # How often each part comes for a micro-batch: for forward, for recompute, for backward.
 _FORWARD, _BACKWARD = 1, 2
@@ -19,7 +20,7 @@ _FORWARD, _BACKWARD = 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockParts:
-    """How the frozen weights of blocks come in parts.
+    """How the weights of blocks come in parts.
 
     Attributes:
         rest: by unit, which of its elements come as a whole, before it computes; () where it has no parts.
@@ -41,12 +42,17 @@ class BlockParts:
         """Return the bytes that recompute and backward bring of a unit for a micro-batch."""
         return round(_BACKWARD * self.times * self.moved[unit] * bytes_per_element)
 
-    def describe(self, bytes_per_element: int, num_micro_batches: int) -> str:
-        """Return words about how parts come in a step."""
-        moved = (_FORWARD + _BACKWARD) * num_micro_batches * sum(self.moved) * bytes_per_element
+    def gradient_bytes(self, unit: int, bytes_per_element: int) -> int:
+        """Return the bytes of gradients of parts of a unit, for a micro-batch."""
+        return round(self.times * self.moved[unit] * bytes_per_element)
+
+    def describe(self, bytes_per_element: int, num_micro_batches: int, *, leaving: bool = False) -> str:
+        """Return words about how parts come in a step, and whether their gradients are `leaving` one by one."""
+        moved = (_FORWARD + _BACKWARD + leaving) * num_micro_batches * sum(self.moved) * bytes_per_element
         largest = format_bytes(self.elements * bytes_per_element)
+        gradients = ", and its gradient leaves by itself" if leaving else ""
         return (
-            f"each linear module of a block comes by itself, at most {largest}, {PART_SLOTS} on the device; "
+            f"each linear module of a block comes by itself, at most {largest}, {PART_SLOTS} on the device{gradients}; "
             f"{format_bytes(moved)} cross the link in a step"
         )
 
@@ -74,3 +80,8 @@ def no_parts() -> BlockParts | None:
 def note_on_block_parts(tier: str, needed_bytes: int) -> str:
     """Return a note for a person: blocks come in parts, because whole ones had no room."""
     return f"blocks come in parts: whole blocks need {format_bytes(needed_bytes)} of {tier} memory"
+
+
+def note_on_one_block(tier: str, needed_bytes: int) -> str:
+    """Return a note for a person: a block is read only when the one before is done with, because two had no room."""
+    return f"one block at a time is in memory: two need {format_bytes(needed_bytes)} of {tier} memory"

@@ -150,7 +150,8 @@ class Op:
 
     `part` is a piece of the unit that streams alone, -1 for all of it. `late`: it belongs to the step before (an update that
     was held, or that step's commit). `bytes` is what crosses the lane; `flops` what compute does, by `calls` of a
-    model's operators where these are counted. `linked` are bytes that compute itself brings to the device, over the link.
+    model's operators where these are counted. `linked` are bytes that compute itself brings to the device, over the link,
+    and `leaving` those that it takes away.
     `buffers` are those that it touches, as integers; which of them it reads and which it writes, the ledger knows
     (plan/ledger.py).
     """
@@ -170,6 +171,7 @@ class Op:
     after_previous: tuple[int, ...] = ()
     calls: int = 0
     linked: int = 0
+    leaving: int = 0
 
     def slot(self, pool: Pool) -> int:
         """Return the slot of `pool` that the operation uses, -1 if it uses none."""

@@ -112,6 +112,9 @@ class Gradients:
         for start in range(0, into.numel(), _ADD_ELEMENTS):
             into[start : start + _ADD_ELEMENTS].add_(flat[start : start + _ADD_ELEMENTS])
 
+    def finish(self) -> None:
+        """Add what is on its way: here nothing is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Content:

@@ -54,6 +54,14 @@ PLAN_MOMENTS = {
     "after its first commit": "headrace.store:StateStore.commit:4:after",
 }
 
+# Where a run is killed whose blocks come in parts.
+PART_MOMENTS = {
+    "as a part comes": "headrace.model.part_slots:PartSlots.bring:150:before",
+    "as a gradient leaves": "headrace.flow.leaving:LeavingGradients.add:50:after",
+    "before gradients are drained": "headrace.flow.leaving:LeavingGradients.finish:14:after",
+    "after a commit": "headrace.store:StateStore.commit:3:after",
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -174,6 +182,19 @@ def test_killed_as_it_changes_its_plan_a_run_ends_as_under_one_plan(
     process.join(250)
     assert process.exitcode == -signal.SIGKILL, "the moment never came"
     finish(start(model, folder, "plans", steps=4))
+    assert weights_of(folder) == one_plan
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("moment", sampled(PART_MOMENTS, ["as a gradient leaves"]))
+def test_killed_with_its_blocks_in_parts_a_run_ends_as_with_whole_blocks(
+    moment: str, model: Path, one_plan: bytes, tmp_path: Path
+) -> None:
+    folder = tmp_path / "killed"
+    process = start(model, folder, "parts", steps=4, moment=PART_MOMENTS[moment])
+    process.join(250)
+    assert process.exitcode == -signal.SIGKILL, "the moment never came"
+    finish(start(model, folder, "parts", steps=4))
     assert weights_of(folder) == one_plan
 
 

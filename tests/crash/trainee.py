@@ -16,6 +16,7 @@ from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.plan.plan import Plan
 from headrace.terms.embedding_rows import EmbeddingRows
+from headrace.terms.errors import PlanInfeasible
 from headrace.testing import GroupedCodec, RowWire, item_rules
 
 
@@ -55,6 +56,15 @@ def by_rows(plan: Plan) -> Plan:
     return replace(plan, visiting_head="ssd", embedding=EmbeddingRows(rows=384, stored_bytes=128, computed_bytes=128))
 
 
+def in_parts(model: str, options: headrace.Options) -> headrace.Options:
+    """Return options with so little device memory that blocks come in parts."""
+    try:
+        Engine.open(model, replace(options, device_memory="1B")).close()
+    except PlanInfeasible as refusal:
+        return replace(options, device_memory=refusal.needed_bytes)
+    raise AssertionError("a byte of device memory was enough")
+
+
 ADJUST = {
     "speculative": speculative,
     "rows": speculative,
@@ -64,6 +74,7 @@ ADJUST = {
     "plans": deferred,
     "embedding": by_rows,
     "trained embedding": deferred,
+    "parts": deferred,
 }
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
@@ -87,23 +98,22 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
         engine = Engine.resume(run_directory, seams=seams)
         assert engine.step_index == 0 or engine.position == {"next": engine.step_index}
     else:
-        engine = Engine.open(
-            model,
-            headrace.Options(
-                host_memory="2GiB",
-                learning_rate=1e-3,
-                weight_decay=0.1,
-                output=run_directory,
-                max_grad_norm=None if policy == "immediate" else 0.5,
-                optimizer=optimizer,
-                checkpoint_every=3 if policy == "seldom" else None,
-                tokens_per_step=96,
-                sequence_length=24,
-                **WAYS.get(policy, {}),
-            ),
-            adjust_plan=ADJUST.get(policy),
-            seams=seams,
+        options = headrace.Options(
+            host_memory="2GiB",
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            output=run_directory,
+            max_grad_norm=None if policy == "immediate" else 0.5,
+            optimizer=optimizer,
+            checkpoint_every=3 if policy == "seldom" else None,
+            tokens_per_step=96,
+            sequence_length=24,
+            **WAYS.get(policy, {}),
         )
+        if policy == "parts":
+            options = in_parts(model, options)
+        engine = Engine.open(model, options, adjust_plan=ADJUST.get(policy), seams=seams)
+        assert (engine.plan is not None and engine.plan.parts is not None) == (policy == "parts")
     with engine:
         (run_directory.parent / "ready").touch()
         while engine.step_index < steps:

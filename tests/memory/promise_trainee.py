@@ -86,7 +86,9 @@ def main() -> None:
             engine.save_pretrained(Path(case["run"]).with_name("exported"))
     assert plan is not None
     rows = {tier: plan.results.peak_bytes[tier] for tier in plan.results.peak_bytes if tier != "ssd"}
-    print(json.dumps({"host_bytes": host_bytes, "rows": rows, "opened_bytes": opened_bytes}))
+    print(
+        json.dumps({"host_bytes": host_bytes, "rows": rows, "opened_bytes": opened_bytes, "in_parts": plan.parts is not None})
+    )
 
 
 if __name__ == "__main__":

@@ -349,7 +349,8 @@ def test_the_need_that_is_named_is_enough(host_mib: int, ssd_mib: int, rows: int
     assert named in ([], ["host"], ["ssd"], ["host", "ssd"])
     assert plan.fits
     if "ssd" in named:
-        choices = [plan_of(made, choice) for thrift in THRIFTS for choice in usual_placements(made, thrift)]
+        ways = [made, replace(made, one_by_one=True)]
+        choices = [plan_of(way, choice) for way in ways for thrift in THRIFTS for choice in usual_placements(way, thrift)]
         within = [choice.peak("ssd") for choice in choices if choice.peak("host") <= made.allowance.host_bytes]
         assert made.allowance.ssd_bytes == min(within)
 

@@ -9,7 +9,7 @@ and the next step's program is built from it. In the steady state it repeats its
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.plan.ledger import Known, Snapshot
+from headrace.plan.ledger import Known, Snapshot, What
 from headrace.plan.plan import Plan
 from headrace.plan.schedules.hosted import HostedStates
 from headrace.plan.schedules.parted import PARKED, PartedBlocks
@@ -139,6 +139,8 @@ class Training(Updates):
     def forward_one(self, block: int, micro: int, reads: Sequence[int], *, waits: bool) -> None:
         """Emit the forward of a block for a micro-batch, with the weights that it `reads`."""
         made = self.hosted.going()
+        flops = 0.0 if self.parted.has(block) else self.flops(block)
+        what: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops, **self.moved(Verb.FORWARD, block)}
         ref = self.ledger.op(
             Verb.FORWARD,
             Lane.COMPUTE,
@@ -146,10 +148,7 @@ class Training(Updates):
             (*made, _LEFT + self.place(block, micro)) if waits else made,
             # The inputs that wait to go out are bounded: compute may be one block ahead of the stash.
             after=(self.stashed[block - 1, micro],) if (block - 1, micro) in self.stashed else (),
-            unit=block,
-            micro=micro,
-            flops=0.0 if self.parted.has(block) else self.flops(block),
-            linked=self.linked(Verb.FORWARD, block),
+            **what,
         )
         self.hosted.leave(block + 1, micro, made)
         if waits:
@@ -203,18 +202,21 @@ class Training(Updates):
         """Emit the backward of a block for a micro-batch, which makes a gradient for what comes before, if that is trained."""
         before = block > 1 or self.learns_prologue
         gradient = self.hosted.going() if before else ()
-        what: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops, "linked": self.linked(Verb.BACKWARD, block)}
+        what: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops, **self.moved(Verb.BACKWARD, block)}
         ref = self.ledger.op(Verb.BACKWARD, Lane.COMPUTE, reads, (*made, *gradient), **what)
         if before:
             self.hosted.leave_gradient(block - 1, micro, gradient)
         self.newest_use = (ref,)
 
-    def linked(self, verb: Verb, block: int) -> int:
-        """Return the bytes of parts of a block that compute brings itself for a micro-batch."""
+    def moved(self, verb: Verb, block: int) -> What:
+        """Return the bytes of parts of a block that compute brings itself for a micro-batch, and of gradients that it takes."""
         parts, width = self.plan.parts, self.plan.planes.weight.bytes_per_element
         if parts is None:
-            return 0
-        return parts.forward_bytes(block, width) if verb is Verb.FORWARD else parts.backward_bytes(block, width)
+            return {}
+        if verb is Verb.FORWARD:
+            return {"linked": parts.forward_bytes(block, width)}
+        leaving = parts.gradient_bytes(block, width) if block in self.in_place else 0
+        return {"linked": parts.backward_bytes(block, width), "leaving": leaving}
 
     def arrived(self, micro: int) -> tuple[int, ...]:
         """Return the slot of hidden states, or of their gradient, that the next use of a micro-batch reads; () for none."""

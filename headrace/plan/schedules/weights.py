@@ -85,7 +85,7 @@ class Weights:
 
     def reads_of(self, block: int, host: int, computed: int) -> tuple[int, ...]:
         """Return the buffers that compute reads for a block's weights; parts come from the one in host memory."""
-        return (computed, host) if self.come_in_parts and 1 <= block <= self.blocks else (computed,)
+        return (computed, host) if self.come_in_parts and host >= 0 else (computed,)
 
     def fetch(self, block: int) -> int:
         """Return the buffer in host memory that has `block`'s weights; read them if they are not there."""
