@@ -7,7 +7,7 @@ home directory), each process compiles them again.
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from numba import njit, types
+from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
@@ -28,6 +28,18 @@ def compiled(loop: _Loop, **more: Any) -> _Loop:
     except RuntimeError:  # no directory to write to
         machine_code = njit(**options)(loop)
     return machine_code
+
+
+def callback(loop: Callable[..., Any], argument: Any) -> Any:
+    """Compile `loop`, which takes an `argument` of numba's and returns nothing, as C code calls it; kept on disk as by `compiled`.
+
+    What it returns has an `address`, and a function of `ctypes` that runs it without the GIL.
+    """
+    kind = types.void(argument)
+    try:
+        return cfunc(kind, cache=True, error_model="numpy")(loop)
+    except RuntimeError:  # no directory to write to
+        return cfunc(kind, error_model="numpy")(loop)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
