@@ -68,7 +68,8 @@ class Evaluator(Closing):
         self.model, self.length = model, length
         units = GenerationUnits(tuple(model.source.figures), notes=model.notes)
         passes = Passes(costs=scoring_costs, most_rows=max(1, _MOST_TOKENS // length), chunks=())
-        self._planner = GenerationPlanner(model.chain, units, model.machine, replace(options, packed_products=False), passes)
+        options = replace(options, packed_products=False, narrow_products=False)
+        self._planner = GenerationPlanner(model.chain, units, model.machine, options, passes)
         self._generator = Generator(model, self._planner, interpreter, sink, copying)
 
     def prepare(self, rows: int) -> GenerationPlan:

@@ -152,7 +152,7 @@ class Generator(Closing):
         if self._copying is not None:
             self._copying.settle(model.source, plan)
         self._cache_file = CacheFile.make(plan, self.planner.directories, self._sink or _silent)
-        self.plan = plan
+        self.plan, model.chain.narrow_products = plan, plan.narrow_rows > 0
         buffers = GenerationBuffers(plan, model.machine, self._sink or _silent)
         if plan.experts is None:
             packed = PackedBlocks(plan.packed_rows) if plan.packed_rows else None

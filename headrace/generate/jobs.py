@@ -164,7 +164,7 @@ def _plan(
 ) -> tuple[GenerationPlan, Shape]:
     """Return, and use, a plan whose micro-batches take no longer than may be lost, if there is one; and what it follows from.
 
-    Of a job that was `begun` it has the rows, the chunks of prompts, packed weights or none, and the place of attention.
+    Of a job that was `begun` it has the rows, the chunks of prompts, the ways of products, and the place of attention.
     """
     longest = max(len(line.ids) for line in lines)
     settings = [settings_of(line.settings, generator, changes, len(line.ids)) for line in lines]
@@ -176,6 +176,7 @@ def _plan(
         least = max(map(len, begun["micro_batches"]))
         fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
         fixed["packed"], fixed["attention"] = begun.get("packed_rows", 0) > 0, begun.get("attention", ON_DEVICE)
+        fixed["narrow"] = begun.get("narrow_rows", 0) > 0
     shape = Shape(longest, new, copies, fixed)
     plan = shape.plan(generator, prompts)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
@@ -184,7 +185,7 @@ def _plan(
     generator.use(plan)
     place = ON_HOST if plan.caches.attends else ON_DEVICE
     same = {"rows": plan.rows, "prefill_chunk": plan.costs.prefill_chunk, "packed": plan.packed_rows > 0, "attention": place}
-    return plan, replace(shape, fixed=same)
+    return plan, replace(shape, fixed={**same, "narrow": plan.narrow_rows > 0})
 
 
 def _micro_batch_seconds(plan: GenerationPlan) -> float:
@@ -267,6 +268,7 @@ def _job(
         found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds, "prompts": _digest(lines)}
         found["template_date"] = options.template_date
         found["prefill_chunk"], found["packed_rows"] = plan.costs.prefill_chunk, plan.packed_rows
+        found["narrow_rows"] = plan.narrow_rows
         found["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,8 @@ from headrace.terms.sizes import MIB, PAGE_BYTES, format_bytes, format_seconds, 
 
 # A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
 _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
+# A core multiplies one row, and up to four, with the loop for narrow products (docs/log/narrow-rows.md).
+_NARROW_ROW_TIMES, _NARROW_TIMES = 1.3, 3.0
 # A core multiplies with packed weights while it could read three times their bytes (docs/log/packed-generation.md).
 _PACKED_TIMES = 3.0
 # Up to so many rows products with packed weights are faster than with decoded ones; more where these are widened.
@@ -50,7 +52,8 @@ class GenerationPlan(Placement):
     block less than there are slots need not be read again in the next pass, because the order of use is known. `costs` are
     those of one seat. With `experts` these come by themselves, and `units` are without them. With `kept_copies` caches stay
     where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Products of blocks with up
-    to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones. `uncoded` is what coded
+    to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones. Products of up to
+    `narrow_rows` rows of bfloat16 are computed by a loop of our own. `uncoded` is what coded
     weights would take in the compute dtype, by a plan of their own, where anybody asked.
     `unused_tensors` are stored tensors that the model has no place for; None if no files were opened for the plan.
     """
@@ -64,6 +67,7 @@ class GenerationPlan(Placement):
     costs: GenerationCosts
     experts: ExpertPlan | None = None
     packed_rows: int = 0
+    narrow_rows: int = 0
     caches: CachePlan = field(default_factory=CachePlan)
     forecast: PassForecast | None = None
     uncoded: PassForecast | None = None
@@ -71,6 +75,9 @@ class GenerationPlan(Placement):
 
     def multiplied_bytes(self, num_bytes: int, rows: int) -> int:
         """Return the bytes of memory whose reading takes as long as multiplying weights of `num_bytes` by `rows` rows."""
+        if rows <= self.narrow_rows:
+            times = _NARROW_ROW_TIMES if rows == 1 else _NARROW_TIMES
+            return round(num_bytes * max(1.0, times / self.compute_threads))
         if not self.costs.widens:
             return num_bytes
         times = _FEW_ROWS_TIMES if rows <= FEW_ROWS else _WIDENED_TIMES
@@ -129,6 +136,8 @@ class GenerationPlan(Placement):
             del values["costs"]["coded"]
         if not self.caches.inputs:
             del values["caches"]["inputs"]
+        if not self.narrow_rows:
+            del values["narrow_rows"]
         return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
@@ -206,6 +215,8 @@ class GenerationPlan(Placement):
             lines.append(f"codes    {codes}")
         if self.packed_rows:
             lines.append(f"products of up to {self.packed_rows} rows with four-bit weights, packed once beside decoded ones")
+        if self.narrow_rows:
+            lines.append(f"products of up to {self.narrow_rows} rows by Headrace's own loop")
         if (coded := self.costs.coded) is not None:
             share = sum(
                 self.costs.cache_token_bytes[block - 1] for block in range(1, self.num_blocks + 1) if self.costs.is_coded(block)

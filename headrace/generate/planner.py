@@ -33,10 +33,12 @@ from headrace.model.generation_check import (
     ready_to_generate,
     why_not_attended,
     why_not_chunked,
+    why_not_narrow,
     why_not_recomputed,
     why_not_tiered,
 )
 from headrace.model.generation_costs import generation_costs
+from headrace.model.narrow import NARROW_ROWS, has_kernel
 from headrace.model.stored_experts import expert_layout, without
 from headrace.plan.allowance import Allowance
 from headrace.plan.expert_plan import ExpertFigures
@@ -113,12 +115,13 @@ class GenerationPlanner:
         rows: int | None = None,
         prefill_chunk: int | None = None,
         packed: bool | None = None,
+        narrow: bool | None = None,
         attention: str | None = None,
     ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
         With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
-        `rows`, `prefill_chunk`, `packed` and `attention` are fixed where they are given.
+        `rows`, `prefill_chunk`, `packed`, `narrow` and `attention` are fixed where they are given.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -163,6 +166,7 @@ class GenerationPlanner:
             kept_copies=kept_copies,
             prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
             packed=self._options.packed_products if packed is None else packed,
+            narrow_rows=self._narrow_rows(self._options.narrow_products if narrow is None else narrow, allowance, notes),
             attention=places,
         )
         plan = make_generation_plan(question)
@@ -187,6 +191,22 @@ class GenerationPlanner:
             raise ConfigError(
                 f"cache_dtype: caches of this architecture are not kept in {self._code.name}: {why}; leave it out"
             )
+
+    def _narrow_rows(self, asked: bool | None, allowance: Allowance, notes: list[str]) -> int:
+        """Return up to how many rows are multiplied by the loop for narrow products; add to `notes` why none are.
+
+        Raises:
+            ConfigError: it was asked for, and nothing here is computed in bfloat16 on a CPU.
+        """
+        can = self._chain.compute_dtype == "bfloat16" and not allowance.device_overhead_bytes
+        if asked and not can:
+            raise ConfigError("narrow_products: asked for, but they are of bfloat16, and on a CPU; leave it out")
+        if asked is False or not can or not (asked or has_kernel()):
+            return 0
+        if reason := why_not_narrow(self._chain.config):
+            notes.append(f"products of few rows are torch's own in this architecture: {reason}")
+            return 0
+        return NARROW_ROWS
 
     def _places_of_attention(
         self,
@@ -284,7 +304,7 @@ def plan_generation(
     by_rows = without_embedding(chain, weights, place, options.budget)
     options = replace(options, machine=ceilings)
     if not here:  # another machine's instructions are not known
-        options = replace(options, packed_products=False)
+        options = replace(options, packed_products=False, narrow_products=False)
 
     def planned(units: GenerationUnits) -> GenerationPlan:
         return GenerationPlanner(chain, units, place, options).plan(**asked)

@@ -46,7 +46,7 @@ class GenerationQuestion:
     one. `experts` are those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
     `kept_copies` is as in the plan, and counted in `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is
     given rows, and a chunk that is not 0. `packed`: whether few rows are multiplied with packed weights; None: where that is
-    faster. `attention`: which of attending on the host (true) and where blocks are computed are tried.
+    faster. `narrow_rows` is as in the plan. `attention`: which of attending on the host (true) and where blocks are computed are tried.
     """
 
     units: tuple[UnitFigures, ...]
@@ -67,6 +67,7 @@ class GenerationQuestion:
     kept_copies: int = 0
     prefill_chunks: tuple[int, ...] = (0,)
     packed: bool | None = False
+    narrow_rows: int = 0
     attention: tuple[bool, ...] = (False,)
 
     @property
@@ -179,6 +180,7 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                     prompt_length=question.prompt_length,
                     new_tokens=question.new_tokens,
                     kept_copies=question.kept_copies,
+                    narrow_rows=question.narrow_rows,
                     host_slots=min(prefetch + 1, question.num_blocks),
                     device_slots=min(prefetch + 1, question.num_blocks),
                     prefetch=min(prefetch, question.num_blocks - 1),

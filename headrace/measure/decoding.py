@@ -15,6 +15,7 @@ from headrace.machine.protocol import Machine
 from headrace.measure.compute_loads import BLOCKS, chain_of
 from headrace.model.generation_check import ready_to_generate, seat_taps
 from headrace.model.host_attention import attended
+from headrace.model.narrow import has_kernel, multiplied
 from headrace.model.seats import Seat
 
 _HIDDEN, _PROMPT, _PASSES = 64, 8, 14
@@ -80,16 +81,18 @@ def decoding_seconds(machine: Machine) -> tuple[float, float]:
 
 
 def row_product_rate(machine: Machine) -> float | None:
-    """Return the bytes of bfloat16 weights per second that a CPU multiplies with one row. None if it widens them, or for a GPU,
-    whose products are as fast as its memory.
+    """Return the bytes of bfloat16 weights per second that a CPU multiplies with one row, in the way that generation takes. None
+    if it has no instructions for products of bfloat16, or for a GPU, whose products are as fast as its memory.
     """
     if machine.device.type != "cpu" or not machine.multiplies("bfloat16"):
         return None
     weights = torch.full((_OUTPUTS, _INPUTS), 0.01, dtype=torch.bfloat16)
     row, seconds = torch.ones((1, _INPUTS), dtype=torch.bfloat16), list[float]()
+    multiply = multiplied if has_kernel() else torch.nn.functional.linear
+    multiply(row, weights)  # the first one may compile the loop
     for _ in range(_PRODUCTS):
         start = time.perf_counter()
-        torch.nn.functional.linear(row, weights)
+        multiply(row, weights)
         seconds.append(time.perf_counter() - start)
     return weights.nbytes / median(seconds)
 

@@ -22,6 +22,7 @@ from headrace.model.find_blocks import block_of, find_blocks, refuse_shared_betw
 from headrace.model.head_rows import rows_of_range
 from headrace.model.liger import LigerBlocks, check_liger
 from headrace.model.matching import WeightMap, describe_unknown, load_buffers, match_weights, refuse_left_out_blocks
+from headrace.model.narrow import NarrowProducts
 from headrace.model.parted_experts import PartedExperts
 from headrace.model.probe import Traits, probe
 from headrace.model.products import WideProducts
@@ -48,6 +49,7 @@ class Chain:
         collects_asides: whether blocks hand router logits aside for an auxiliary loss.
         notes: what a person should know about how blocks are run, where that is not by the model's own code as it stands.
         wide_products: whether products of 16-bit numbers are computed in float32 in the context of `arithmetic`.
+        narrow_products: whether up to four rows are multiplied by a loop of our own there (`NarrowProducts`).
         runner: what runs the parts of the model.
         adapters: what is computed beside matrices, None where nothing is; they are bound with their units.
         packing_reason: why blocks do not keep several samples in one row apart; `packs` and `runs_by_samples` say where.
@@ -68,7 +70,7 @@ class Chain:
         self.tied = is_tied(skeleton)
         self.has_dropout = draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = _packing_notes(traits)
-        self.wide_products = False
+        self.wide_products = self.narrow_products = False
         self.adapters: Beside | None = None
         self.parts: PartedExperts | None = None  # stands where modules of experts stood
         self._packing_limit = traits.packing_limit
@@ -284,6 +286,8 @@ class Chain:
 
     def arithmetic(self) -> contextlib.AbstractContextManager[object]:
         """Return the context in which everything of the chain has to run, backward included."""
+        if self.narrow_products:
+            return NarrowProducts(wide=self.wide_products)
         return WideProducts() if self.wide_products else contextlib.nullcontext()
 
     @contextlib.contextmanager

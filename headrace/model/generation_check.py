@@ -4,7 +4,7 @@ Invariant: no architecture is used whose tiny instance gave other bits than tran
 """
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import torch
 
 from headrace.model.find_blocks import check_architecture
 from headrace.model.host_attention import attending_here
+from headrace.model.narrow import NarrowProducts
 from headrace.model.probe import tiny_runner
 from headrace.model.runner import Runner, left_as_found
 from headrace.model.seats import Seat, SeatTaps
@@ -62,6 +63,14 @@ def why_not_attended(config: Any) -> str:
     return _generation_check(*same, attended="same") or _generation_check(*same, attended="loop")
 
 
+def why_not_narrow(config: Any) -> str:
+    """Return why products of few rows are not computed by the loop of our own in this architecture; "" if they may be.
+
+    A tiny instance in bfloat16 must give the bits of its own `generate`, both with that loop.
+    """
+    return _generation_check(cast(Hashable, type(config)), architecture_key(config), narrow=True)
+
+
 def why_not_recomputed(config: Any) -> str:
     """Return why prompts of this architecture are not kept as inputs of its blocks; "" if they may be.
 
@@ -109,19 +118,27 @@ def seat_taps(runner: Runner, context: Any) -> SeatTaps:
 
 
 @lru_cache(maxsize=64)
-def _generation_check(config_class: type, key: str, tiered: bool = False, attended: str = "", by_inputs: bool = False) -> str:
+def _generation_check(
+    config_class: type, key: str, tiered: bool = False, attended: str = "", by_inputs: bool = False, narrow: bool = False
+) -> str:
     runner = tiny_runner(config_class, key)
     ready_to_generate(runner.model)
+    arithmetic: Callable[[], Any] = contextlib.nullcontext
+    if narrow:
+        arithmetic = NarrowProducts
+        for parameter in runner.model.parameters():  # buffers are float32 in models of bfloat16, too
+            parameter.data = parameter.data.bfloat16()
     chunked = [{**_WAYS[0], "prefill_chunk_size": 4}] if by_inputs and not _chunk_check(config_class, key) else []
     for way in (*_WAYS, *chunked):
         try:
-            expected = [
-                _alone(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)
-            ]
+            with arithmetic():
+                expected = [
+                    _alone(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)
+                ]
         except Exception as error:  # the architecture's own code
             return f"its own generate raises {in_one_line(error)}"
         try:
-            found = _block_by_block(runner, way, tiered, attended, by_inputs)
+            found = _block_by_block(runner, way, tiered, attended, by_inputs, arithmetic)
         except Exception as error:
             return f"its code raises {in_one_line(error)} there and not in its own generate"
         for own, ours in zip(expected, found, strict=True):
@@ -159,11 +176,13 @@ def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any],
         return model.generate(**rows, **_settings(way))
 
 
-def _block_by_block(runner: Runner, way: Mapping[str, Any], tiered: bool, attended: str, by_inputs: bool) -> list[Any]:
+def _block_by_block(
+    runner: Runner, way: Mapping[str, Any], tiered: bool, attended: str, by_inputs: bool, arithmetic: Callable[[], Any]
+) -> list[Any]:
     def run(rows: Mapping[str, torch.Tensor]) -> Any:
         return lambda: runner.model.generate(**rows, **_settings(way))
 
-    with seat_taps(runner, torch.no_grad) as taps, torch.no_grad():
+    with seat_taps(runner, arithmetic) as taps, torch.no_grad(), arithmetic():
         seats = [Seat(taps, run(rows), seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)]
         try:
             for seat in seats:

@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -20,23 +21,44 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.machine.jit import callback
 from headrace.model.narrow_loops import NUM_WORDS, multiply
+from headrace.model.products import WideProducts
 
 NARROW_ROWS = 4
 # A core takes so many weights at a time, at least: waking another one takes as long as a few thousand.
 _LEAST_WEIGHTS = 1 << 16
 _PARTS_OF_A_THREAD = 4
+# What blocks call most, and what multiplies no matrices.
+_WITHOUT_PRODUCTS = {
+    *(torch.nn.functional.silu, torch.nn.functional.gelu, torch.cat, torch.rsqrt),
+    *(
+        getattr(torch.Tensor, name)
+        for name in ("__getitem__", "add", "contiguous", "detach", "expand", "float", "mean", "mul", "neg", "numel", "pow")
+    ),
+    *(getattr(torch.Tensor, name) for name in ("reshape", "sub", "to", "transpose", "unsqueeze", "view")),
+}
 _Words = ctypes.c_int64 * NUM_WORDS
 
 
 class NarrowProducts(TorchFunctionMode):
-    """While entered, `linear` of up to four rows of bfloat16 on the CPU is computed by the loop. Gradients are not."""
+    """While entered, `linear` of up to four rows of bfloat16 on the CPU is computed by the loop. Gradients are not.
+
+    With `wide` other products are computed as while `WideProducts` is entered. That mode, which sends each operator through
+    Python, is then entered for those functions alone that may multiply matrices: it would take as long as small products.
+    """
+
+    def __init__(self, *, wide: bool = False) -> None:
+        super().__init__()
+        self._wide = wide
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is linear and not kwargs and is_narrow(*args):
             return multiplied(*args)
-        return func(*args, **(kwargs or {}))
+        if not self._wide or func in _WITHOUT_PRODUCTS or type(func) is MethodWrapperType:  # such as a tensor's shape
+            return func(*args, **(kwargs or {}))
+        with WideProducts():
+            return func(*args, **(kwargs or {}))
 
 
 def is_narrow(inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None = None) -> bool:

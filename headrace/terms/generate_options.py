@@ -185,6 +185,16 @@ class GenerateOptions(Declared):
         fixed=False,
         group=Group.METHOD,
     )
+    narrow_products: bool | None = option(
+        None,
+        Flag(),
+        "Multiply up to four rows of bfloat16 by a loop of Headrace's own.",
+        row="multiply up to four rows of bfloat16 on the CPU by a loop of Headrace's own. Bits differ from those of torch's "
+        "products",
+        words="where it was measured to be faster",
+        fixed=False,
+        group=Group.METHOD,
+    )
     attention: str = option(
         AUTO,
         OneOf((AUTO, ON_DEVICE, ON_HOST)),

@@ -62,6 +62,7 @@ class ServeOptions(Declared):
     ssd: tuple[Path, ...] = option_as(GenerateOptions, "ssd")
     copy_weights: bool | None = option_as(GenerateOptions, "copy_weights")
     packed_products: bool | None = option_as(GenerateOptions, "packed_products")
+    narrow_products: bool | None = option_as(GenerateOptions, "narrow_products")
     attention: str = option_as(GenerateOptions, "attention")
     cache_dtype: str | None = option_as(GenerateOptions, "cache_dtype")
     compute_dtype: str | None = option_as(GenerateOptions, "compute_dtype")

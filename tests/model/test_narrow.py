@@ -9,6 +9,7 @@ from torch.nn.functional import linear
 
 from headrace.model import narrow
 from headrace.model.narrow import NarrowProducts, is_narrow, multiplied
+from headrace.model.products import WideProducts
 
 SHAPES = ((1, 2), (7, 6), (2, 34), (65, 576), (576, 64), (4098, 130))
 
@@ -97,3 +98,21 @@ def test_the_mode_computes_narrow_products_and_leaves_others_alone() -> None:
     with NarrowProducts():
         assert torch.equal(layer(inputs), multiplied(inputs, layer.weight, layer.bias))
         assert torch.equal(layer(wide), own)
+
+
+@torch.no_grad()
+def test_other_products_are_wide_where_the_mode_says_so() -> None:
+    """Also those within functions, and beside functions that go past the wide mode."""
+    left, right = numbers(9, 64), numbers(9, 64)
+
+    def products() -> list[torch.Tensor]:
+        attended = torch.nn.functional.scaled_dot_product_attention(left[None, None], right[None, None], left[None, None])
+        return [left @ right.T, linear(left, right), torch.einsum("ij,kj->ik", left, right), attended, left.mul(right).to("cpu")]
+
+    plain = products()
+    with WideProducts():
+        wide = products()
+    for mode, expected in ((NarrowProducts(wide=True), wide), (NarrowProducts(), plain)):
+        with mode:
+            assert all(map(torch.equal, products(), expected))
+            assert torch.equal(linear(left[:2], right), multiplied(left[:2], right))
