@@ -93,7 +93,11 @@ def main() -> None:
     arguments.add_argument("--work", help=argparse.SUPPRESS)
     given = arguments.parse_args()
     if given.work:
-        found = their_run(given.scratch, given.tokens) if given.work == THEIRS else our_run(given.model, given.tokens, given.work == OURS)
+        found = (
+            their_run(given.scratch, given.tokens)
+            if given.work == THEIRS
+            else our_run(given.model, given.tokens, given.work == OURS)
+        )
         print(json.dumps(found))
         return
     from headrace.model.gguf_writing import write_gguf

@@ -46,7 +46,8 @@ class GenerationQuestion:
     one. `experts` are those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
     `kept_copies` is as in the plan, and counted in `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is
     given rows, and a chunk that is not 0. `packed`: whether few rows are multiplied with packed weights; None: where that is
-    faster. `narrow_rows` is as in the plan. `attention`: which of attending on the host (true) and where blocks are computed are tried.
+    faster. `narrow_rows` is as in the plan. `attention`: which of attending on the host (true) and where blocks are computed
+    are tried.
     """
 
     units: tuple[UnitFigures, ...]

@@ -31,9 +31,10 @@ def compiled(loop: _Loop, **more: Any) -> _Loop:
 
 
 def callback(loop: Callable[..., Any], argument: Any) -> Any:
-    """Compile `loop`, which takes an `argument` of numba's and returns nothing, as C code calls it; kept on disk as by `compiled`.
+    """Compile `loop` as C code calls it; keep the machine code on disk where that is possible.
 
-    What it returns has an `address`, and a function of `ctypes` that runs it without the GIL.
+    It takes an `argument` of a type of numba's, and returns nothing. What it becomes has an `address`, and a function of
+    `ctypes` that runs it without the GIL.
     """
     kind = types.void(argument)
     try:

@@ -81,8 +81,9 @@ def decoding_seconds(machine: Machine) -> tuple[float, float]:
 
 
 def row_product_rate(machine: Machine) -> float | None:
-    """Return the bytes of bfloat16 weights per second that a CPU multiplies with one row, in the way that generation takes. None
-    if it has no instructions for products of bfloat16, or for a GPU, whose products are as fast as its memory.
+    """Return the bytes of bfloat16 weights per second that a CPU multiplies with one row, as generation does.
+
+    None if it has no instructions for products of bfloat16, or for a GPU, whose products are as fast as its memory.
     """
     if machine.device.type != "cpu" or not machine.multiplies("bfloat16"):
         return None

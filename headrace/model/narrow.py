@@ -1,4 +1,4 @@
-"""Narrow products: up to four rows of bfloat16 are multiplied by a loop of our own, which reads weights nearly as fast as memory.
+"""Narrow products: up to four rows of bfloat16 are multiplied by a loop of our own, which reads weights as fast as it can.
 
 Torch's own products of few rows read weights at a half to two thirds of that rate (docs/log/narrow-rows.md). The loop runs in
 the very team of threads that torch uses, which still spin from its last operator: another team would wait for them.
@@ -104,7 +104,7 @@ def multiplied(inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor |
 
 @cache
 def has_kernel() -> bool:
-    """Return whether the loop was measured to be faster than torch on such processors: x86 with AVX2, where it has torch's team."""
+    """Return whether the loop was measured to be faster than torch here: on x86 with AVX2, where it has torch's team."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _team() is not None
 
 

@@ -16,8 +16,8 @@ from numba.extending import intrinsic
 
 from headrace.machine.jit import JIT_OPTIONS
 
-# What `multiply` is told as 64-bit numbers, in this order: the addresses of inputs, weights, bias (or 0) and results; how many
-# rows, outputs and inputs there are; how many outputs (an even number) are taken at a time, and how many are taken.
+# What `multiply` is told as 64-bit numbers. First come the addresses of inputs, weights, bias (or 0) and results. Then it is
+# told how many rows, outputs and inputs there are. Outputs are taken so many (an even number) at a time; so many are taken.
 _TAKEN, NUM_WORDS = 8, 9
 _SUMS = {"reassoc", "contract", "nsz"}
 
@@ -128,8 +128,8 @@ def multiply(words: Any) -> None:
     """Compute outputs that no other thread has taken, until none is left; for a callback of C, which any thread may call."""
     inputs, weights, bias, out = words[0], words[1], words[2], words[3]
     rows, outputs, length, step = words[4], words[5], words[6], words[7]
-    half = length // 2
-    evens, odds = np.zeros((4, half), np.float32), np.zeros((4, half), np.float32)
+    half, room = length // 2, 1 if rows == 1 else 4
+    evens, odds = np.zeros((room, half), np.float32), np.zeros((room, half), np.float32)
     for row in range(rows):
         numbers = _bits16(inputs + 2 * length * row)
         for i in range(half):

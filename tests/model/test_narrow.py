@@ -107,7 +107,13 @@ def test_other_products_are_wide_where_the_mode_says_so() -> None:
 
     def products() -> list[torch.Tensor]:
         attended = torch.nn.functional.scaled_dot_product_attention(left[None, None], right[None, None], left[None, None])
-        return [left @ right.T, linear(left, right), torch.einsum("ij,kj->ik", left, right), attended, left.mul(right).to("cpu")]
+        return [
+            left @ right.T,
+            linear(left, right),
+            torch.einsum("ij,kj->ik", left, right),
+            attended,
+            left.mul(right).to("cpu"),
+        ]
 
     plain = products()
     with WideProducts():
