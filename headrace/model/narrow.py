@@ -82,7 +82,7 @@ def multiplied(inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor |
     outputs, length = weights.shape
     inputs, out = inputs.contiguous(), torch.empty((*inputs.shape[:-1], outputs), dtype=torch.bfloat16)
     threads = torch.get_num_threads()
-    step = max(outputs // (threads * _PARTS_OF_A_THREAD), -(-_LEAST_WEIGHTS // length)) // 2 * 2 + 2
+    step = max(outputs // (threads * _PARTS_OF_A_THREAD), -(-_LEAST_WEIGHTS // length), 1)
     words = _Words(
         inputs.data_ptr(),
         weights.data_ptr(),

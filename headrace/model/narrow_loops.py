@@ -2,10 +2,9 @@
 
 Two neighbouring weights are read as 32 bits. A shift makes a float32 number of the first, a mask one of the second. Products
 are added up in float32, in lanes whose number follows from the processor, and each sum is rounded once. Weights may lie at any
-even address.
+even address. Rows are taken in pairs; the second pair finds weights in the cache.
 
-Invariant: a sum does not depend on where a thread begins. Threads take blocks of two outputs, cut at even places, and each of
-a block's sums is made by the same instructions wherever the block lies.
+Invariant: a sum is made by the same instructions, in the same order, whichever thread makes it and wherever that thread begins.
 """
 
 from typing import Any
@@ -17,8 +16,10 @@ from numba.extending import intrinsic
 from headrace.machine.jit import JIT_OPTIONS
 
 # What `multiply` is told as 64-bit numbers. First come the addresses of inputs, weights, bias (or 0) and results. Then it is
-# told how many rows, outputs and inputs there are. Outputs are taken so many (an even number) at a time; so many are taken.
+# told how many rows, outputs and inputs there are, how many outputs a thread takes at a time, and how many are taken.
 _TAKEN, NUM_WORDS = 8, 9
+_APART = 16  # numbers of a cache line
+_AT_ONCE = 16  # outputs, whose weights stay in a cache until all rows have met them
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
@@ -81,9 +82,9 @@ def _rounded(total: Any, bias: Any, place: Any) -> Any:
 
 
 @njit(**JIT_OPTIONS, fastmath=_SUMS)  # type: ignore[untyped-decorator]
-def _one(evens: Any, odds: Any, weights: Any, bias: Any, out: Any, half: Any, begin: Any, end: Any) -> Any:
-    """Fill outputs from `begin` to `end` for one row, whose numbers at even and odd places are float32."""
-    even, odd = evens[0][:half], odds[0][:half]
+def _one(even: Any, odd: Any, weights: Any, bias: Any, out: Any, begin: Any, end: Any) -> Any:
+    """Fill outputs from `begin` to `end` for a row, whose numbers at even and at odd places are float32."""
+    half, found = even.size, _bits16(out)
     for output in range(begin, end):
         line = _bits32(weights + 4 * half * output)
         first, second = np.float32(0), np.float32(0)
@@ -91,45 +92,36 @@ def _one(evens: Any, odds: Any, weights: Any, bias: Any, out: Any, half: Any, be
             pair = _pair(line, i)
             first += _first(pair) * even[i]
             second += _second(pair) * odd[i]
-        _bits16(out)[output] = _rounded(first + second, bias, output)
+        found[output] = _rounded(first + second, bias, output)
 
 
 @njit(**JIT_OPTIONS, fastmath=_SUMS)  # type: ignore[untyped-decorator]
-def _four(
-    evens: Any, odds: Any, weights: Any, bias: Any, out: Any, half: Any, begin: Any, end: Any, rows: Any, outputs: Any
+def _two(
+    even0: Any, odd0: Any, even1: Any, odd1: Any, weights: Any, bias: Any, out: Any, outputs: Any, begin: Any, end: Any
 ) -> Any:
-    """Do as `_one` for two to four rows, two outputs at a time; `evens` and `odds` have four rows."""
-    even0, even1, even2, even3 = evens[0][:half], evens[1][:half], evens[2][:half], evens[3][:half]
-    odd0, odd1, odd2, odd3 = odds[0][:half], odds[1][:half], odds[2][:half], odds[3][:half]
-    for output in range(begin, end, 2):
-        other = min(output + 1, outputs - 1)
-        upper, lower = _bits32(weights + 4 * half * output), _bits32(weights + 4 * half * other)
-        up0, up1, up2, up3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-        low0, low1, low2, low3 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
+    """Do as `_one` for two rows; results of a row are as many as `outputs`."""
+    half, upper, lower = even0.size, _bits16(out), _bits16(out + 2 * outputs)
+    for output in range(begin, end):
+        line = _bits32(weights + 4 * half * output)
+        first0, second0, first1, second1 = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
         for i in range(half):
-            pair, below = _pair(upper, i), _pair(lower, i)
-            left, right, left_below, right_below = _first(pair), _second(pair), _first(below), _second(below)
-            up0 += left * even0[i] + right * odd0[i]
-            low0 += left_below * even0[i] + right_below * odd0[i]
-            up1 += left * even1[i] + right * odd1[i]
-            low1 += left_below * even1[i] + right_below * odd1[i]
-            up2 += left * even2[i] + right * odd2[i]
-            low2 += left_below * even2[i] + right_below * odd2[i]
-            up3 += left * even3[i] + right * odd3[i]
-            low3 += left_below * even3[i] + right_below * odd3[i]
-        ups, lows = (up0, up1, up2, up3), (low0, low1, low2, low3)
-        for row in range(rows):
-            line = _bits16(out + 2 * outputs * row)
-            line[other] = _rounded(lows[row], bias, other)
-            line[output] = _rounded(ups[row], bias, output)
+            pair = _pair(line, i)
+            left, right = _first(pair), _second(pair)
+            first0 += left * even0[i]
+            second0 += right * odd0[i]
+            first1 += left * even1[i]
+            second1 += right * odd1[i]
+        upper[output] = _rounded(first0 + second0, bias, output)
+        lower[output] = _rounded(first1 + second1, bias, output)
 
 
 def multiply(words: Any) -> None:
     """Compute outputs that no other thread has taken, until none is left; for a callback of C, which any thread may call."""
     inputs, weights, bias, out = words[0], words[1], words[2], words[3]
     rows, outputs, length, step = words[4], words[5], words[6], words[7]
-    half, room = length // 2, 1 if rows == 1 else 4
-    evens, odds = np.zeros((room, half), np.float32), np.zeros((room, half), np.float32)
+    half = length // 2
+    # Rows whose distance is a power of two would share few places of the nearest cache.
+    evens, odds = np.empty((rows, half + _APART), np.float32), np.empty((rows, half + _APART), np.float32)
     for row in range(rows):
         numbers = _bits16(inputs + 2 * length * row)
         for i in range(half):
@@ -137,9 +129,15 @@ def multiply(words: Any) -> None:
             odds[row, i] = _first(np.uint32(numbers[2 * i + 1]))
     begin = _take(words, step)
     while begin < outputs:
-        end = min(begin + step, outputs)
-        if rows == 1:
-            _one(evens, odds, weights, bias, out, half, begin, end)
-        else:
-            _four(evens, odds, weights, bias, out, half, begin, end, rows, outputs)
+        last = min(begin + step, outputs)
+        while begin < last:
+            end = min(begin + _AT_ONCE, last)
+            for row in range(0, rows, 2):
+                place, even, odd = out + 2 * outputs * row, evens[row, :half], odds[row, :half]
+                if row + 1 < rows:
+                    more, odder = evens[row + 1, :half], odds[row + 1, :half]
+                    _two(even, odd, more, odder, weights, bias, place, outputs, begin, end)
+                else:
+                    _one(even, odd, weights, bias, place, begin, end)
+            begin = end
         begin = _take(words, step)
