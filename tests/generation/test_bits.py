@@ -34,7 +34,8 @@ def generated(directory: Path, dtype: str, placement: str, settings: dict[str, A
     place = dict(PLACEMENTS[placement])
     budget = Budget(host="4GiB", device=place.pop("device", None))
     interpreter = place.pop("interpreter", "overlapped")
-    with Generator.open(directory, budget, compute_dtype=dtype, interpreter=interpreter) as generator:
+    changes: dict[str, Any] = {"compute_dtype": dtype, "narrow_products": False}
+    with Generator.open(directory, budget, interpreter=interpreter, **changes) as generator:
         rows = prompts(5)
         whole = generator.model.settings(12, None, settings)
         plan = generator.prepare(len(rows), 12, 6)
