@@ -75,7 +75,7 @@ def _rounded(total: Any, bias: Any, place: Any) -> Any:
     """Return the bits of the bfloat16 number nearest to `total` plus what `bias` has at `place`, ties to even."""
     if bias:
         total += _first(np.uint32(_bits16(bias)[place]))
-    bits = np.float32(total).view(np.uint32)
+    bits: Any = np.float32(total).view(np.uint32)
     if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
         return np.uint16(0x7FC0)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
