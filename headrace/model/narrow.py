@@ -24,6 +24,8 @@ from headrace.model.narrow_loops import NUM_WORDS, multiply
 from headrace.model.products import WideProducts
 
 NARROW_ROWS = 4
+# One longer row has no room in the nearest cache beside weights, and torch's product is faster.
+_LONGEST_ALONE = 2048
 # A core takes so many weights at a time, at least: waking another one takes as long as a few thousand.
 _LEAST_WEIGHTS = 1 << 16
 _PARTS_OF_A_THREAD = 4
@@ -68,6 +70,7 @@ def is_narrow(inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | 
         and weights.dim() == 2
         and 0 < inputs.numel() <= NARROW_ROWS * weights.shape[1]
         and inputs.shape[-1] == weights.shape[1]
+        and (inputs.numel() > weights.shape[1] or weights.shape[1] <= _LONGEST_ALONE)
         and weights.shape[1] % 2 == 0
         and weights.is_contiguous()
         and type(inputs) is torch.Tensor

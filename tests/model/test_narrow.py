@@ -83,6 +83,9 @@ def test_shape_dtype_and_place_alone_say_what_is_narrow() -> None:
         assert is_narrow(inputs, weights)
         assert is_narrow(inputs.view(2, 2, 6), weights, numbers(8))
         assert not is_narrow(numbers(5, 6), weights)
+        assert is_narrow(numbers(1, 2048), numbers(2, 2048)), "a longer one is left to torch, if it is alone"
+        assert is_narrow(numbers(2, 2050), numbers(2, 2050))
+        assert not is_narrow(numbers(1, 2050), numbers(2, 2050))
         assert not is_narrow(inputs.float(), weights.float())
         assert not is_narrow(inputs, numbers(6, 8).T)
         assert not is_narrow(numbers(4, 5), numbers(8, 5))
