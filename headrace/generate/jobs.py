@@ -33,7 +33,7 @@ from headrace.generate.generator import Generator
 from headrace.generate.job_ranks import Helpers
 from headrace.generate.job_tasks import Answers, Shape, Task, answered, settings_of
 from headrace.generate.micro_batches import kept_copies
-from headrace.generate.plan import GenerationPlan
+from headrace.generate.plan import FewRows, GenerationPlan
 from headrace.machine.cpu import processor_name
 from headrace.model.generation_keys import is_assisted
 from headrace.terms.errors import (
@@ -175,8 +175,8 @@ def _plan(
     if begun is not None:
         least = max(map(len, begun["micro_batches"]))
         fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
-        fixed["packed"], fixed["attention"] = begun.get("packed_rows", 0) > 0, begun.get("attention", ON_DEVICE)
-        fixed["narrow"] = begun.get("narrow_rows", 0) > 0
+        fixed["few_rows"] = FewRows(packed=begun.get("packed_rows", 0) > 0, narrow=begun.get("narrow_rows", 0) > 0)
+        fixed["attention"] = begun.get("attention", ON_DEVICE)
     shape = Shape(longest, new, copies, fixed)
     plan = shape.plan(generator, prompts)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
@@ -184,8 +184,9 @@ def _plan(
         plan = shape.plan(generator, prompts)
     generator.use(plan)
     place = ON_HOST if plan.caches.attends else ON_DEVICE
-    same = {"rows": plan.rows, "prefill_chunk": plan.costs.prefill_chunk, "packed": plan.packed_rows > 0, "attention": place}
-    return plan, replace(shape, fixed={**same, "narrow": plan.narrow_rows > 0})
+    few_rows = FewRows(packed=plan.packed_rows > 0, narrow=plan.narrow_rows > 0)
+    same = {"rows": plan.rows, "prefill_chunk": plan.costs.prefill_chunk, "few_rows": few_rows, "attention": place}
+    return plan, replace(shape, fixed=same)
 
 
 def _micro_batch_seconds(plan: GenerationPlan) -> float:

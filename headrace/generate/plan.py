@@ -44,6 +44,14 @@ class PassForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewRows:
+    """Whether few rows are multiplied with packed weights, and by the loop for narrow products; None: as the options say."""
+
+    packed: bool | None = None
+    narrow: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan(Placement):
     """Every choice of a generation. Units as in `Plan`; prologue and epilogue stay where compute reads them.
 

@@ -19,7 +19,7 @@ from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
 from headrace.generate.coded import units_if_compressed, units_of_files
 from headrace.generate.embedding import without_embedding
-from headrace.generate.plan import GenerationPlan
+from headrace.generate.plan import FewRows, GenerationPlan
 from headrace.generate.plan_notes import of_copying, of_twice, why_not
 from headrace.generate.search import GenerationQuestion, make_generation_plan
 from headrace.machine.host_memory import anonymous_bytes
@@ -114,14 +114,13 @@ class GenerationPlanner:
         *,
         rows: int | None = None,
         prefill_chunk: int | None = None,
-        packed: bool | None = None,
-        narrow: bool | None = None,
+        few_rows: FewRows | None = None,
         attention: str | None = None,
     ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
         With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
-        `rows`, `prefill_chunk`, `packed`, `narrow` and `attention` are fixed where they are given.
+        `rows`, `prefill_chunk`, `few_rows` and `attention` are fixed where they are given.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -129,6 +128,7 @@ class GenerationPlanner:
             StorageError: an SSD directory cannot be written to.
         """
         reason = not_by_inputs = ""
+        few_rows = few_rows or FewRows()
 
         def costs_of(rows: int, *chunk: int) -> GenerationCosts:
             found: GenerationCosts = self._costs(rows * max(1, kept_copies), prompt_length, *chunk)
@@ -165,8 +165,8 @@ class GenerationPlanner:
             has_drives=self._has_drives,
             kept_copies=kept_copies,
             prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
-            packed=self._options.packed_products if packed is None else packed,
-            narrow_rows=self._narrow_rows(self._options.narrow_products if narrow is None else narrow, allowance, notes),
+            packed=self._options.packed_products if few_rows.packed is None else few_rows.packed,
+            narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
             attention=places,
         )
         plan = make_generation_plan(question)
@@ -198,6 +198,7 @@ class GenerationPlanner:
         Raises:
             ConfigError: it was asked for, and nothing here is computed in bfloat16 on a CPU.
         """
+        asked = self._options.narrow_products if asked is None else asked
         can = self._chain.compute_dtype == "bfloat16" and not allowance.device_overhead_bytes
         if asked and not can:
             raise ConfigError("narrow_products: asked for, but they are of bfloat16, and on a CPU; leave it out")

@@ -15,7 +15,7 @@ from headrace.codec.published import PackQuantized
 from headrace.generate.generator import Generator
 from headrace.generate.jobs import JobProgress, run_job
 from headrace.generate.micro_batches import MicroBatch
-from headrace.generate.plan import GenerationPlan
+from headrace.generate.plan import FewRows, GenerationPlan
 from headrace.generate.whose_weights import open_generator
 from headrace.model import packed
 from headrace.model.packed import PackedMatrix
@@ -101,7 +101,7 @@ def test_ways_to_run_a_plan_give_the_same_bits(dense_int4: Any) -> None:
 @needs_kernel
 def test_plans_count_their_bytes_and_choose(dense_int4: Any) -> None:
     with Generator.open(dense_int4[0] / "out", Budget(host="4GiB"), compute_dtype="bfloat16") as generator:
-        decoded, asked = plan_of(generator, packed=False), plan_of(generator, packed=True)
+        decoded, asked = (plan_of(generator, few_rows=FewRows(packed=packed)) for packed in (False, True))
         assert decoded.packed_rows == 0
         assert asked.packed_rows == (8 if multiplies("bfloat16", None, here=True) else 32)
         assert "packed once" in asked.explain()
@@ -120,7 +120,7 @@ def test_where_there_is_no_kernel_none_is_used(dense_int4: Any, monkeypatch: pyt
     with Generator.open(dense_int4[0] / "out", Budget(host="4GiB"), compute_dtype="bfloat16") as generator:
         assert generator.plan_only(2, 3, 64).packed_rows == 0
         with pytest.raises(ConfigError, match="packed_products: asked for"):
-            plan_of(generator, packed=True)
+            plan_of(generator, few_rows=FewRows(packed=True))
 
 
 @needs_kernel
