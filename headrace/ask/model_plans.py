@@ -110,13 +110,14 @@ class ModelPlans:
             try:
                 plans, parted = self._parted(question)
             except NotStoredSingly as why:
-                refused = with_whole_blocks(refusal, str(why))
+                words = str(why)
             else:
                 return plans.plan(parted).with_notes((note_on_parts(refusal.tier, refusal.needed_bytes),))
-        return self._plan_by_rows(question, refused)
+            return self._plan_by_rows(question, refusal, words)
 
-    def _plan_by_rows(self, question: Question, refused: PlanInfeasible) -> Plan:
-        """Return the plan that trains the embedding by rows, where the whole was `refused`."""
+    def _plan_by_rows(self, question: Question, refusal: PlanInfeasible, words: str) -> Plan:
+        """Return the plan that trains the embedding by rows, where the whole was refused. `words`: see `with_whole_blocks`."""
+        refused = with_whole_blocks(refusal, words)
         if refused.tier == "ssd":
             raise refused
         try:
@@ -126,7 +127,7 @@ class ModelPlans:
         try:
             plan = make_plan(self._problem(question), self._measured, self._seconds_of)
         except PlanInfeasible as least:
-            raise least_of(refused, least) from None
+            raise least_of(refused, with_whole_blocks(least, words)) from None
         return plan.with_notes((note_on_learned_rows(refused.tier, refused.needed_bytes),))
 
     def answered(self, question: Question, plan: Plan) -> Question:

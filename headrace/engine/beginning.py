@@ -311,18 +311,26 @@ def _planned(
         try:
             subject.part_experts()
         except NotStoredSingly as why:
-            refused = with_whole_blocks(refusal, str(why))
+            words = str(why)
         else:
             subject.chain.notes += (note_on_parts(refusal.tier, refusal.needed_bytes),)
             planner = RunPlanner(options, subject.planned, ways)
             return planner, plan_by(planner)
-    return _with_rows(subject, options, ways, plan_by, refused)
+        return _with_rows(subject, options, ways, plan_by, refusal, words)
 
 
 def _with_rows(
-    subject: Subject, options: Options, ways: WaysToPlan, plan_by: Callable[[RunPlanner], Plan], refused: PlanInfeasible
+    subject: Subject,
+    options: Options,
+    ways: WaysToPlan,
+    plan_by: Callable[[RunPlanner], Plan],
+    refusal: PlanInfeasible,
+    words: str,
 ) -> tuple[RunPlanner, Plan]:
-    """Return a plan that trains the embedding by rows, and the planner that made it, where the whole was `refused`."""
+    """Return a plan that trains the embedding by rows, and the planner that made it, where the whole was refused. `words`: see
+    `with_whole_blocks`.
+    """
+    refused = with_whole_blocks(refusal, words)
     if not ways.may_learn_rows or ways.given is not None or refused.tier == "ssd":
         raise refused
     try:
@@ -334,7 +342,7 @@ def _with_rows(
     try:
         return planner, plan_by(planner)
     except PlanInfeasible as least:
-        raise least_of(refused, least) from None
+        raise least_of(refused, with_whole_blocks(least, words)) from None
 
 
 def _subject(

@@ -41,7 +41,7 @@ class Buffers(WeightBuffers):
         self.between = self.take_host("between")
         in_memory = set(plan.parked_units).difference(plan.parked_on_ssd)
         self.parked, self.parking = {unit: self.take_host(f"parked.{unit}")[0] for unit in in_memory}, self.take_host("parking")
-        self.gradients = self._take_gradients()
+        self.gradients, self._ends_in_place = self._take_gradients(), plan.ends_in_place
         self.resident_states = {unit: self.take_host(f"resident_states.{unit}")[0] for unit in plan.updates.resident_states}
         parts = [each.view(self.dtype) for each in self.take_compute("part_weights")]
         self.part_slots = PartSlots(parts, machine)
@@ -58,11 +58,11 @@ class Buffers(WeightBuffers):
         in its host buffer.
 
         A block's accumulator has the gradient's dtype if a step has one micro-batch, else fp32. Those of prologue and epilogue
-        are fp32, and share their memory unless weights are tied. `partial`: one of a tree's partial sums; 0 has the total in
-        the end.
+        are fp32, and share their memory unless weights are tied (see `Plan.ends_in_place`). `partial`: one of a tree's partial
+        sums; 0 has the total in the end.
         """
         plan = self.plan
-        if unit not in plan.ends and plan.gradient_in_place:
+        if self._ends_in_place if unit in plan.ends else plan.gradient_in_place:
             return None
         whole = self._resident_accumulator[partial] if unit in plan.ends else self._accumulator[slot + partial]
         start = plan.units[0].gradient_elements if unit in plan.ends and unit and plan.tied else 0
@@ -86,4 +86,4 @@ class Buffers(WeightBuffers):
         taken, slot_of = dict(enumerate(self.take_host("gradients"))), plan.gradient_slot_of
         if resident := self.take_host("resident_gradient"):
             taken[plan.gradients.slots] = resident[0]
-        return taken | {slot_of[unit]: self.take_host(f"gradient.{unit}")[0] for unit in plan.held_in_memory}
+        return taken | {slot_of[unit]: self.take_host(f"gradient.{unit}")[0] for unit in plan.with_own_gradient}

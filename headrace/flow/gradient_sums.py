@@ -23,7 +23,7 @@ class SequentialSums:
     """
 
     def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
+        self._buffers, self._slot_of = buffers, buffers.plan.gradient_slot_of
         self.delivered: dict[int, set[str]] = defaultdict(set)
 
     @contextmanager
@@ -32,7 +32,9 @@ class SequentialSums:
         added, and the names of the parameters that have some there. A context that fails adds nothing more.
         """
         total = self._buffers.accumulator(unit, op.slot(Pool.ACCUMULATOR))
-        yield self._buffers.gradient_tensor(unit, op.slot(Pool.GRADIENT)) if total is None else total, self.delivered[unit]
+        if total is None:
+            total = self._buffers.gradient_tensor(unit, self._slot_of.get(unit, op.slot(Pool.GRADIENT)))
+        yield total, self.delivered[unit]
 
 
 def sums_of(plan: Plan, buffers: Buffers, num_micro: int) -> SequentialSums:

@@ -29,7 +29,7 @@ class Relay:
         self._going: SimpleQueue[Bytes | None] = SimpleQueue()
         self._came: deque[Bytes] = deque()
         self._places = threading.Semaphore(_PLACES)
-        self._failure: PeerLost | None = None
+        self._failure: Exception | None = None
         self._rates: deque[float] = deque(maxlen=_RATES)
         works = ((source, self._receive), (to, self._send))
         self._threads = [
@@ -106,11 +106,10 @@ class Relay:
     def _send(self, to: int) -> None:
         while (data := self._going.get()) is not None:
             self._lane.send(data, to)
-
     def _until_lost(self, work: Callable[[int], None], peer: int) -> None:
         try:
             work(peer)
-        except PeerLost as lost:
+        except Exception as error:  # also what nobody expects: who waits for this thread would wait for ever
             with self._changed:
-                self._failure = self._failure or PeerLost(str(lost))
+                self._failure = self._failure or (PeerLost(str(error)) if isinstance(error, PeerLost) else error)
                 self._changed.notify_all()

@@ -42,7 +42,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         groups["leaving_gradients"] = BufferGroup("host", "gradients", PART_SLOTS, leaving)
     ends = [plan.units[unit].gradient_elements for unit in plan.ends]
     sums = partial_sums(plan.batch.num_micro_batches, plan.gradients.order)
-    if any(ends):
+    if any(ends) and not plan.ends_in_place:
         accumulator = sum(ends) if plan.tied else max(ends)
         # A leaf of a tree is all that a micro-batch adds: that of the head waits for that of the embedding.
         leaves = plan.batch.num_micro_batches if plan.tied and plan.gradients.order == TREE else sums
@@ -61,7 +61,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
         summed = plan.largest(plan.summed_elements) * plan.summed_bytes_per_element
         tier = "host" if plan.sums_on_host else compute_tier
         groups["accumulator"] = BufferGroup(tier, "gradients", max(plan.gradients.accumulators, sums), summed)
-    held = plan.held_in_memory
+    held = plan.with_own_gradient
     for unit in held:
         groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))
     passing = sorted(set(plan.trained_units).difference(held))

@@ -262,6 +262,20 @@ class Plan(Placement):
         return not self.gradients.accumulate and self.sums_on_host
 
     @property
+    def ends_in_place(self) -> bool:
+        """Whether prologue and epilogue do so, too: no number is added to more than once, by the other use of a tied matrix."""
+        batch, trained = self.batch, [unit for unit in self.ends if self.units[unit].gradient_elements]
+        if self.separate_device or self.gradients.accumulate or self.stage is not None or self.serves or not trained:
+            return False
+        whole = batch.micro_batch_sequences * batch.sequence_length <= batch.loss_chunk_tokens
+        return whole and all(
+            self.units[unit].in_place
+            and unit in self.resident_units
+            and self.summed_elements(unit) == self.units[unit].gradient_elements
+            for unit in trained
+        )
+
+    @property
     def sums_on_host(self) -> bool:
         """Whether gradients of blocks are summed in host memory: nothing else is there, or they leave the device in parts."""
         blocks = self.units[1 : self.num_blocks + 1]
@@ -302,7 +316,13 @@ class Plan(Placement):
         Resident units share one buffer, unless their gradient is held in one of its own.
         """
         shared = dict.fromkeys(self.resident_units, self.gradients.slots)
-        return shared | {unit: self.gradients.slots + 1 + unit for unit in self.held_in_memory}
+        return shared | {unit: self.gradients.slots + 1 + unit for unit in self.with_own_gradient}
+
+    @property
+    def with_own_gradient(self) -> tuple[int, ...]:
+        """The units whose drained gradient has a buffer of its own: held ones, and what follows a tied head made in place."""
+        own = {self.ends[-1]} if self.tied and self.ends_in_place else set[int]()
+        return tuple(sorted(own.intersection(self.trained_units).union(self.held_in_memory)))
 
     @property
     def device_state_slots(self) -> int:

@@ -12,6 +12,7 @@ from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.choices import Batch, Gradients, Hosted, Stash, Updates
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.footprint import with_footprint
+from headrace.plan.loss_chunks import loss_chunk_tokens, spared_sums
 from headrace.plan.parting import fitted, with_cached
 from headrace.plan.plan import AT_ONCE, Plan
 from headrace.plan.replaying import operators_of, replay_order
@@ -26,10 +27,8 @@ from headrace.terms.forms import DEVICE, Form, UnitFigures
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.packed_rows import Groups
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.sizes import MIB, round_up
+from headrace.terms.sizes import round_up
 
-# Logits and their gradients of one chunk of positions stay below this; beyond it the head gets no faster.
-_LOSS_CHUNK_BYTES = 96 * MIB
 # With more tokens than this a matrix product gets no faster per token.
 _SATURATED_TOKENS = 2048
 # Elements of a chunk of an update, and the chunks whose states are in memory at a time, by thrift. Small chunks take less
@@ -215,6 +214,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     costs, workload = problem.costs_of(choice.rows), problem.workload
     num_blocks, num_micro = len(costs.blocks), -(-workload.sequences // choice.rows)
     policy, units = choice.policy, problem.units
+    spared = 0 if problem.separate_device or num_micro > 1 else spared_sums(units, costs)
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     alone = problem.one_by_one or (choice.lean and problem.separate_device)
     prefetch = 0 if alone else 1 if choice.lean or num_blocks < 3 else 2
@@ -234,7 +234,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             micro_batch_sequences=choice.rows,
             num_micro_batches=num_micro,
             hidden_size_bytes=costs.hidden_size_bytes,
-            loss_chunk_tokens=_loss_chunk_tokens(costs, workload, choice.lean),
+            loss_chunk_tokens=loss_chunk_tokens(costs, workload, choice.lean, spared),
             head_rows=costs.head_rows,
             head_passes=workload.head_passes,
         ),
@@ -371,16 +371,3 @@ def _micro_batches(workload: Workload) -> list[int]:
     sizes = [most >> halvings for halvings in range(most.bit_length())]
     counts = dict.fromkeys(-(-workload.sequences // size) for size in sizes)
     return [-(-workload.sequences // count) for count in counts]
-
-
-def _loss_chunk_tokens(costs: ModelCosts, workload: Workload, lean: bool) -> int:
-    """Return the largest tried chunk of positions whose logits take little beside the head's own gradient. With the head by
-    ranges, none of them is computed again.
-    """
-    if workload.grouping is not None:
-        return workload.grouping.loss_chunk_tokens
-    samples = costs.epilogue_workspace_bytes
-    allowed = samples[0][1] + _LOSS_CHUNK_BYTES // (4 if lean else 1)
-    most = max(samples[0][0], costs.kept_logit_tokens or samples[-1][0])
-    fitting = [tokens for tokens, num_bytes in samples if num_bytes <= allowed and tokens <= most]
-    return min(fitting[-1], costs.sequences * workload.sequence_length)

@@ -21,7 +21,7 @@ class RowWire(Wire):
     its factors as dY^T (X 1).
     """
 
-    name = "rows"
+    name = "number-of-rows"
 
     def __init__(self, *, ends: bool = True, frozen: tuple[int, ...] = (), by_factors: bool = False) -> None:
         self._ends, self._frozen, self._by_factors = ends, frozen, by_factors

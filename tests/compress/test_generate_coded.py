@@ -56,7 +56,8 @@ def generated(
     directory: Path, dtype: str, device: str | None = None, experts: dict[str, Any] | None = None
 ) -> tuple[Generated, GenerationPlan]:
     """Generate, and return the plan; with `experts` these come by themselves."""
-    with Generator.open(directory, Budget(host="4GiB", device=device), compute_dtype=dtype) as generator:
+    options: dict[str, Any] = {"compute_dtype": dtype, "narrow_products": False}
+    with Generator.open(directory, Budget(host="4GiB", device=device), **options) as generator:
         plan = with_whole_blocks(generator, generator.plan_only(2, 9, 4))
         generator.use(replace(plan, **SMALL) if experts is None else with_banks(generator, plan, **experts))
         (done,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(9, None, SETTINGS))])

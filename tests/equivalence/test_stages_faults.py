@@ -51,9 +51,9 @@ class Cut:
             self.tick(lane.rank)
             send(lane, data, to)
 
-        def received(lane: Lane, into: Any, source: int) -> None:
+        def received(lane: Lane, into: Any, source: int) -> float:
             self.tick(lane.rank)
-            receive(lane, into, source)
+            return receive(lane, into, source)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Lane, "send", sent)

@@ -65,7 +65,7 @@ class Training(Updates):
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.learns_prologue = plan.learns_prologue
         self.come_in_parts = plan.parts is not None
-        self.gradient_in_place = plan.gradient_in_place
+        self.gradient_in_place, self.ends_in_place = plan.gradient_in_place, plan.ends_in_place
         self.parted = PartedBlocks(plan, self.ledger, num_micro)
         self.hosted = HostedStates(plan, self.ledger, num_micro)
         self.stash_turn = self.accumulator_turn = 0
@@ -114,7 +114,7 @@ class Training(Updates):
         """Emit the backward of the embedding."""
         common: dict[str, Any] = {"unit": 0, "flops": self.flops(0)}
         for micro in range(self.num_micro):
-            reads, made = (RESIDENT, *self.arrived(micro)), (_RESIDENT_ACCUMULATOR,) if 0 in self.trained else ()
+            reads, made = (RESIDENT, *self.arrived(micro)), self.summed(0)
             self.ledger.op(Verb.PROLOGUE_BACKWARD, Lane.COMPUTE, reads, made, micro=micro, **common)
         if 0 in self.trained:
             self.drain(0, self.gradient_slot(0))
@@ -159,7 +159,7 @@ class Training(Updates):
         """Emit the head: loss and its gradients."""
         unit = self.blocks + 1 if self.plan.has_epilogue else 0
         weights = (RESIDENT, RESIDENT + unit, *self.read_beside(unit)) if unit else (RESIDENT,)
-        made = (_RESIDENT_ACCUMULATOR,) if self.trained & {0, unit} else ()
+        made = self.summed(unit) if self.ends_in_place and not self.plan.tied else self.summed(0, unit)
         if self.plan.batch.head_passes > 1:
             for micro in self.micros:
                 reads, flops = (*weights, *self.arrived(micro)), self.results.epilogue_flops
@@ -319,11 +319,20 @@ class Training(Updates):
         """Return where the gradient of a block is summed, until it is drained."""
         return _ACCUMULATOR + self.accumulator_turn
 
+    def summed(self, *ends: int) -> tuple[int, ...]:
+        """Return where gradients of these ends are summed, as far as they are trained."""
+        trained = sorted(self.trained.intersection(ends))
+        if self.ends_in_place:
+            return tuple(self.gradient_slot(unit) for unit in trained)
+        return (_RESIDENT_ACCUMULATOR,) if trained else ()
+
     def drain(self, unit: int, gradient: int, host: int = -1) -> None:
         """Bring a unit's gradient to the host; then update the unit, or hold the gradient for later, or both."""
         op, num_bytes = self.ledger.op, self.gradient_bytes[unit]
-        made: tuple[int, ...] = () if self.gradient_in_place else (self.accumulator(),)
-        made = (_RESIDENT_ACCUMULATOR,) if unit in self.ends else made
+        if unit in self.ends:
+            made: tuple[int, ...] = () if self.ends_in_place else (_RESIDENT_ACCUMULATOR,)
+        else:
+            made = () if self.gradient_in_place else (self.accumulator(),)
         writes = (gradient, NORM + (unit + 1) * PIECE)
         if unit in self.in_parts:  # the rest is there already, or waits on the host
             num_bytes = self.plan.summed_elements(unit) * self.plan.gradient_bytes_per_element
