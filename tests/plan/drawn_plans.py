@@ -35,6 +35,7 @@ def plans(draw: st.DrawFn) -> Plan:
         state_slots=draw(st.integers(1, 4)),
         gradient_slots=draw(st.integers(1, 3)),
         accumulate=draw(st.booleans()),
+        tied=draw(st.booleans()),
         resident_states=tuple(sorted(resident)),
         device_update_every=draw(st.integers(0, 4)),
         units=small_plan(num_blocks).units[:units],

@@ -96,6 +96,18 @@ def hosted_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
     return accesses
 
 
+def made_in_place(memory: Memory, op: Op, step: int) -> list[tuple]:
+    """As `perform`, for gradients of an end that are made where they are drained to: those of a tied matrix twice."""
+    plan, accesses = memory.plan, []
+    for unit in sorted({op.unit, 0} if plan.tied else {op.unit}):
+        key = ("gradient", plan.gradient_slot_of[unit])
+        if op.verb is Verb.PROLOGUE_BACKWARD and plan.tied:
+            assert memory.buffer[key] == ("made", unit, step), f"{op.label} finds {memory.buffer[key]}"
+        memory.buffer[key] = ("made", unit, step)
+        accesses.append((key, True))
+    return accesses
+
+
 def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
     plan, buffer, unit = memory.plan, memory.buffer, op.unit
     tail = [("gradient", op.slot(Pool.GRADIENT))] if op.slot(Pool.GRADIENT) >= 0 else []
@@ -138,7 +150,9 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
             assert held == resident
             assert set(chunks.values()) == {step}, f"{op.label} at step {step} computes with versions {chunks}"
         accesses = [(("resident", resident), False) for resident in used]
-        return accesses + ([(("resident accumulator",), True)] if op.verb is not Verb.PROLOGUE else [])
+        if op.verb is Verb.PROLOGUE:
+            return accesses
+        return [*accesses, *(made_in_place(memory, op, step) if plan.ends_in_place else [(("resident accumulator",), True)])]
     if op.verb in (Verb.STASH, Verb.SPILL, Verb.UNSPILL, Verb.RECALL):
         key = ("stash", op.slot(Pool.STASH)) if op.slot(Pool.STASH) >= 0 else ("stash of", unit, op.micro)
         key = ("between", op.micro) if op.slot(Pool.BETWEEN) >= 0 else key
@@ -159,9 +173,11 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
         return [(key, False)]
     if op.verb is Verb.DRAIN:
         resident = unit in plan.resident_units
+        if in_place := resident and plan.ends_in_place:
+            assert buffer[tail[0]] == ("made", unit, step), f"{op.label} finds {buffer[tail[0]]}"
         buffer[tail[0]] = (unit, step)
         source = ("resident accumulator",) if resident else ("accumulator",)
-        direct = not resident and not plan.accumulate and not plan.separate_device
+        direct = in_place or (not resident and not plan.accumulate and not plan.separate_device)
         return [(tail[0], True)] + ([] if direct else [(source, False)])
     if op.verb is Verb.HOLD:
         assert buffer[tail[0]] == (unit, step)
@@ -305,7 +321,8 @@ def test_no_operation_takes_a_slot_beyond_its_ring(plan: Plan, num_micro: int) -
         for op in program.ops:
             for pool, name in RINGS.items():
                 if pool is Pool.GRADIENT and op.slot(pool) >= plan.gradient_slots:
-                    assert op.slot(pool) == plan.gradient_slot_of[op.unit], op.label
+                    unit = 0 if op.verb is Verb.EPILOGUE and plan.tied else op.unit  # a tied head's comes first
+                    assert op.slot(pool) == plan.gradient_slot_of[unit], op.label
                 elif op.slot(pool) >= 0:
                     assert op.slot(pool) < groups[name].count, f"{op.label}: {pool.name} has {groups[name].count}"
 
