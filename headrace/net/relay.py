@@ -106,6 +106,7 @@ class Relay:
     def _send(self, to: int) -> None:
         while (data := self._going.get()) is not None:
             self._lane.send(data, to)
+
     def _until_lost(self, work: Callable[[int], None], peer: int) -> None:
         try:
             work(peer)
