@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from answered_jobs import answered
 from banked_plans import with_banks, with_whole_blocks
 from coded_models import KINDS, write_coded
 from compressing import run, write_data
@@ -25,7 +26,6 @@ from headrace.compress.decompression import decompress
 from headrace.engine.merging import merge_adapters
 from headrace.generate.evaluating import evaluate
 from headrace.generate.generator import Generator
-from headrace.generate.jobs import JobProgress, run_job
 from headrace.generate.micro_batches import Generated, MicroBatch
 from headrace.generate.plan import GenerationPlan, generation_buffers
 from headrace.generate.planner import plan_generation
@@ -122,30 +122,12 @@ def test_published_codes(kind: str, tmp_path: Path) -> None:
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", apart=apart)
 
 
-def answered(model: Path, folder: Path, most: int | None = None) -> bytes:
-    """Run a job of four prompts, which is given up after `most` micro-batches; return its answers."""
-    folder.mkdir(exist_ok=True)
-    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "water {number}"}}\n' for number in range(4)))
-    files = {"input": folder / "in.jsonl", "output": folder / "out.jsonl"}
-    options = GenerateOptions.of({**files, "max_new_tokens": 3, "rows": 1, "seats": 1, "host_memory": "4GiB", "raw": True})
-    seen: list[JobProgress] = []
-
-    def progress(found: JobProgress) -> None:
-        seen.append(found)
-        if len(seen) == most:
-            raise KeyboardInterrupt
-
-    with open_generator(model, options, None, None) as generator:
-        assert run_job(generator, options, sink=lambda event: None, tell_plan=lambda plan: None, progress=progress) == 0
-    return (folder / "out.jsonl").read_bytes()
-
-
 def test_a_job_goes_on(dense_int4: Any, tmp_path: Path) -> None:
-    coded = dense_int4[0] / "out"
+    coded, job = dense_int4[0] / "out", {"prompts": 4, "max_new_tokens": 3}
     with pytest.raises(KeyboardInterrupt):
-        answered(coded, tmp_path / "job", 2)
+        answered(coded, tmp_path / "job", 2, **job)
     assert not (tmp_path / "job" / "out.jsonl").exists()
-    assert answered(coded, tmp_path / "job") == answered(coded, tmp_path / "whole")
+    assert answered(coded, tmp_path / "job", **job) == answered(coded, tmp_path / "whole", **job)
 
 
 @pytest.mark.parametrize("model", sampled(("dense_int4", "mixture_int4"), ("mixture_int4",)))

@@ -9,23 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from answered_jobs import answered
 
 from headrace.ask.place import multiplies
 from headrace.codec.published import PackQuantized
 from headrace.generate.generator import Generator
-from headrace.generate.jobs import JobProgress, run_job
 from headrace.generate.micro_batches import MicroBatch
 from headrace.generate.plan import FewRows, GenerationPlan
-from headrace.generate.whose_weights import open_generator
 from headrace.model import packed
 from headrace.model.packed import PackedMatrix
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
-from headrace.terms.generate_options import GenerateOptions
 
 needs_kernel = pytest.mark.skipif(not packed.has_kernel(), reason="torch has no product with four bits for this processor")
 ROWS = (tuple(range(7, 10)), tuple(range(40, 43)))
 SETTINGS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
+JOB: dict[str, Any] = {"compute_dtype": "bfloat16", "max_new_tokens": 16}
 LOGITS = {"return_dict_in_generate": True, "output_logits": True}
 
 
@@ -126,33 +125,13 @@ def test_where_there_is_no_kernel_none_is_used(dense_int4: Any, monkeypatch: pyt
 @needs_kernel
 def test_a_job_goes_on_as_it_was_begun(dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coded = dense_int4[0] / "out"
-    whole = answered(coded, tmp_path / "whole", packed_products=True)
+    whole = answered(coded, tmp_path / "whole", **JOB, packed_products=True)
     with pytest.raises(KeyboardInterrupt):
-        answered(coded, tmp_path / "killed", most=1, packed_products=True)
-    assert answered(coded, tmp_path / "killed", packed_products=None) == whole
+        answered(coded, tmp_path / "killed", most=1, **JOB, packed_products=True)
+    assert answered(coded, tmp_path / "killed", **JOB, packed_products=None) == whole
     with pytest.raises(KeyboardInterrupt):
-        answered(coded, tmp_path / "other", most=1, packed_products=False)
+        answered(coded, tmp_path / "other", most=1, **JOB, packed_products=False)
     monkeypatch.setattr(PackedMatrix, "multiply", None)  # the plan alone would choose it
-    answered(coded, tmp_path / "other", packed_products=None)
+    answered(coded, tmp_path / "other", **JOB, packed_products=None)
     with pytest.raises(TypeError):
-        answered(coded, tmp_path / "new", packed_products=None)
-
-
-def answered(model: Path, folder: Path, most: int | None = None, **more: Any) -> bytes:
-    """Run a job of three prompts, which is given up after `most` micro-batches; return its answers."""
-    folder.mkdir(exist_ok=True)
-    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "water {number}"}}\n' for number in range(3)))
-    files = {"input": folder / "in.jsonl", "output": folder / "out.jsonl", "compute_dtype": "bfloat16"}
-    options = GenerateOptions.of(
-        {**files, "max_new_tokens": 16, "rows": 1, "seats": 1, "raw": True, "host_memory": "4GiB", **more}
-    )
-    seen: list[JobProgress] = []
-
-    def progress(found: JobProgress) -> None:
-        seen.append(found)
-        if len(seen) == most:
-            raise KeyboardInterrupt
-
-    with open_generator(model, options, None, None) as generator:
-        run_job(generator, options, sink=lambda event: None, tell_plan=lambda plan: None, progress=progress)
-    return (folder / "out.jsonl").read_bytes()
+        answered(coded, tmp_path / "new", **JOB, packed_products=None)

@@ -96,6 +96,15 @@ def weights_of(folder: Path) -> bytes:
     return next((folder / "out").glob("*model.safetensors")).read_bytes()
 
 
+def killed_at(model: Path, folder: Path, policy: str, steps: int, moment: str) -> bytes:
+    """Return the weights of a run that was killed at a `moment`, and went on."""
+    process = start(model, folder, policy, steps=steps, moment=moment)
+    process.join(250)
+    assert process.exitcode == -signal.SIGKILL, "the moment never came"
+    finish(start(model, folder, policy, steps=steps))
+    return weights_of(folder)
+
+
 def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: int, optimizer: str = "adamw") -> bytes:
     """Return the weights of a run that was killed `kills` times on its way."""
     dice = random.Random(seed)
@@ -156,12 +165,7 @@ def unbroken_subspaces(model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_killed_at_a_check_a_fit_a_merge_or_a_commit_subspaces_end_like_unbroken_ones(
     moment: str, model: Path, unbroken_subspaces: bytes, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "killed"
-    process = start(model, folder, "lsp", steps=5, moment=MOMENTS[moment])
-    process.join(250)
-    assert process.exitcode == -signal.SIGKILL, "the moment never came"
-    finish(start(model, folder, "lsp", steps=5))
-    assert weights_of(folder) == unbroken_subspaces
+    assert killed_at(model, tmp_path / "killed", "lsp", 5, MOMENTS[moment]) == unbroken_subspaces
 
 
 @pytest.fixture(scope="module")
@@ -177,12 +181,7 @@ def one_plan(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_killed_as_it_changes_its_plan_a_run_ends_as_under_one_plan(
     moment: str, model: Path, one_plan: bytes, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "killed"
-    process = start(model, folder, "plans", steps=4, moment=PLAN_MOMENTS[moment])
-    process.join(250)
-    assert process.exitcode == -signal.SIGKILL, "the moment never came"
-    finish(start(model, folder, "plans", steps=4))
-    assert weights_of(folder) == one_plan
+    assert killed_at(model, tmp_path / "killed", "plans", 4, PLAN_MOMENTS[moment]) == one_plan
 
 
 @pytest.mark.timeout(280)
@@ -190,12 +189,7 @@ def test_killed_as_it_changes_its_plan_a_run_ends_as_under_one_plan(
 def test_killed_with_its_blocks_in_parts_a_run_ends_as_with_whole_blocks(
     moment: str, model: Path, one_plan: bytes, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "killed"
-    process = start(model, folder, "parts", steps=4, moment=PART_MOMENTS[moment])
-    process.join(250)
-    assert process.exitcode == -signal.SIGKILL, "the moment never came"
-    finish(start(model, folder, "parts", steps=4))
-    assert weights_of(folder) == one_plan
+    assert killed_at(model, tmp_path / "killed", "parts", 4, PART_MOMENTS[moment]) == one_plan
 
 
 @pytest.mark.soak

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from plain import LENGTH, ROWS, SPLIT, batch_of, train
-from test_embedding_by_rows import CASES, opened, rows
+from plain import ROWS, SPLIT, train
+from test_embedding_by_rows import CASES, life, opened, rows
 from test_visiting_head import home
 from tiers import sampled
 
-import headrace
 from headrace.engine.trainer import Engine
 from headrace.flow.coming_head import ComingHead
 from headrace.model import head_rows
-from headrace.plan.plan import Plan
 from headrace.terms.errors import ConfigError
 
 STEPS = 2
@@ -75,30 +73,15 @@ def test_it_trains_as_one_that_stays(
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
     device: str | None, model_dir: Callable[..., Path], tmp_path: Path, came: list[int]
 ) -> None:
-    path, batches = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
-    more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "learning_rate": 1e-2}
-    found = []
-    for name in ("stays", "comes"):
-
-        def adjust(plan: Plan, name: str = name) -> Plan:
-            return replace(plan, visiting_head=home(plan), head_slot_bytes=SLOT) if name == "comes" else plan
-
-        options = headrace.Options(
-            output=tmp_path / name, adapter="lora:rank=4", host_memory="4GiB", device_memory=device, **more
-        )
-        with Engine.open(path, options, adjust_plan=adjust) as engine:
-            said = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
-        with Engine.resume(tmp_path / name) as engine:
-            assert engine.plan is not None
-            assert (engine.plan.head_slot_bytes is None) == (name == "stays")
-            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
-            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
-            engine.save_pretrained(tmp_path / f"{name}-final")
-        found.append(said)
-    assert found[0] == found[1]
+    path = model_dir("llama", "bfloat16")
+    stays, *expected = life(path, tmp_path / "stays", lambda plan: plan, device)
+    comes, *found = life(
+        path, tmp_path / "comes", lambda plan: replace(plan, visiting_head=home(plan), head_slot_bytes=SLOT), device
+    )
+    assert stays.head_slot_bytes is None
+    assert comes.head_slot_bytes is not None
+    assert found == expected
     assert came
-    one, other = ((tmp_path / f"{name}-final" / "adapter_model.safetensors").read_bytes() for name in ("stays", "comes"))
-    assert one == other
 
 
 def test_a_plan_in_which_it_comes_by_ranges_is_for_heads_that_have_them(

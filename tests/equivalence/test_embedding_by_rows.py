@@ -89,33 +89,39 @@ def test_experts_that_come_singly_meet_rows(model_dir: Callable[..., Path], tmp_
     runs(model_dir("mixtral-aux", "bfloat16"), tmp_path, change, **more)
 
 
+def life(
+    path: Path, folder: Path, adjust: Callable[[Plan], Plan], device: str | None = None
+) -> tuple[Plan, list[Any], list[bytes]]:
+    """Return the plan of a run that trains an adapter, evaluates, is kept, closed and resumed; what it said, what it saved."""
+    batches = [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
+    more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "learning_rate": 1e-2}
+    options = headrace.Options(output=folder / "run", adapter="lora:rank=4", host_memory="4GiB", device_memory=device, **more)
+    with Engine.open(path, options, adjust_plan=adjust) as engine:
+        said: list[Any] = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
+        engine.begin_saving(folder / "kept").wait()
+    with Engine.resume(folder / "run") as engine:
+        assert engine.plan is not None
+        plan = engine.plan
+        said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
+        said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
+        engine.save_pretrained(folder / "final")
+    return plan, said, [(folder / each / "adapter_model.safetensors").read_bytes() for each in ("kept", "final")]
+
+
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Evaluated, kept, closed, resumed: as a run with the whole table. Its file may not change meanwhile."""
-    path, batches = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
-    more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "learning_rate": 1e-2}
-    found = []
-    for name, change in (("whole", {}), ("rows", rows())):
-        options = headrace.Options(output=tmp_path / name, adapter="lora:rank=4", host_memory="4GiB", **more)
-        with Engine.open(path, options, adjust_plan=lambda plan, change=change: replace(plan, **change)) as engine:
-            said = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
-            engine.begin_saving(tmp_path / f"{name}-kept").wait()
-        with Engine.resume(tmp_path / name) as engine:
-            assert engine.plan is not None
-            assert (engine.plan.embedding is None) == (name == "whole")
-            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
-            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
-            engine.save_pretrained(tmp_path / f"{name}-final")
-        found.append(said)
-    assert found[0] == found[1]
-    for each in ("kept", "final"):
-        one, other = ((tmp_path / f"{name}-{each}" / "adapter_model.safetensors").read_bytes() for name in ("whole", "rows"))
-        assert one == other
+    path = model_dir("llama", "bfloat16")
+    whole, *expected = life(path, tmp_path / "whole", lambda plan: plan)
+    by_rows, *found = life(path, tmp_path / "rows", lambda plan: replace(plan, **rows()))
+    assert whole.embedding is None
+    assert by_rows.embedding is not None
+    assert found == expected
     shard = next(path.glob("*.safetensors"))
     times = shard.stat().st_atime_ns, shard.stat().st_mtime_ns
     os.utime(shard, ns=(times[0], times[1] + 1))
     try:
         with pytest.raises(RunDirectoryError, match="changed since the run began"):
-            Engine.resume(tmp_path / "rows")
+            Engine.resume(tmp_path / "rows" / "run")
     finally:
         os.utime(shard, ns=times)
 

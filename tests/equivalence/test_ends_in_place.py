@@ -72,8 +72,8 @@ def test_no_sums_are_needed(
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
-def test_a_lean_plan_takes_all_positions_at_once(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    """A run goes on from a commit, and evaluates, as one that was not closed."""
+def test_a_run_without_sums_goes_on_where_it_was(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
+    """Closed and resumed, it says what one that was not closed says, evaluations among it."""
     path, options = model_dir(name, "bfloat16"), {"tokens_per_step": LENGTH, "sequence_length": LENGTH}
 
     def losses(folder: str, stops: tuple[int, ...]) -> list[float]:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
 from short_run import short_run
-from test_embedding_by_rows import CASES, opened, rows
+from test_embedding_by_rows import CASES, life, opened, rows
 from test_hosted import ONE_ROW
 from tiers import sampled
 
-import headrace
 from headrace.engine.trainer import Engine
 from headrace.flow import visiting_head
 from headrace.plan.choices import Hosted
@@ -61,30 +60,13 @@ def test_it_trains_as_one_that_stays(
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
     device: str | None, model_dir: Callable[..., Path], tmp_path: Path, brought: list[int]
 ) -> None:
-    path, batches = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
-    more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "learning_rate": 1e-2}
-    found = []
-    for name in ("stays", "visits"):
-
-        def adjust(plan: Plan, name: str = name) -> Plan:
-            return replace(plan, visiting_head=home(plan) if name == "visits" else None)
-
-        options = headrace.Options(
-            output=tmp_path / name, adapter="lora:rank=4", host_memory="4GiB", device_memory=device, **more
-        )
-        with Engine.open(path, options, adjust_plan=adjust) as engine:
-            said = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
-        with Engine.resume(tmp_path / name) as engine:
-            assert engine.plan is not None
-            assert (engine.plan.visiting_head is None) == (name == "stays")
-            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
-            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
-            engine.save_pretrained(tmp_path / f"{name}-final")
-        found.append(said)
-    assert found[0] == found[1]
+    path = model_dir("llama", "bfloat16")
+    stays, *expected = life(path, tmp_path / "stays", lambda plan: replace(plan, visiting_head=None), device)
+    visits, *found = life(path, tmp_path / "visits", lambda plan: replace(plan, visiting_head=home(plan)), device)
+    assert stays.visiting_head is None
+    assert visits.visiting_head is not None
+    assert found == expected
     assert len(brought) == 5
-    one, other = ((tmp_path / f"{name}-final" / "adapter_model.safetensors").read_bytes() for name in ("stays", "visits"))
-    assert one == other
 
 
 @pytest.mark.parametrize("more", sampled([{}, {"hosted": Hosted(coming=2, going=2)}], [{}]))

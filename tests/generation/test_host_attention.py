@@ -8,29 +8,26 @@ from typing import Any
 
 import pytest
 import torch
+from answered_jobs import answered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_caches import COMMON, NEW, PLACES, WAYS, micro_batches
 from test_generation_search import costs_of, fits, question, seconds
 from tiers import sampled
 
-from headrace.cli.generating import say
 from headrace.generate.cache_plan import HOST, CachePlan
 from headrace.generate.generator import Generator
-from headrace.generate.jobs import JobProgress, run_job
 from headrace.generate.micro_batches import Generated
 from headrace.generate.peaks import with_peaks
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.schedule import build_pass
 from headrace.generate.search import GenerationQuestion, make_generation_plan
 from headrace.generate.seat_caches import SeatCache
-from headrace.generate.whose_weights import open_generator
 from headrace.model.host_attention import attended
 from headrace.plan.ledger import Snapshot
 from headrace.plan.rates import Rates
 from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
-from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Verb
 from headrace.terms.sizes import MIB, PAGE_BYTES
@@ -233,39 +230,23 @@ def test_the_forecast_counts_what_crosses_and_where() -> None:
         assert all(index < op.index for index in op.after)
 
 
-def answered(model: Path, folder: Path, most: int | None = None, **more: Any) -> bytes:
-    """Run a job of three prompts, given up after `most` micro-batches; return its answers."""
-    folder.mkdir(exist_ok=True)
-    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "water {number}"}}\n' for number in range(3)), encoding="utf-8")
-    files = {"input": folder / "in.jsonl", "output": folder / "out.jsonl", "compute_dtype": "bfloat16"}
-    memory = {"host_memory": "4GiB", "device_memory": "64MiB"}
-    options = GenerateOptions.of({**files, **memory, "max_new_tokens": 12, "rows": 1, "seats": 1, "raw": True, **more})
-    seen: list[JobProgress] = []
-
-    def progress(found: JobProgress) -> None:
-        seen.append(found)
-        if len(seen) == most:
-            raise KeyboardInterrupt
-
-    with open_generator(model, options, None, say) as generator:
-        run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=progress)
-    return (folder / "out.jsonl").read_bytes()
+JOB: dict[str, Any] = {"compute_dtype": "bfloat16", "device_memory": "64MiB", "max_new_tokens": 12}
 
 
 def test_a_job_goes_on_where_its_attention_was(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, attend, calls = answered(model, tmp_path / "whole", attention="host"), SeatCache.attend, list[int]()
+    whole, attend, calls = answered(model, tmp_path / "whole", attention="host", **JOB), SeatCache.attend, list[int]()
     with pytest.raises(KeyboardInterrupt):
-        answered(model, tmp_path / "broken", most=1, attention="host")
+        answered(model, tmp_path / "broken", most=1, attention="host", **JOB)
 
     def counted(cache: SeatCache, op: Any) -> None:
         calls.append(op.unit)
         attend(cache, op)
 
     monkeypatch.setattr(SeatCache, "attend", counted)
-    assert answered(model, tmp_path / "broken") == whole
+    assert answered(model, tmp_path / "broken", **JOB) == whole
     assert calls
     calls.clear()
-    answered(model, tmp_path / "new")
+    answered(model, tmp_path / "new", **JOB)
     assert not calls, "where the CPU is the device, nothing attends on the host unasked"
 
 

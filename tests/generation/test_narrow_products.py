@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from answered_jobs import answered
 from some_prompts import prompts
 from tiers import sampled
 from tiny_architectures import CONFIGS, make_config
@@ -18,11 +19,9 @@ from tiny_architectures import CONFIGS, make_config
 from headrace.ask.place import multiplies
 from headrace.generate import planner
 from headrace.generate.generator import Generator
-from headrace.generate.jobs import JobProgress, run_job
 from headrace.generate.micro_batches import Generated, MicroBatch
 from headrace.generate.plan import GenerationPlan
 from headrace.generate.planner import plan_generation
-from headrace.generate.whose_weights import open_generator
 from headrace.model import narrow
 from headrace.model.generation_check import why_not_narrow
 from headrace.model.narrow import NARROW_ROWS, NarrowProducts
@@ -38,6 +37,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "two slots": {"host_slots": 2, "device_slots": 2, "prefetch": 1},
     "device": {"host_slots": 2, "device_slots": 2, "prefetch": 1, "device": "64MiB"},
 }
+JOB: dict[str, Any] = {"compute_dtype": "bfloat16", "max_new_tokens": 6}
 SETTINGS = {
     "max_new_tokens": 5,
     "pad_token_id": 0,
@@ -139,34 +139,14 @@ def test_forecasts_count_it(directory_of: Callable[..., Path]) -> None:
 
 
 def test_a_job_goes_on_as_it_was_begun(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = answered(model, tmp_path / "whole", narrow_products=True)
+    whole = answered(model, tmp_path / "whole", **JOB, narrow_products=True)
     with pytest.raises(KeyboardInterrupt):
-        answered(model, tmp_path / "killed", most=1, narrow_products=True)
-    assert answered(model, tmp_path / "killed", narrow_products=None) == whole
+        answered(model, tmp_path / "killed", most=1, **JOB, narrow_products=True)
+    assert answered(model, tmp_path / "killed", **JOB, narrow_products=None) == whole
     with pytest.raises(KeyboardInterrupt):
-        answered(model, tmp_path / "other", most=1, narrow_products=False)
+        answered(model, tmp_path / "other", most=1, **JOB, narrow_products=False)
     monkeypatch.setattr(narrow, "multiplied", None)
     monkeypatch.setattr(planner, "has_kernel", lambda: True)  # the plan alone would choose it
-    answered(model, tmp_path / "other", narrow_products=None)
+    answered(model, tmp_path / "other", **JOB, narrow_products=None)
     with pytest.raises(TypeError):
-        answered(model, tmp_path / "new", narrow_products=True)
-
-
-def answered(model: Path, folder: Path, most: int | None = None, **more: Any) -> bytes:
-    """Run a job of three prompts, which is given up after `most` micro-batches; return its answers."""
-    folder.mkdir(exist_ok=True)
-    (folder / "in.jsonl").write_text("".join(f'{{"prompt": "water {number}"}}\n' for number in range(3)))
-    files = {"input": folder / "in.jsonl", "output": folder / "out.jsonl", "compute_dtype": "bfloat16"}
-    options = GenerateOptions.of(
-        {**files, "max_new_tokens": 6, "rows": 1, "seats": 1, "raw": True, "host_memory": "4GiB", **more}
-    )
-    seen: list[JobProgress] = []
-
-    def progress(found: JobProgress) -> None:
-        seen.append(found)
-        if len(seen) == most:
-            raise KeyboardInterrupt
-
-    with open_generator(model, options, None, None) as generator:
-        run_job(generator, options, sink=lambda event: None, tell_plan=lambda plan: None, progress=progress)
-    return (folder / "out.jsonl").read_bytes()
+        answered(model, tmp_path / "new", **JOB, narrow_products=True)
