@@ -201,7 +201,9 @@ class GenerationPlanner:
         asked = self._options.narrow_products if asked is None else asked
         can = self._chain.compute_dtype == "bfloat16" and not allowance.device_overhead_bytes
         if asked and not can:
-            raise ConfigError("narrow_products: asked for, but they are of bfloat16, and on a CPU; leave it out")
+            where = "a GPU" if allowance.device_overhead_bytes else "the CPU"
+            found = f"here blocks are computed in {self._chain.compute_dtype} on {where}"
+            raise ConfigError(f"narrow_products: asked for, but these are of bfloat16 on a CPU, and {found}; leave it out")
         if asked is False or not can or not (asked or has_kernel()):
             return 0
         if reason := why_not_narrow(self._chain.config):
