@@ -37,6 +37,11 @@ def runtime_bytes(measured: int) -> int:
     return max(stated, planned_runtime_bytes(measured))
 
 
+def runtime_here() -> int:
+    """Return `runtime_bytes` for what this process has now."""
+    return runtime_bytes(anonymous_bytes())
+
+
 def default_host_bytes(ceilings: Ceilings | None, *, here: bool) -> int:
     """Return 70 % of the bytes of memory that are available here (`machine.limits`), or that the profile has."""
     if not here and ceilings is not None:
@@ -98,7 +103,7 @@ class Place:
             host_bytes=default_host_bytes(ceilings, here=here),
             device_bytes=default_device_bytes(ceilings, here=here),
             device_overhead_bytes=default_device_overhead_bytes(ceilings, here=here),
-            runtime_bytes=runtime_bytes(anonymous_bytes()) if this else RUNTIME_ELSEWHERE_BYTES,
+            runtime_bytes=runtime_here() if this else RUNTIME_ELSEWHERE_BYTES,
             cores=torch.get_num_threads() if ceilings is None or here else ceilings.cores,
             most_bytes=most,
             has_drives=not here and ceilings is not None and bool(ceilings.drives),

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.ask.place import Place, runtime_bytes
+from headrace.ask.place import Place, runtime_here
 from headrace.ask.question import Question
 from headrace.ask.tables import with_embedding
 from headrace.files import Beside, default_ssd_bytes
-from headrace.machine.host_memory import anonymous_bytes, return_pieces
+from headrace.machine.host_memory import return_pieces
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.embedding_rows import head_range_bytes
@@ -274,5 +274,5 @@ class RunPlanner:
             profile_model()
             self._model.warm_up()
             gc.collect()
-            self._runtime_bytes = runtime_bytes(anonymous_bytes())
+            self._runtime_bytes = runtime_here()
         return self._runtime_bytes

@@ -12,12 +12,11 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.ask.model_config import position_limit
-from headrace.ask.place import Place, runtime_bytes
+from headrace.ask.place import Place, runtime_here
 from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
 from headrace.generate.embedding import without_embedding
 from headrace.generate.sources import GenerationSource, RunSource, ShardSource
 from headrace.machine.here import this_machine
-from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, WeightMap
 from headrace.model.beside import StoredBeside
@@ -83,7 +82,7 @@ class GenerationModel:
             stored = adapters(chain, weights) if adapters is not None else None
             if stored is not None:
                 closers.enter_context(chain.adapted(stored.adapters))
-            place = Place.here(machine, runtime_bytes(anonymous_bytes()), torch.get_num_threads())
+            place = Place.here(machine, runtime_here(), torch.get_num_threads())
             notes = without_embedding(chain, weights, place, budget)
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
             found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes, *notes))

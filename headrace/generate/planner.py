@@ -14,7 +14,7 @@ from typing import TypedDict, Unpack
 import torch
 
 from headrace.ask.model_config import open_coded, read_parts
-from headrace.ask.place import Place, multiplies, runtime_bytes
+from headrace.ask.place import Place, multiplies, runtime_here
 from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
 from headrace.generate.coded import units_if_compressed, units_of_files
@@ -22,7 +22,6 @@ from headrace.generate.embedding import without_embedding
 from headrace.generate.plan import FewRows, GenerationPlan
 from headrace.generate.plan_notes import of_copying, of_twice, why_not
 from headrace.generate.search import GenerationQuestion, make_generation_plan
-from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
@@ -254,7 +253,7 @@ class GenerationPlanner:
             return self._machine.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
         warm_up()
         gc.collect()
-        place = Place.here(self._machine, runtime_bytes(anonymous_bytes()), torch.get_num_threads())
+        place = Place.here(self._machine, runtime_here(), torch.get_num_threads())
         return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 

@@ -10,7 +10,7 @@ from cpu_work import loops_in
 from planned_models import gpt3_175b, llama_70b, llama_small, saved
 from tiny_wholes import make_whole
 
-from headrace.ask import model_plans, place
+from headrace.ask import model_plans
 from headrace.ask.answer import plan_model
 from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
@@ -127,7 +127,6 @@ def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: 
 
 def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has no figures of drives either then, and does not write to them for speed."""
-    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     problems = []
 
     def recorded(problem: Problem, ceilings: Ceilings | None, seconds_of: StepSeconds) -> Plan:
@@ -169,10 +168,7 @@ def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig:
     assert any("ssd_space" in alternative.options for alternative in found.alternatives)
 
 
-def test_where_space_is_short_a_plan_that_writes_less_is_found(
-    small: Path, rig: Ceilings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+def test_where_space_is_short_a_plan_that_writes_less_is_found(small: Path, rig: Ceilings) -> None:
     asked: dict[str, Any] = {"tokens_per_step": 8192, "sequence_length": 1024}
     how: dict[str, Any] = {"here": False, "variants_seconds": 0.0}
     least = plan_model(small, Options(host_memory="1MiB", machine=rig, **asked), **how).needed_bytes["host"]
@@ -208,10 +204,7 @@ def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_plann
     assert offered.peak_bytes["ssd"] == pytest.approx(again.needed_bytes["ssd"], rel=0.05)
 
 
-def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(
-    small: Path, rig: Ceilings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
+def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(small: Path, rig: Ceilings) -> None:
     slow = replace(
         rig.drives[0], read_bytes_per_second=2e8, write_bytes_per_second=2e8, mixed_bytes_per_second=2e8, capacity_bytes=1 << 40
     )
@@ -348,11 +341,8 @@ def test_budgets_that_cannot_be_are_refused(size: str) -> None:
         Options(host_memory=size)
 
 
-def test_a_plan_has_the_drives_of_its_directories(
-    small: Path, rig: Ceilings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_has_the_drives_of_its_directories(small: Path, rig: Ceilings, tmp_path: Path) -> None:
     """Of four drives in the profile a run with one directory has one, and two directories on one drive are no faster."""
-    monkeypatch.setattr(place, "anonymous_bytes", lambda: 300 << 20)  # this process grows from plan to plan
     directories = [tmp_path / name for name in ("one", "two")]
     for directory in directories:
         directory.mkdir()

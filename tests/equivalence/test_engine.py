@@ -578,7 +578,6 @@ def test_an_engine_plans_within_the_space_of_its_drives(
     machine = dataclasses.replace(machine, has_device=False, device_memory_bytes=0, drives=(fast,))
     (tmp_path / "ssd").mkdir()
     usable = space.default_bytes
-    monkeypatch.setattr("headrace.ask.planner.anonymous_bytes", lambda: 300 << 20)  # whatever tests before have left here
 
     def opened(name: str) -> Engine:
         return Engine.open(

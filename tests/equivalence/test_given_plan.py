@@ -93,7 +93,7 @@ def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: 
     """What the interpreter takes differs by a mebibyte or two from process to process, and the budget is just enough."""
 
     def takes(mebibytes: float) -> None:
-        monkeypatch.setattr("headrace.ask.planner.anonymous_bytes", lambda: int(mebibytes * (1 << 20)))
+        monkeypatch.setattr("headrace.ask.place.anonymous_bytes", lambda: int(mebibytes * (1 << 20)))
 
     takes(401.0)
     least, *_ = run(path, tmp_path / "least")
@@ -202,7 +202,7 @@ def test_a_run_that_was_measured_is_planned_and_resumed_by_that(
 ) -> None:
     """As one that was given the same figures; and resumed by its record, whatever would be measured then."""
     # What the interpreter takes grows a little from run to run, and is part of a plan's peak.
-    monkeypatch.setattr("headrace.ask.planner.anonymous_bytes", lambda: 401 << 20)
+    monkeypatch.setattr("headrace.ask.place.anonymous_bytes", lambda: 401 << 20)
     figures = dataclasses.replace(nominal_machine(2, host_bytes=4 << 30, device_bytes=None), name="measured", cores=2)
     asked: list[Plan] = []
 

@@ -41,7 +41,7 @@ def batch() -> dict[str, torch.Tensor]:
 def test_the_runtime_row_is_this_processs(
     begun: Path, monkeypatch: pytest.MonkeyPatch, runtime_bytes: int, warned: bool
 ) -> None:
-    monkeypatch.setattr("headrace.ask.planner.anonymous_bytes", lambda: runtime_bytes)
+    monkeypatch.setattr("headrace.ask.place.anonymous_bytes", lambda: runtime_bytes)
     events: list[Event] = []
     with Engine.resume(begun, sink=events.append) as engine:
         assert engine.plan is not None
@@ -55,17 +55,17 @@ def test_the_runtime_row_is_this_processs(
 
 @pytest.mark.parametrize("more_bytes", [-2 << 20, 2 << 20])
 def test_a_difference_between_processes_is_no_other_plan(begun: Path, monkeypatch: pytest.MonkeyPatch, more_bytes: int) -> None:
-    monkeypatch.setattr("headrace.ask.planner.anonymous_bytes", lambda: 3 * GIB)
+    monkeypatch.setattr("headrace.ask.place.anonymous_bytes", lambda: 3 * GIB)
     with Engine.resume(begun) as engine:
         engine.step(batch())
         before = engine.plan
-    monkeypatch.setattr("headrace.ask.planner.anonymous_bytes", lambda: 3 * GIB + more_bytes)
+    monkeypatch.setattr("headrace.ask.place.anonymous_bytes", lambda: 3 * GIB + more_bytes)
     with Engine.resume(begun) as engine:
         assert engine.plan == before
 
 
 def test_the_record_keeps_what_was_measured_last(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.ask.planner.anonymous_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr("headrace.ask.place.anonymous_bytes", lambda: 2 * GIB)
     with Engine.resume(begun) as engine:
         engine.step(batch())
     with Engine.resume(begun) as engine:
