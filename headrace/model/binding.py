@@ -4,12 +4,13 @@ Invariant: a parameter is either a view of the buffer that its unit is bound to,
 its buffer. Binding replaces the `Parameter` objects, it never writes into storage that a live graph may refer to.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from headrace.terms.errors import ModelError, StepFailed
 from headrace.terms.layout import ParameterSpec, UnitLayout
@@ -34,6 +35,8 @@ class Binding:
         self._owners = parameter_owners(model)
         self._meta = {name: getattr(*places[0]) for name, places in self._owners.items()}
         self._bound: set[int] = set()
+        # By the tensor that a unit was bound to as loaded: its parameters, made once where it is bound in each pass.
+        self._loaded = WeakTensorKeyDictionary()
 
     def bind(
         self,
@@ -58,14 +61,12 @@ class Binding:
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
         """
-        layout, dense = rest or self._layouts[unit], flat.is_contiguous() or flat.stride() == (0,)
-        if flat.dtype != self._dtype or flat.dim() != 1 or flat.numel() != layout.num_elements or not dense:
-            raise ModelError(
-                f"unit {unit} ({layout.name}): expected a contiguous 1-D tensor of {layout.num_elements} x {self._dtype}, "
-                f"found shape {tuple(flat.shape)} of {flat.dtype}"
-            )
-        for spec in layout.parameters:
-            view = flat.detach()[spec.offset : spec.offset + spec.num_elements].view(spec.shape)
+        if as_loaded and sink is None and rest is None:
+            for name, parameter in self._loaded_from(unit, flat):
+                self._place(name, parameter)
+            self._bound.add(unit)
+            return
+        for spec, view in self._views(unit, flat, rest):
             takes = sink is not None and wanted(spec)
             parameter = nn.Parameter(view, requires_grad=takes or as_loaded)
             if sink is not None and takes:
@@ -73,6 +74,23 @@ class Binding:
                 setattr(parameter, _ROWS, partial(rows or by_wholes(sink), spec))
             self._place(spec.name, parameter)
         self._bound.add(unit)
+
+    def _loaded_from(self, unit: int, flat: torch.Tensor) -> Sequence[tuple[str, nn.Parameter]]:
+        """Return the parameters of `unit` by name, as views of `flat`: the same as long as that tensor lives."""
+        found: dict[int, Sequence[tuple[str, nn.Parameter]]] = self._loaded.setdefault(flat, {})  # type: ignore[no-untyped-call]
+        if unit not in found:
+            found[unit] = [(spec.name, nn.Parameter(view)) for spec, view in self._views(unit, flat, None)]
+        return found[unit]
+
+    def _views(self, unit: int, flat: torch.Tensor, rest: UnitLayout | None) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
+        layout, dense = rest or self._layouts[unit], flat.is_contiguous() or flat.stride() == (0,)
+        if flat.dtype != self._dtype or flat.dim() != 1 or flat.numel() != layout.num_elements or not dense:
+            raise ModelError(
+                f"unit {unit} ({layout.name}): expected a contiguous 1-D tensor of {layout.num_elements} x {self._dtype}, "
+                f"found shape {tuple(flat.shape)} of {flat.dtype}"
+            )
+        for spec in layout.parameters:
+            yield spec, flat.detach()[spec.offset : spec.offset + spec.num_elements].view(spec.shape)
 
     def bring_by_rows(self, name: str, bring: BringRows) -> None:
         """Have some rows of a frozen parameter come at a time, until its unit, which is bound to the rest, is released."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch._C import _nn
 from torch.overrides import TorchFunctionMode
 
 from headrace.terms.errors import ModelError
@@ -154,7 +154,7 @@ class CatchInputs(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is F.linear:
+        if func is _nn.linear:
             weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
             if weight.dim() == 2:
                 self._note_product(args[0] if args else (kwargs or {})["input"], weight)

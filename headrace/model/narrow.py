@@ -9,18 +9,19 @@ weights lie, nor from the number of threads. They differ from those of torch, wh
 
 import ctypes
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from types import MethodWrapperType
-from typing import Any
+from types import MethodWrapperType, TracebackType
+from typing import Any, Self
 
 import torch
 from numba import types
-from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from headrace.machine.jit import callback
 from headrace.model.narrow_loops import NUM_WORDS, multiply
+from headrace.model.own_linear import OwnLinear
 from headrace.model.products import WideProducts
 
 NARROW_ROWS = 4
@@ -41,23 +42,38 @@ _WITHOUT_PRODUCTS = {
 _Words = ctypes.c_int64 * NUM_WORDS
 
 
-class NarrowProducts(TorchFunctionMode):
+class NarrowProducts(OwnLinear):
     """While entered, `linear` of up to four rows of bfloat16 on the CPU is computed by the loop. Gradients are not.
 
-    With `wide` other products are computed as while `WideProducts` is entered. That mode, which sends each operator through
-    Python, is then entered for those functions alone that may multiply matrices: it would take as long as small products.
+    With `wide` other products are computed as while `WideProducts` is entered.
     """
 
     def __init__(self, *, wide: bool = False) -> None:
-        super().__init__()
-        self._wide = wide
+        self._others = _WideWhereNeeded() if wide else nullcontext()
+
+    def take(self, inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """See `OwnLinear.take`."""
+        return multiplied(inputs, weights, bias) if is_narrow(inputs, weights, bias) else None
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._others.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._others.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
+
+
+class _WideWhereNeeded(TorchFunctionMode):
+    """`WideProducts`, which send each operator through Python, for those functions alone that may multiply matrices: they would
+    take as long as small products.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is linear and not kwargs and is_narrow(*args):
-            return multiplied(*args)
-        if not self._wide or func in _WITHOUT_PRODUCTS or type(func) is MethodWrapperType:  # such as a tensor's shape
+        if func in _WITHOUT_PRODUCTS or type(func) is MethodWrapperType:  # such as a tensor's shape
             return func(*args, **(kwargs or {}))
         with WideProducts():
             return func(*args, **(kwargs or {}))

@@ -7,19 +7,17 @@ Invariant: the way of a product follows from the plan and from its shape alone. 
 weights, for the kernel adds up in another order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
-from torch.nn.functional import linear
-from torch.overrides import TorchFunctionMode
 
 from headrace.codec import Parts
 from headrace.codec.int4 import unpack
 from headrace.codec.published import PackQuantized
 from headrace.model.decoding import Decoding
 from headrace.model.in_place import StoredUnit
+from headrace.model.own_linear import OwnLinear
 
 _aten = torch.ops.aten
 _GROUPS = (32, 64, 128, 256)
@@ -89,25 +87,18 @@ class PackedBlocks:
         return matrix if inputs.numel() <= self._rows * matrix.inputs else None
 
 
-class PackedProducts(TorchFunctionMode):
-    """While entered, `linear` with the weights of `blocks` is computed with packed ones.
-
-    It is a mode of functions, not of operators like `WideProducts`. With small matrices, passing each operator through Python
-    would cost as much as packed weights save.
-    """
+class PackedProducts(OwnLinear):
+    """While entered, `linear` with the weights of `blocks` is computed with packed ones."""
 
     def __init__(self, blocks: PackedBlocks) -> None:
-        super().__init__()
         self._blocks = blocks
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is linear and not kwargs and (matrix := self._blocks.find(*args[:2])) is not None:
-            inputs, bias = args[0], args[2] if len(args) == 3 else None
-            found = matrix.multiply(inputs.reshape(-1, matrix.inputs)).view(*inputs.shape[:-1], matrix.outputs)
-            return found if bias is None else found.add_(bias)
-        return func(*args, **(kwargs or {}))
+    def take(self, inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """See `OwnLinear.take`."""
+        if (matrix := self._blocks.find(inputs, weights)) is None:
+            return None
+        found = matrix.multiply(inputs.reshape(-1, matrix.inputs)).view(*inputs.shape[:-1], matrix.outputs)
+        return found if bias is None else found.add_(bias)
 
 
 def packable(unit: StoredUnit) -> Sequence[Decoding]:

@@ -5,7 +5,7 @@ Run: pytest tests/model/test_narrow.py
 
 import pytest
 import torch
-from torch.nn.functional import linear
+from torch.nn import functional
 
 from headrace.model import narrow
 from headrace.model.narrow import NarrowProducts, is_narrow, multiplied
@@ -25,7 +25,10 @@ def test_a_product_is_that_of_float64_within_roundings(rows: int, outputs: int, 
     inputs, weights = numbers(rows, length), numbers(outputs, length)
     for bias in (None, numbers(outputs)):
         found = multiplied(inputs, weights, bias)
-        exact, terms = linear(inputs.double(), weights.double()), linear(inputs.double().abs(), weights.double().abs())
+        exact, terms = (
+            functional.linear(inputs.double(), weights.double()),
+            functional.linear(inputs.double().abs(), weights.double().abs()),
+        )
         if bias is not None:
             exact, terms = exact + bias.double(), terms + bias.double().abs()
         bound = 2**-8 * exact.abs() + (1 + 2**-8) * (length + 1) * 2**-24 * terms
@@ -112,7 +115,7 @@ def test_other_products_are_wide_where_the_mode_says_so() -> None:
         attended = torch.nn.functional.scaled_dot_product_attention(left[None, None], right[None, None], left[None, None])
         return [
             left @ right.T,
-            linear(left, right),
+            functional.linear(left, right),
             torch.einsum("ij,kj->ik", left, right),
             attended,
             left.mul(right).to("cpu"),
@@ -124,4 +127,4 @@ def test_other_products_are_wide_where_the_mode_says_so() -> None:
     for mode, expected in ((NarrowProducts(wide=True), wide), (NarrowProducts(), plain)):
         with mode:
             assert all(map(torch.equal, products(), expected))
-            assert torch.equal(linear(left[:2], right), multiplied(left[:2], right))
+            assert torch.equal(functional.linear(left[:2], right), multiplied(left[:2], right))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import _nn
 from torch.overrides import TorchFunctionMode
 
 from headrace.terms.layout import UnitLayout
@@ -31,7 +32,7 @@ class Factors(TorchFunctionMode):
         self._take = take
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and torch.is_grad_enabled() and len(args) > 1 and not kwargs:
+        if function is _nn.linear and torch.is_grad_enabled() and len(args) > 1 and not kwargs:
             name = self._names.get(args[1].data_ptr())
             if name is not None and args[1].dim() == 2:
                 return _Product.apply(args[0], args[1], args[2] if len(args) > 2 else None, name, self._take)  # type: ignore[no-untyped-call]

@@ -1,0 +1,56 @@
+"""Another way for `linear` in a thread: `torch.nn.functional.linear` is exchanged while any thread has entered one.
+
+Who asks whether a function is `linear` compares with `torch._C._nn.linear`, which is what `torch.nn.functional.linear` else is.
+
+A mode of functions would send each of some 3,000 operators of a pass through Python, of which 210 are such products.
+"""
+
+import threading
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch._C import _nn
+from torch.nn import functional
+
+
+class _Entered(threading.local):
+    def __init__(self) -> None:
+        self.ways: tuple[OwnLinear, ...] = ()
+
+
+_entered, _exchanging, _count = _Entered(), threading.Lock(), 0
+
+
+class OwnLinear:
+    """While entered, this thread's calls of `torch.nn.functional.linear` are computed by `take` where that takes them."""
+
+    def take(self, inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Return `linear` of these (..., inputs), (outputs, inputs) and (outputs), or None: then who entered before is asked,
+        last torch.
+        """
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        _exchange(1)
+        _entered.ways = (self, *_entered.ways)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _entered.ways = _entered.ways[1:]
+        _exchange(-1)
+
+
+def _exchange(more: int) -> None:
+    global _count
+    with _exchanging:
+        _count += more
+        functional.linear = _linear if _count else _nn.linear
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    for way in _entered.ways:
+        found = way.take(input, weight, bias)
+        if found is not None:
+            return found
+    return _nn.linear(input, weight, bias)
