@@ -15,11 +15,22 @@ from torch.nn import functional
 
 
 class _Entered(threading.local):
+    """What this thread has entered, the last first; and how many all threads have."""
+
+    exchanging = threading.Lock()
+    count = 0
+
     def __init__(self) -> None:
         self.ways: tuple[OwnLinear, ...] = ()
 
+    def exchange(self, more: int) -> None:
+        """Count who enters and leaves, and exchange torch's function as long as there is one."""
+        with self.exchanging:
+            _Entered.count += more
+            functional.linear = _linear if _Entered.count else _nn.linear
 
-_entered, _exchanging, _count = _Entered(), threading.Lock(), 0
+
+_entered = _Entered()
 
 
 class OwnLinear:
@@ -32,20 +43,13 @@ class OwnLinear:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        _exchange(1)
+        _entered.exchange(1)
         _entered.ways = (self, *_entered.ways)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _entered.ways = _entered.ways[1:]
-        _exchange(-1)
-
-
-def _exchange(more: int) -> None:
-    global _count
-    with _exchanging:
-        _count += more
-        functional.linear = _linear if _count else _nn.linear
+        _entered.exchange(-1)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
