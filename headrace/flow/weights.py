@@ -214,7 +214,7 @@ def upload(stream: Stream, op: Op) -> None:
         for each in sources:
             parts.append((buffers.sources[sent][start : start + each.size], each))
             start += each.size
-    page = plan.page_bytes(unit)
+    page = plan.page_bytes(unit) if op.chunk >= 0 else sum(source.size for _, source in parts)
     left, right = max(0, op.chunk) * page, (max(0, op.chunk) + 1) * page
     for into, source in parts:
         begin, end = max(0, left), min(source.size, right)

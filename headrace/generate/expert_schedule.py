@@ -77,7 +77,7 @@ class ExpertRounds:
             op(Verb.FORWARD, Lane.COMPUTE, weights, writes, unit=unit, micro=seat, **common)  # type: ignore[arg-type]
             caches.keep(unit, seat)
             pages.between()
-        pages.settle()
+        pages.have_come()
         if not self._ahead:
             op(Verb.ROUTE, Lane.ROUTER, (CHOICES,), (ROUTED,), unit=unit)
         multiplied = seats * each

@@ -13,7 +13,7 @@ from headrace.plan.placement import Placement
 from headrace.plan.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.costs import FEW_ROWS, GenerationCosts
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.sizes import MIB, PAGE_BYTES, format_bytes, format_seconds, round_up
+from headrace.terms.sizes import format_bytes, format_seconds
 
 # A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
 _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
@@ -25,8 +25,6 @@ _PACKED_TIMES = 3.0
 PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
 # Packing takes as long as is saved in so many passes of one row.
 LEAST_PACKED_PASSES = 13
-# A smaller copy takes nearly as long: a link of 25 GB/s is busy for 40 microseconds, and each copy takes a dozen besides.
-LEAST_PAGE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +122,7 @@ class GenerationPlan(Placement):
 
     def page_bytes(self, unit: int) -> int:
         """See `Placement.page_bytes`: there are as many pages as seats, unless small."""
-        return max(LEAST_PAGE_BYTES, round_up(-(-self.sent_bytes(unit) // self.seats), PAGE_BYTES))
+        return self.page_of(unit, self.seats)
 
     def holds(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> bool:
         """Return whether its buffers suffice for another batch, whose rows have no more tokens."""

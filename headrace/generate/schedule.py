@@ -70,7 +70,7 @@ class _Pass(PagedWeights):
             self.position = block - 1
             for ahead in range(block, block + plan.prefetch + 1):
                 self.acquire((ahead - 1) % self.blocks + 1)
-            self.settle(block)
+            self.have_come(block)
             weights = (self.acquired.pop(block)[1],)
             weight_bytes = plan.block_bytes(block, self.rows)
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
@@ -114,7 +114,7 @@ class _Pass(PagedWeights):
                     "calls": calls - calls // 4,
                 }
                 op(Verb.FORWARD, Lane.COMPUTE, (*weights, _CARRIED + seat), unit=block, micro=seat, **rest)
-        self.settle()
+        self.have_come()
         reads, last = tuple(RESIDENT + end for end in plan.ends), plan.ends[-1]
         for seat in range(num_seats):
             flops, num_bytes = plan.costs.head_flops, plan.multiplied_bytes(plan.head_bytes, plan.rows)

@@ -10,7 +10,8 @@ from headrace.terms.summing import SEQUENTIAL
 class Batch:
     """The tokens of a step, and how they are cut: `hidden_size_bytes` are those of one token's hidden state.
 
-    The loss takes `head_rows` rows of the head at a time; 0: all. A loss of the whole step makes two `head_passes`.
+    The loss takes `head_rows` rows of the head at a time; 0: all. A loss of the whole step makes two `head_passes`. With
+    `pages` the weights of a block cross the link in as many pages as there are micro-batches, one while each is computed.
     """
 
     sequence_length: int
@@ -21,6 +22,7 @@ class Batch:
     loss_chunk_tokens: int
     head_rows: int = 0
     head_passes: int = 1
+    pages: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from headrace.terms.sizes import round_up
 _LEAST_CHUNKS = 4
 _LEAST_MICRO_BATCHES = 4
 _LEAST_BLOCKS = 12
+_LEAST_STASH_SLOTS = 4
 # Operations of a chunk (read, update, two writes), and of a micro-batch of a block (forward, stash, recall, backward).
 _PER_CHUNK, _PER_MICRO_BATCH = 4, 4
 
@@ -170,7 +171,12 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
         batch=replace(plan.batch, num_micro_batches=count, hidden_size_bytes=round(plan.batch.hidden_size_bytes * factor)),
         experts=_joined_experts(plan.experts, plan.batch, count) if plan.experts else None,
         parts=replace(plan.parts, times=plan.parts.times * factor) if plan.parts else None,
-        stash=replace(plan.stash, kept_bytes=tuple(round(size * factor) for size in plan.stash.kept_bytes)),
+        stash=replace(
+            plan.stash,
+            # What is read early are as many bytes.
+            slots=max(_LEAST_STASH_SLOTS, round(plan.stash.slots / factor)) if plan.batch.pages else plan.stash.slots,
+            kept_bytes=tuple(round(size * factor) for size in plan.stash.kept_bytes),
+        ),
         results=replace(
             plan.results,
             forward_flops=tuple(flops * factor + launches for flops in plan.results.forward_flops),

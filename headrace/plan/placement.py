@@ -7,7 +7,10 @@ from typing import Any, Self
 from headrace.plan.results import Results
 from headrace.terms.forms import AWAY, DEVICE, UnitFigures
 from headrace.terms.layout import PlaneSet, Runs, planes_with
-from headrace.terms.sizes import PAGE_BYTES, round_up
+from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
+
+# Pages of weights are at least this large.
+LEAST_PAGE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +130,10 @@ class Placement:
     def page_bytes(self, unit: int) -> int:
         """Bytes of a piece in which a block's weights cross the link: all of them at once."""
         return self.sent_bytes(unit)
+
+    def page_of(self, unit: int, count: int) -> int:
+        """Bytes of a piece in which a block's weights cross the link, where `count` are enough; small ones are joined."""
+        return max(LEAST_PAGE_BYTES, round_up(-(-self.sent_bytes(unit) // count), PAGE_BYTES))
 
     def largest(self, of: Callable[[int], int]) -> int:
         """Return the most that `of(unit)` is for any block."""

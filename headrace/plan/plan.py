@@ -12,7 +12,7 @@ from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.flat_names import with_flat_names
 from headrace.plan.placement import Placement
 from headrace.plan.stage_place import StageChoices
-from headrace.plan.stored import PLAN_FORMAT, stored_fields
+from headrace.plan.stored import json_values, stored_fields
 from headrace.terms.block_parts import BlockParts
 from headrace.terms.cuts import (
     chunk_borders,
@@ -195,6 +195,10 @@ class Plan(Placement):
         """Bytes of a unit's drained gradient."""
         return self.units[unit].gradient_elements * self.gradient_bytes_per_element
 
+    def page_bytes(self, unit: int) -> int:
+        """See `Placement.page_bytes`."""
+        return self.page_of(unit, self.batch.num_micro_batches) if self.batch.pages else self.sent_bytes(unit)
+
     @property
     def hidden_bytes(self) -> int:
         """Bytes of the hidden states of one micro-batch."""
@@ -375,11 +379,7 @@ class Plan(Placement):
 
     def to_json(self) -> dict[str, Any]:
         """See `Placement.to_json`; a plan that is kept says its format. Nothing is said of what comes with blocks, or stays."""
-        values, left_out = (
-            {"format": PLAN_FORMAT, **Placement.to_json(self)},
-            ("experts", "hosted", "embedding", "visiting_head", "head_slot_bytes", "parts", "stage"),
-        )
-        return {name: value for name, value in values.items() if name not in left_out or value is not None}
+        return json_values(Placement.to_json(self))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Plan":

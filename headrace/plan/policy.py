@@ -80,11 +80,12 @@ def with_device_updates(problem: Problem, plan: Plan, seconds_of: StepSeconds) -
 
 
 def with_two_accumulators(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> Plan:
-    """Return a worker's plan with two buffers for sums of gradients on the device, if that fits and is faster. Then one block's
-    gradient is summed while the last one's is drained. If it fits only then, weights are brought less far ahead. A tree's sum
-    has its own buffers for partial sums, and gets no second set.
+    """Return a worker's plan, or one with pages, with two buffers for sums of gradients on the device, if that fits and is
+    faster. Then one block's gradient is summed while the last one's is drained. If it fits only then, weights are brought less
+    far ahead. A tree's sum has its own buffers for partial sums, and gets no second set.
     """
-    if not plan.separate_device or len(plan.far_units) < len(plan.units) or plan.gradients.order == TREE:
+    is_worker = len(plan.far_units) == len(plan.units)
+    if not (plan.separate_device and (is_worker or plan.batch.pages)) or plan.gradients.order == TREE:
         return plan
     costs = problem.costs_of(plan.batch.micro_batch_sequences)
     doubled = plan.with_gradients(accumulators=2)

@@ -9,16 +9,17 @@ FLOP / A). The rest of host memory goes to weights, then states. Step time is co
 be tried. Each lane's work is linear in it, and the step is about their maximum.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from headrace.plan.choice_seconds import ChoiceSeconds
 from headrace.plan.cutting import in_parts_if_needed, words_on_largest
 from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import SEARCH_OPERATIONS, Forecast, StepSeconds
+from headrace.plan.forecast import Forecast, StepSeconds
 from headrace.plan.nominal import nominal_machine
+from headrace.plan.paging import may_page
 from headrace.plan.plan import Plan
 from headrace.plan.policy import (
     ALIKE,
@@ -43,8 +44,6 @@ _AMOUNT_PARTS = 4
 _FINALISTS = 3
 # Amounts are tried upwards until one is slower than the best by this factor: the time is convex in the amount, but for noise.
 _WORSE = 1.02
-# So many choices, each the best of its kind, are then forecast in full.
-_EXACT = 8
 _Found = TypeVar("_Found")
 
 # How many choices within this factor of the best get their updates balanced, each with other buffers. Only then does it show
@@ -109,18 +108,30 @@ def _plan_of_states(problem: Problem, seconds_of: StepSeconds, *, measured: bool
         PlanInfeasible: see `make_plan`.
     """
     hosted = replace(problem, hosted=problem.can_host)
+
+    def search(problem: Problem) -> Plan:
+        return _or_paged(_fastest_plan(problem, seconds_of, measured=measured), problem, seconds_of, measured=measured)
+
     try:
-        plan = _fastest_plan(problem, seconds_of, measured=measured)
+        plan = search(problem)
     except PlanInfeasible as refusal:
         if not hosted.hosted:
             raise
         try:
-            return _fastest_plan(hosted, seconds_of, measured=measured)
+            return search(hosted)
         except PlanInfeasible as least:  # it says what is needed at least
             raise least if least.tier == refusal.tier else refusal from None
     if not (hosted.hosted and measured and _may_gain(plan, seconds_of)):
         return plan
-    return _or_faster(plan, lambda: _fastest_plan(hosted, seconds_of, measured=measured), seconds_of)
+    return _or_faster(plan, lambda: search(hosted), seconds_of)
+
+
+def _or_paged(plan: Plan, problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
+    """Return the plan, or one whose weights come in pages, where that is faster."""
+    if not (measured and may_page(problem, plan, seconds_of)):
+        return plan
+    paged = replace(problem, paged=True)
+    return _or_faster(plan, lambda: _fastest_plan(paged, seconds_of, measured=measured), seconds_of)
 
 
 def _or_faster(plan: Plan, make: Callable[[], Plan], seconds_of: StepSeconds) -> Plan:
@@ -214,7 +225,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     def split(plan: Plan) -> Plan:
         return with_threads(plan, seconds_of) if may_split else plan
 
-    seconds = _Seconds(problem, seconds_of)
+    seconds = ChoiceSeconds(problem, seconds_of)
     promise = [(min(map(seconds, _extremes(problem, choice))), index) for index, choice in enumerate(placements)]
     found = [(seconds(choice), choice) for choice in placements]
     finalists: dict[tuple[object, ...], Choice] = {}
@@ -283,42 +294,6 @@ def _balanced(
         for choice in list(choices.values())[:_BALANCED]
     ]
     return min(plans, key=seconds_of)
-
-
-class _Seconds:
-    """Seconds of a step for every choice, by coarse forecasts that are corrected for each kind of buffers.
-
-    A coarse forecast is too fast, and more so with smaller buffers (`forecast`). For each kind, the first choice is also
-    forecast exactly, and the ratio of the two serves for the others of its kind.
-    """
-
-    def __init__(self, problem: Problem, seconds_of: StepSeconds) -> None:
-        self._problem, self._seconds_of = problem, seconds_of
-        self._known: dict[Choice, float] = {}
-        self._factors: dict[tuple[bool, int, int], float] = {}
-
-    def __call__(self, choice: Choice) -> float:
-        if choice.amount == 0:
-            choice = replace(choice, kept_home="device")  # without kept outputs their home does not matter
-        if choice not in self._known:
-            plan = filled(self._problem, plan_of(self._problem, choice))
-            coarse = self._seconds_of(plan, SEARCH_OPERATIONS)
-            if choice.buffers not in self._factors:
-                self._factors[choice.buffers] = self._seconds_of(plan) / coarse
-            self._known[choice] = coarse * self._factors[choice.buffers]
-        return self._known[choice]
-
-    def exactly(self, found: list[tuple[float, Choice]]) -> list[tuple[float, Choice]]:
-        """Return the best choice of each kind among those found, for the best kinds only, with seconds as `forecast` gives
-        them.
-        """
-        kinds: dict[tuple[object, ...], tuple[float, int]] = {}
-        for index, (seconds, choice) in enumerate(found):
-            kind = *choice.buffers, choice.rows, choice.freed_memory, choice.held, choice.kept_home if choice.amount else ""
-            kinds[kind] = min(kinds.get(kind, (math.inf, index)), (seconds, index))
-        best = sorted(kinds.values())[:_EXACT]
-        plans = {index: plan_of(self._problem, found[index][1]) for _, index in best}
-        return [(self._seconds_of(filled(self._problem, plans[index])), found[index][1]) for index in sorted(plans)]
 
 
 def _extremes(problem: Problem, placement: Choice) -> list[Choice]:

@@ -13,6 +13,7 @@ from headrace.plan.choices import Batch, Gradients, Hosted, Stash, Updates
 from headrace.plan.expert_plan import ExpertParts
 from headrace.plan.footprint import with_footprint
 from headrace.plan.loss_chunks import loss_chunk_tokens, spared_sums
+from headrace.plan.paging import paged
 from headrace.plan.parting import fitted, with_cached
 from headrace.plan.plan import AT_ONCE, Plan
 from headrace.plan.replaying import operators_of, replay_order
@@ -50,7 +51,7 @@ class Problem:
     `visits`, compute has it for the loss only. Where it is `ranged`, too, compute has a range of its rows at a time, in a slot
     of `head_range_bytes` (0: it cannot come so). See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
     model these are. `cuts` says how blocks can come in parts (None: they cannot); with `parts` they do. With `one_by_one`
-    host memory has one block at a time.
+    host memory has one block at a time. Where they are `paged`, weights come in pages (`paging`).
     """
 
     forms: tuple[Form, ...]
@@ -76,6 +77,7 @@ class Problem:
     cuts: Callable[[], BlockParts | None] = no_parts
     parts: BlockParts | None = None
     one_by_one: bool = False
+    paged: bool = False
 
     @cached_property
     def units(self) -> tuple[UnitFigures, ...]:
@@ -277,6 +279,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         parts=problem.parts,
         stage=problem.place.choices(num_micro) if problem.place else None,
     )
+    plan = paged(plan, lean=choice.lean) if problem.paged else plan
     return fitted(with_groups(plan, problem), problem, costs)
 
 

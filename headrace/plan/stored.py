@@ -16,6 +16,16 @@ from headrace.terms.rule_figures import RuleFigures
 PLAN_FORMAT = 3
 _READ = (2, PLAN_FORMAT)
 
+# Nothing is said of these where they are None.
+_LEFT_OUT = ("experts", "hosted", "embedding", "visiting_head", "head_slot_bytes", "parts", "stage")
+
+
+def json_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan's fields as they are stored: with the format, without what comes with blocks, or stays."""
+    batch = {name: value for name, value in values["batch"].items() if name != "pages" or value}
+    stored = {"format": PLAN_FORMAT, **values, "batch": batch}
+    return {name: value for name, value in stored.items() if name not in _LEFT_OUT or value is not None}
+
 
 def stored_fields(values: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the plan that `values` are (`Plan.to_json`).

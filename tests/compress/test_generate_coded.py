@@ -98,7 +98,7 @@ def cached_bytes(plan: GenerationPlan) -> int:
 @pytest.mark.parametrize(("dtype", "device"), [("float32", None), ("bfloat16", None), ("float32", "64MiB")])
 def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, what a block is decoded from comes in as many pages as there may be seats."""
-    monkeypatch.setattr("headrace.generate.plan.LEAST_PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
     coded = dense_int4[0] / "out"
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), dtype, device)
 

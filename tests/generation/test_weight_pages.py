@@ -176,7 +176,7 @@ def test_the_engine_sends_pages_in_the_plans_order_with_the_bits_of_generate(
     name: str, directory_of: Callable[..., Path], stock: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The diary of the link is the program's queue, on a processor that plays a device."""
-    monkeypatch.setattr("headrace.generate.plan.LEAST_PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
     asked, directory, diary = {**COMMON, **WAYS["sampled"]}, directory_of(name), list[OpDone]()
 
     def note(event: Any) -> None:

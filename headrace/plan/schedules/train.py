@@ -18,7 +18,8 @@ from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDIC
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Program, Verb, buffer
 
-# So many block inputs are brought back ahead of their use, if there are buffers for them.
+# So many block inputs are brought back to the device ahead of their use, if there are buffers for them. As many as there are
+# buffers are read from the SSD before that, so that they do not queue behind the states of updates.
 RECALLED_AHEAD = 2
 
 _ACCUMULATOR, _RESIDENT_ACCUMULATOR = buffer(Pool.ACCUMULATOR), buffer(Pool.RESIDENT_ACCUMULATOR)
@@ -70,6 +71,7 @@ class Training(Updates):
         self.hosted = HostedStates(plan, self.ledger, num_micro)
         self.stash_turn = self.accumulator_turn = 0
         self.stashed: dict[tuple[int, int], int] = {}  # the operation that brought a block's input to where it waits
+        self.unspilled: dict[tuple[int, int], int] = {}  # the buffer in host memory into which a block's input is read
         self.recalled: dict[tuple[int, int], int] = {}  # the buffer from which backward reads it, -1 where compute left it
         self.newest_use: Sequence[int] = ()  # the last use of a block, forward or backward
 
@@ -90,6 +92,7 @@ class Training(Updates):
             self.position = block - 1
             for ahead in range(block, min(block + plan.prefetch, last_block) + 1):
                 self.acquire(ahead, pending=ahead in self.pending)
+            self.fetch_early(block + plan.prefetch + 1)
             self.forward(block)
         if plan.has_epilogue:
             self.pending_update(epilogue)
@@ -101,6 +104,7 @@ class Training(Updates):
             for ahead in range(block, max(block - plan.prefetch, 1) - 1, -1):
                 # Updates behind backward work on the host's copy, so they need it there although compute may not.
                 self.acquire(ahead, on_host=ahead in self.in_place and ahead not in self.late)
+            self.fetch_early(block - plan.prefetch - 1)
             self.backward(block)
         if self.learns_prologue:
             self.prologue_backward()
@@ -109,6 +113,14 @@ class Training(Updates):
         op(Verb.DECIDE, Lane.COMPUTE, (NORM, *far, FREE_SLOTS) if far else (NORM,), renews=(VERDICT,))
         if not self.late:
             self.commit()
+
+    def fetch_early(self, block: int) -> None:
+        """Begin to read the weights of the block after those that are acquired, so that their pages need not wait behind the
+        states of updates; nothing where it has no slot in host memory, or is on the device.
+        """
+        streams = self.paged and 0 < block <= self.blocks and block not in self.residents
+        if streams and len(self.host_slots) > self.plan.prefetch + 2 and self.find(self.computed_slots, block) < 0:
+            self.fetch(block)
 
     def prologue_backward(self) -> None:
         """Emit the backward of the embedding."""
@@ -125,6 +137,7 @@ class Training(Updates):
 
     def forward(self, block: int) -> None:
         """Emit the forward of a block, all micro-batches."""
+        self.have_come(block)
         host, computed = self.acquired.pop(block)
         weights, waits = (
             (*self.reads_of(block, host, computed), *self.read_beside(block)),
@@ -154,6 +167,7 @@ class Training(Updates):
         if waits:
             self.stash(block, micro, made)
         self.newest_use = (ref,)
+        self.between()
 
     def epilogue(self) -> None:
         """Emit the head: loss and its gradients."""
@@ -175,6 +189,7 @@ class Training(Updates):
 
     def backward(self, block: int) -> None:
         """Emit the backward of a block, all micro-batches."""
+        self.have_come(block)
         host, weights = self.acquired.pop(block)
         is_trained, beside = block in self.trained, (*self.reads_of(block, host, weights)[1:], *self.read_beside(block))
         gradient = self.gradient_slot(block) if is_trained else NONE
@@ -207,6 +222,7 @@ class Training(Updates):
         if before:
             self.hosted.leave_gradient(block - 1, micro, gradient)
         self.newest_use = (ref,)
+        self.between()
 
     def moved(self, verb: Verb, block: int) -> What:
         """Return the bytes of parts of a block that compute brings itself for a micro-batch, and of gradients that it takes."""
@@ -290,12 +306,21 @@ class Training(Updates):
     def recall_ahead(self, block: int, micro: int) -> None:
         """Begin to bring back the inputs of this use and of the next ones, as many as there are buffers for."""
         ahead = max(1, min(self.plan.stash.slots - 1, RECALLED_AHEAD))
-        for _ in range(ahead + 1):
+        for use in range(max(ahead, self.plan.stash.slots - 2) + 1):
             if block < self.first:
                 return
             if (block, micro) not in self.recalled:
-                self.recalled[block, micro] = self.recall(block, micro)
+                self.unspill(block, micro)
+                if use <= ahead:
+                    self.recalled[block, micro] = self.recall(block, micro)
             block, micro = (block, micro + 1) if micro + 1 < self.micros.stop else (block - 1, self.micros.start)
+
+    def unspill(self, block: int, micro: int) -> None:
+        """Begin to read a block's input from the SSD, if it waits there and is not read yet."""
+        if self.plan.stash.tiers[block - 1] == "ssd" and (block, micro) not in self.unspilled:
+            place, slot = self.place(block, micro), self.stash_slot()
+            self.unspilled[block, micro] = slot
+            self.ledger.op(Verb.UNSPILL, Lane.SSD_READ, (_SSD_STASH + place,), (slot,), **self.input_of(block, micro))
 
     def recall(self, block: int, micro: int) -> int:
         """Return the buffer that backward reads, -1 for none."""
@@ -303,9 +328,7 @@ class Training(Updates):
         if tier == "device":
             return -1
         place, common = self.place(block, micro), self.input_of(block, micro)
-        stash = self.stash_slot() if tier == "ssd" else _HOST_STASH + place
-        if tier == "ssd":
-            self.ledger.op(Verb.UNSPILL, Lane.SSD_READ, (_SSD_STASH + place,), (stash,), **common)
+        stash = self.unspilled.pop((block, micro)) if tier == "ssd" else _HOST_STASH + place
         if not self.separate:
             return stash
         back = _RECALLED + place

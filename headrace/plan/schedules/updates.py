@@ -10,7 +10,8 @@ from typing import Any
 from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
 from headrace.plan.ledger import Snapshot
 from headrace.plan.plan import Plan
-from headrace.plan.schedules.weights import RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT, Weights
+from headrace.plan.schedules.pages import Pages
+from headrace.plan.schedules.weights import RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT
 from headrace.terms.cuts import is_uneven
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
@@ -29,11 +30,11 @@ def held_at(plan: Plan) -> dict[int, int]:
     return on_ssd | {unit: GRADIENT + slot_of[unit] for unit in plan.held_in_memory}
 
 
-class Updates(Weights):
+class Updates(Pages):
     """Emits the operations of updates, in order. `durable`: the step before, whose updates are pending, is a checkpoint."""
 
     def __init__(self, plan: Plan, before: Snapshot, *, durable: bool, shared: bool = False) -> None:
-        super().__init__(plan, before, shared=shared)
+        super().__init__(plan, before, shared=shared, paged=plan.batch.pages)
         self.plan = plan
         self.durable = durable
         units = range(len(plan.units))
@@ -49,6 +50,7 @@ class Updates(Weights):
         # But after them nothing that compute waits for may come over the same link.
         apart = plan.separate_device and plan.device_slots >= plan.num_blocks and not self.every
         self.brings_at_once = apart and all(tier == "device" for tier in plan.stash.tiers)
+        self.paged = self.paged and not self.brings_at_once
         self.is_uneven = is_uneven(plan.planes.states)
         self.known_sizes: dict[tuple[int, int], ChunkBytes] = {}
         self.first_chunk = list(accumulate((plan.num_chunks(unit) for unit in units), initial=0))
