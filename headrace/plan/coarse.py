@@ -173,8 +173,8 @@ def _joined(plan: Plan, count: int, ceilings: Ceilings) -> Plan:
         parts=replace(plan.parts, times=plan.parts.times * factor) if plan.parts else None,
         stash=replace(
             plan.stash,
-            # What is read early are as many bytes.
-            slots=max(_LEAST_STASH_SLOTS, round(plan.stash.slots / factor)) if plan.batch.pages else plan.stash.slots,
+            # As many bytes are read early.
+            slots=max(_LEAST_STASH_SLOTS, 2 + round((plan.stash.slots - 2) / factor)) if plan.batch.pages else plan.stash.slots,
             kept_bytes=tuple(round(size * factor) for size in plan.stash.kept_bytes),
         ),
         results=replace(

@@ -108,30 +108,33 @@ def _plan_of_states(problem: Problem, seconds_of: StepSeconds, *, measured: bool
         PlanInfeasible: see `make_plan`.
     """
     hosted = replace(problem, hosted=problem.can_host)
-
-    def search(problem: Problem) -> Plan:
-        return _or_paged(_fastest_plan(problem, seconds_of, measured=measured), problem, seconds_of, measured=measured)
-
     try:
-        plan = search(problem)
+        plan = _fastest_plan(problem, seconds_of, measured=measured)
     except PlanInfeasible as refusal:
         if not hosted.hosted:
             raise
         try:
-            return search(hosted)
+            plan = _fastest_plan(hosted, seconds_of, measured=measured)
         except PlanInfeasible as least:  # it says what is needed at least
             raise least if least.tier == refusal.tier else refusal from None
-    if not (hosted.hosted and measured and _may_gain(plan, seconds_of)):
-        return plan
-    return _or_faster(plan, lambda: search(hosted), seconds_of)
+    else:
+        if hosted.hosted and measured and _may_gain(plan, seconds_of):
+            plan = _or_faster(plan, lambda: _fastest_plan(hosted, seconds_of, measured=measured), seconds_of)
+    return _or_paged(plan, hosted if plan.hosted else problem, seconds_of) if measured else plan
 
 
-def _or_paged(plan: Plan, problem: Problem, seconds_of: StepSeconds, *, measured: bool) -> Plan:
-    """Return the plan, or one whose weights come in pages, where that is faster."""
-    if not (measured and may_page(problem, plan, seconds_of)):
+def _or_paged(plan: Plan, problem: Problem, seconds_of: StepSeconds) -> Plan:
+    """Return the plan, or one like it whose weights come in pages, where that is faster."""
+    if not may_page(problem, plan, seconds_of):
         return plan
-    paged = replace(problem, paged=True)
-    return _or_faster(plan, lambda: _fastest_plan(paged, seconds_of, measured=measured), seconds_of)
+    problem, policy = replace(problem, paged=True), plan.updates.policy
+    choices = (
+        choice for thrift in THRIFTS for choice in placements_of(problem, policy, thrift) if choice.is_like(plan.updates)
+    )
+    placements = [choice for choice in dict.fromkeys(choices) if plan_of(problem, choice).fits]
+    if not placements:
+        return plan
+    return _or_faster(plan, lambda: _plan_under(problem, policy, placements, seconds_of, measured=True), seconds_of)
 
 
 def _or_faster(plan: Plan, make: Callable[[], Plan], seconds_of: StepSeconds) -> Plan:

@@ -176,6 +176,10 @@ class Choice:
         """The kind of its buffers: forecasts of choices of one kind have the same error."""
         return self.lean, self.chunk_elements, self.state_slots
 
+    def is_like(self, updates: Updates) -> bool:
+        """Return whether as many states pass through memory at a time."""
+        return self.chunk_elements * self.state_slots == updates.chunk_elements * updates.state_slots
+
 
 def placements_of(problem: Problem, policy: str, thrift: int) -> Iterator[Choice]:
     """Yield the placements without replay under an update policy and a thrift: thrift 0 has generous buffers, others have lean
