@@ -188,7 +188,7 @@ class Ledger:
             uses = all_uses[whole]
             if each != whole:
                 if uses.before is None:
-                    uses.begin_pieces(())
+                    uses.begin_pieces((*uses.writers,))  # for readers of other pieces
                 uses.write_piece(each >> PIECE_SHIFT, index, lane, in_order=in_order)
             else:
                 uses.write_whole(index)

@@ -4,7 +4,9 @@ touch the same buffer, one of them writing, are left unordered. Checked symbolic
 
 import tracemalloc
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from drawn_plans import plans
@@ -21,9 +23,18 @@ from headrace.plan.plan import Plan
 from headrace.plan.schedules.train import RECALLED_AHEAD, build_program, build_tail
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Program, Verb
+from headrace.terms.sizes import PAGE_BYTES
 
 STEPS = 4  # of the drawn programs, before the tail
 IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pages() -> Iterator[None]:
+    """Let blocks of small plans have several pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
+        yield
 
 
 def programs_of(plan: Plan, steps: int, num_micro: int) -> list[Program]:
@@ -124,6 +135,9 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
         )
         held, chunks = buffer[source]
         assert held == unit
+        if op.chunk >= 0:  # a page; the first one makes those before it void
+            pages = buffer["pages", into] = {**(buffer["pages", into] if op.chunk else {}), op.chunk: dict(chunks)}
+            chunks = {(page, chunk): version for page, found in pages.items() for chunk, version in found.items()}
         buffer[into] = (unit, dict(chunks))
         return [(source, False), (into, True)]
     if op.verb in (Verb.FORWARD, Verb.BACKWARD):
@@ -142,7 +156,11 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
         elif tier != "device":
             assert buffer["recalled", unit, op.micro] == step
         direct = not plan.accumulate and not plan.separate_device
-        return [*accesses, (tail[0] if direct else ("accumulator",), True), (("hidden", op.micro), True)]
+        return [
+            *accesses,
+            (tail[0] if direct else ("accumulator", op.slot(Pool.ACCUMULATOR)), True),
+            (("hidden", op.micro), True),
+        ]
     if op.verb in (Verb.PROLOGUE, Verb.PROLOGUE_BACKWARD, Verb.EPILOGUE):
         used = (0,) if op.verb is not Verb.EPILOGUE else plan.resident_units
         for resident in used:
@@ -176,7 +194,7 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
         if in_place := resident and plan.ends_in_place:
             assert buffer[tail[0]] == ("made", unit, step), f"{op.label} finds {buffer[tail[0]]}"
         buffer[tail[0]] = (unit, step)
-        source = ("resident accumulator",) if resident else ("accumulator",)
+        source = ("resident accumulator",) if resident else ("accumulator", op.slot(Pool.ACCUMULATOR))
         direct = in_place or (not resident and not plan.accumulate and not plan.separate_device)
         return [(tail[0], True)] + ([] if direct else [(source, False)])
     if op.verb is Verb.HOLD:
@@ -329,10 +347,10 @@ def test_no_operation_takes_a_slot_beyond_its_ring(plan: Plan, num_micro: int) -
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("num_micro", [1, 2, 8])
-@pytest.mark.parametrize("tier", ["host", "ssd"])
-def test_no_more_is_recalled_than_the_plan_counts(tier: str, num_micro: int, prefetch: int) -> None:
+@pytest.mark.parametrize(("tier", "slots"), [("host", 4), ("ssd", 4), ("ssd", 18)])
+def test_no_more_is_recalled_than_the_plan_counts(tier: str, slots: int, num_micro: int, prefetch: int) -> None:
     """However far the copies get ahead of compute: nothing but the dependencies holds them back from the device's memory."""
-    plan = small_plan(6, separate_device=True, device_slots=3, prefetch=prefetch, stash_tiers=(tier,) * 6, stash_slots=4)
+    plan = small_plan(6, separate_device=True, device_slots=3, prefetch=prefetch, stash_tiers=(tier,) * 6, stash_slots=slots)
     ops = programs_of(plan, 3, num_micro)[2].ops
     backwards = [op.index for op in ops if op.verb is Verb.BACKWARD]
     last_forward = max(op.index for op in ops if op.verb is Verb.FORWARD)
@@ -346,6 +364,37 @@ def test_no_more_is_recalled_than_the_plan_counts(tier: str, num_micro: int, pre
         peaks.append(recalled - max(0, used - 1))
     assert peaks[0] == 0
     assert max(peaks) == RECALLED_AHEAD + 1  # `footprint` has one more, which compute may still be reading
+
+
+def test_states_are_read_after_the_step_before_has_written_them() -> None:
+    """Also those of a chunk whose unit was begun to be written in this step; the other slot, to which it goes, is free."""
+    units = small_plan(2).units[:3]
+    plan = small_plan(2, separate_device=True, prefetch=0, device_slots=1, host_slots=2, late_units=(0,), gradient_slots=1)
+    before, program, *_ = programs_of(replace(plan, units=units, accumulate=False), 2, 1)
+    written = {(op.unit, op.chunk): op.index for op in before.ops if op.verb is Verb.WRITE_STATES}
+    reads = [op for op in program.ops if op.verb is Verb.READ_STATES and not op.late]
+    assert len(reads) == 4
+    assert all(written[op.unit, op.chunk] in op.after_previous for op in reads)
+
+
+def test_pages_cover_each_block_and_take_turns_with_micro_batches() -> None:
+    """Between two pages of a block that is not waited for lies one use of a block."""
+    plan = small_plan(6, separate_device=True, device_slots=2, host_slots=4, prefetch=1, pages=True, num_micro_batches=4)
+    ops = programs_of(plan, 3, 4)[2].ops
+    pages = [op for op in ops if op.verb is Verb.UPLOAD and op.unit == 4]
+    assert [op.chunk for op in pages] == [0, 1, 2, 3] * 2  # for forward, and again for backward
+    assert sum(op.bytes for op in pages) == 2 * plan.sent_bytes(4)
+    for before, after in pairwise(pages[:4]):
+        assert [op.verb for op in ops[before.index : after.index] if op.lane is Lane.COMPUTE] == [Verb.FORWARD]
+
+
+def test_weights_are_read_before_states_that_updates_read() -> None:
+    """Where weights come in pages, those of the next block but one are asked for before a block is updated."""
+    plan = small_plan(8, separate_device=True, device_slots=2, host_slots=4, prefetch=1, pages=True)
+    ops = programs_of(plan, 3, 2)[2].ops
+    fetched = {op.unit: op.index for op in ops if op.verb is Verb.FETCH and 3 <= op.unit <= 5}
+    backwards = {op.unit: op.index for op in reversed(ops) if op.verb is Verb.BACKWARD}
+    assert all(index < backwards[unit + 2] for unit, index in fetched.items())
 
 
 @pytest.mark.parametrize(("coming", "going"), [(1, 1), (2, 3), (9, 9)])
