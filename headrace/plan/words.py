@@ -64,6 +64,7 @@ def explain_plan(plan: Plan) -> str:
         f"threads  {plan.compute_threads} for compute, {updates.threads} for updates",
         f"slots    {plan.host_slots} blocks in host memory"
         + (f", {plan.device_slots} on the device" if plan.separate_device else "")
+        + (", where weights come in pages" if plan.batch.pages else "")
         + f"; states of {len(updates.resident_states)} of {len(plan.units)} units in memory{_cached_of(plan)}",
         f"replay   {_stash_of(plan)}",
     ]

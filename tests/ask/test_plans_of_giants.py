@@ -87,3 +87,18 @@ def test_a_giant_is_trained_on_one_card(name: str, tmp_path: Path) -> None:
     assert plan.experts.is_trained
     assert any("experts come one at a time" in note for note in plan.results.notes)
     assert any("planned as decoded" in note for note in plan.results.notes) == ("quantization_config" in sizes)
+
+
+def test_compute_hardly_waits_in_blocks_of_175_billion_parameters(tmp_path: Path) -> None:
+    """Two of them have room on the card: weights come in pages, and compute waits for gradients that leave, hardly more."""
+    sizes = {"hidden_size": 12288, "ffn_dim": 49152, "num_attention_heads": 96, "word_embed_proj_dim": 12288}
+    config = {"model_type": "opt", **sizes, "num_hidden_layers": 96, "vocab_size": 50272, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    asked: dict[str, Any] = {"host_memory": "224GiB", "device_memory": "23GiB", "max_grad_norm": None}
+    options = Options(machine="rtx4090-12ssd", tokens_per_step=16384, sequence_length=1024, **asked)
+    report = plan_model(tmp_path, options, here=False)
+    assert report.plan is not None
+    assert report.forecast is not None
+    assert report.plan.fits
+    assert report.plan.batch.pages
+    assert report.forecast.step_seconds < 1.2 * report.forecast.lower_bound_seconds
