@@ -3,7 +3,8 @@
     python bench/lengths.py --scratch DISK [--rounds 3] [--prompts 32] [--output RESULTS.json]
 
 A random Llama of 130 million parameters, weights uncached, no device, the same budget for both; times are of `generate`, in
-turn, the prompts' passes included. The aim is 0.8 of the tokens of equal lengths a second.
+turn, the prompts' passes included. The aim is 0.8 of the tokens of equal lengths a second. Passes and bytes do not depend on
+what else the machine does. "by rows" is the mixed run with as many rows in each micro-batch.
 """
 
 import argparse
@@ -55,11 +56,18 @@ def main() -> None:
 
     from headrace import Budget
     from headrace.generate.generator import Generator
+    from headrace.generate.seat_shapes import PromptLengths
     from headrace.terms.errors import PlanInfeasible
+    from headrace.terms.events import GenerationPass
 
     count = options.prompts
     mixed = torch.linspace(SHORTEST, LONGEST, count).round().int().tolist()
-    lengths = {"mixed": mixed, "equal": [round(sum(mixed) / count)] * count}
+    lengths = {"mixed": mixed, "equal": [round(sum(mixed) / count)] * count, "by rows": mixed}
+    passes: list[GenerationPass] = []
+
+    def note(event: Any) -> None:
+        passes.extend([event] if isinstance(event, GenerationPass) else [])
+
     asked: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     random = torch.Generator().manual_seed(1)
     prompts = {
@@ -79,14 +87,17 @@ def main() -> None:
         for number in range(options.rounds + 1):
             found = {}
             for name in sorted(prompts, reverse=bool(number % 2)):
-                with Generator.open(scratch / "model", Budget(host=str(budget))) as generator:
-                    plan = generator.prepare(count, max(lengths[name]), NEW_TOKENS)
+                with Generator.open(scratch / "model", Budget(host=str(budget)), sink=note) as generator:
+                    known = None if name == "by rows" else PromptLengths(tuple(lengths[name]))
+                    plan = generator.prepare(count, max(lengths[name]), NEW_TOKENS, lengths=known)
                     plans[name] = f"{plan.seats} x {plan.rows} rows, {plan.host_slots} of {plan.num_blocks} blocks in memory"
+                    passes.clear()
                     start, used = time.perf_counter(), time.process_time()
                     done = dict(generator.generate(prompts[name], **asked))
                     assert len(done) == count
                     found[name] = time.perf_counter() - start
                     found[f"{name}_cpu"] = time.process_time() - used
+                    found[f"{name}_passes"], found[f"{name}_bytes"] = len(passes), sum(each.bytes_read for each in passes)
             print(json.dumps(found), flush=True)
             rounds += [found] if number else []  # without what is compiled or made at the first time
         if options.output is not None:
@@ -96,6 +107,9 @@ def main() -> None:
     of_cpu = [found["equal_cpu"] / found["mixed_cpu"] for found in rounds]
     print(f"plans: {plans}")
     print(f"{median(of_time):.2f} ({min(of_time):.2f} to {max(of_time):.2f}) of the tokens/s of equal lengths")
+    last = rounds[-1]
+    for what in ("passes", "bytes"):
+        print(f"{what}: " + ", ".join(f"{name} {last[f'{name}_{what}']}" for name in prompts))
     print(f"{median(of_cpu):.2f} ({min(of_cpu):.2f} to {max(of_cpu):.2f}) of their tokens a processor second")
 
 

@@ -5,17 +5,20 @@ adds each prompt, the longest first, to the micro-batch with the smallest sum of
 Here prompts are sorted by length and divided so that the largest of those products is as small as possible. The others come
 near to their mean (docs/log/composition.md).
 
-Invariant: each prompt is in one micro-batch, and the composition is a function of lengths and kinds alone.
+Invariant: each prompt is in one micro-batch, and the composition is a function of lengths, kinds and room alone.
 """
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 
-def composed(lengths: Sequence[int], kinds: Sequence[Hashable], rows: int) -> tuple[tuple[int, ...], ...]:
+def composed(
+    lengths: Sequence[int], kinds: Sequence[Hashable], rows: int | Callable[[int], int]
+) -> tuple[tuple[int, ...], ...]:
     """Return micro-batches of at most `rows` prompts of one kind, as indices: the longest first, which take longest.
 
-    A kind's prompts are in as few micro-batches as hold them.
+    A kind's prompts are in as few micro-batches as hold them. `rows` may be by the length of a micro-batch's longest prompt,
+    more for shorter ones; then each micro-batch is as full as it may be.
     """
     by_kind: dict[Hashable, list[int]] = {}
     for index, kind in enumerate(kinds):
@@ -23,14 +26,21 @@ def composed(lengths: Sequence[int], kinds: Sequence[Hashable], rows: int) -> tu
     batches = []
     for members in by_kind.values():
         ordered = sorted(members, key=lambda index: (-lengths[index], index))
-        borders = _borders([lengths[index] for index in ordered], rows)
+        falling = [lengths[index] for index in ordered]
+        borders = _filled(falling, rows) if callable(rows) else cut(falling, rows, -(-len(falling) // rows))
         batches += [tuple(ordered[start:stop]) for start, stop in itertools.pairwise(borders)]
     return tuple(batches)
 
 
-def _borders(lengths: Sequence[int], rows: int) -> list[int]:
-    """Cut falling `lengths` into as few parts as hold `rows` each: return where they begin, and the end."""
-    count = -(-len(lengths) // rows)
+def _filled(lengths: Sequence[int], room: Callable[[int], int]) -> list[int]:
+    borders = [0]
+    while borders[-1] < len(lengths):
+        borders.append(min(len(lengths), borders[-1] + room(lengths[borders[-1]])))
+    return borders
+
+
+def cut(lengths: Sequence[int], rows: int, count: int) -> list[int]:
+    """Cut falling `lengths` into `count` parts of at most `rows` each: return where they begin, and the end."""
     least, most = 0, rows * lengths[0]  # no part can be had at the one, all at the other
     while most - least > 1:
         middle = (least + most) // 2
@@ -40,7 +50,8 @@ def _borders(lengths: Sequence[int], rows: int) -> list[int]:
     for part in range(1, count):
         start, longest = borders[-1], lengths[borders[-1]]
         wanted = start + round(left / (count - part + 1) / longest)
-        borders.append(min(max(wanted, starts[part], start + 1), start + min(rows, most // longest)))
+        last = min(start + min(rows, most // longest), len(lengths) - count + part)
+        borders.append(min(max(wanted, starts[part], start + 1), last))
         left -= sum(lengths[start : borders[-1]])
     return [*borders, len(lengths)]
 

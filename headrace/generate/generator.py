@@ -28,6 +28,7 @@ from headrace.generate.plan import GenerationPlan
 from headrace.generate.planner import GenerationPlanner, GenerationUnits
 from headrace.generate.schedule import build_pass
 from headrace.generate.seat_caches import CacheFile, SeatCache
+from headrace.generate.seat_shapes import PromptLengths
 from headrace.generate.verbs import Pass, bind_residents, run_pass
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.generation_check import seat_taps
@@ -104,11 +105,13 @@ class Generator(Closing):
         copying = Copying(options.budget.ssd, options.copy_weights, sink or _silent)
         return cls(found, planner, interpreter, sink, copying)
 
-    def prepare(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> GenerationPlan:
+    def prepare(
+        self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0, lengths: PromptLengths | None = None
+    ) -> GenerationPlan:
         """Return the plan for so many prompts, after allocating its buffers. An earlier plan is kept if its buffers are large
         enough.
 
-        For `kept_copies` see the function of that name.
+        For `kept_copies` see the function of that name. With `lengths` more rows of short prompts go together.
 
         Raises:
             PlanInfeasible: a budget is too small; nothing has been allocated.
@@ -118,7 +121,7 @@ class Generator(Closing):
         if self.plan is None or self._pass is None or not self.plan.holds(prompts, prompt_length, new_tokens, kept_copies):
             if self.plan is not None and self.plan.experts is not None:
                 self._drop()  # planning needs memory for whole blocks
-            plan = self.planner.plan(prompts, prompt_length, new_tokens, kept_copies)
+            plan = self.planner.plan(prompts, prompt_length, new_tokens, kept_copies, lengths=lengths)
             self.use(plan)
         assert self.plan is not None, "made above"
         return self.plan
@@ -200,8 +203,10 @@ class Generator(Closing):
             return
         whole = settings(max(lengths))
         config = whole["generation_config"]
-        plan = self.prepare(len(prompts), max(lengths), config.max_new_tokens, kept_copies(whole))
-        batches = composed(lengths, [0] * len(prompts), 1 if is_assisted(whole) else plan.rows)
+        known = None if is_assisted(whole) else PromptLengths(tuple(lengths))
+        plan = self.prepare(len(prompts), max(lengths), config.max_new_tokens, kept_copies(whole), known)
+        rows = plan.rows if plan.shapes is None else plan.room
+        batches = composed(lengths, [0] * len(prompts), 1 if is_assisted(whole) else rows)
 
         def batch(number: int, members: Sequence[int]) -> MicroBatch:
             rows = tuple(tuple(prompts[index]) for index in members)
@@ -339,7 +344,7 @@ class Generator(Closing):
     def _in_chunks(self, batch: MicroBatch) -> Any:
         """Return the configuration of a micro-batch, with the plan's chunks of prompts unless it has some of its own."""
         assert self.plan is not None, "prepared"
-        config, chunk = batch.settings["generation_config"], self.plan.costs.prefill_chunk
+        config, chunk = batch.settings["generation_config"], self.plan.most_costs.prefill_chunk
         if chunk and batch.length > chunk and config.prefill_chunk_size is None and not kept_copies(batch.settings):
             config = copy.copy(config)
             config.prefill_chunk_size = chunk

@@ -30,7 +30,7 @@ class Helpers:
         """Share out the tasks, and return those of this rank. `keep` gets the others' answers, in threads of their own."""
         for rank in self._ranks.others:
             own = [each.to_json() for each in tasks[rank :: self._ranks.size]]
-            words = {"tasks": own, "shape": [shape.longest, shape.new, shape.copies, dict(shape.fixed)]}
+            words = {"tasks": own, "shape": shape.to_json()}
             self._ranks.control.send_message(words, rank)
         for rank in self._ranks.others:
             thread = threading.Thread(target=self._gather, args=(rank, keep), name=f"headrace rank {rank}", daemon=True)
@@ -75,9 +75,8 @@ def answer_for(generator: Generator, options: GenerateOptions, ranks: Ranks) -> 
     tasks = [Task.from_json(each) for each in words["tasks"]]
     try:
         if tasks:
-            longest, new, copies, fixed = words["shape"]
-            rows = max(int(fixed["rows"]), sum(len(each.rows) for each in tasks))
-            generator.use(Shape(longest, new, copies, fixed).plan(generator, rows))
+            shape, rows = Shape.from_json(words["shape"]), sum(len(each.rows) for each in tasks)
+            generator.use(shape.plan(generator, max(rows, int(shape.fixed.get("rows", 1)))))
             tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
             for number, found in answered(generator, options, tokenizer, tasks):
                 control.send_message({"number": number, "answers": found}, _LEADER)

@@ -7,7 +7,8 @@ from typing import Any
 from headrace.generate.answering import answers_of, changes_of
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import Generated, MicroBatch
-from headrace.generate.plan import GenerationPlan
+from headrace.generate.plan import FewRows, GenerationPlan
+from headrace.generate.seat_shapes import SeatShapes
 from headrace.terms.generate_options import GenerateOptions
 
 Answers = list[dict[str, Any]]
@@ -44,6 +45,20 @@ class Shape:
     def plan(self, generator: Generator, prompts: int, **fixed: Any) -> GenerationPlan:
         """Return the plan for so many prompts. Raises as `Generator.plan_only` does."""
         return generator.plan_only(prompts, self.longest, self.new, self.copies, **{**self.fixed, **fixed})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Shape":
+        """Return it from what `to_json` made."""
+        fixed = dict(values["fixed"])
+        if "few_rows" in fixed:
+            fixed["few_rows"] = FewRows(**fixed["few_rows"])
+        if "shapes" in fixed:
+            fixed["shapes"] = SeatShapes(tuple((rows, length) for rows, length in fixed["shapes"]["each"]))
+        return cls(values["longest"], values["new"], values["copies"], fixed)
 
 
 def settings_of(settings: Mapping[str, Any], generator: Generator, changes: Mapping[str, Any], longest: int) -> dict[str, Any]:

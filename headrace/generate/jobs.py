@@ -34,6 +34,7 @@ from headrace.generate.job_ranks import Helpers
 from headrace.generate.job_tasks import Answers, Shape, Task, answered, settings_of
 from headrace.generate.micro_batches import kept_copies
 from headrace.generate.plan import FewRows, GenerationPlan
+from headrace.generate.seat_shapes import PromptLengths, SeatShapes
 from headrace.machine.cpu import processor_name
 from headrace.model.generation_keys import is_assisted
 from headrace.terms.errors import (
@@ -174,9 +175,11 @@ def _plan(
     fixed: dict[str, Any] = {"rows": 1} if any(map(is_assisted, settings)) else {}
     if begun is not None:
         least = max(map(len, begun["micro_batches"]))
-        fixed = {"rows": least, "prefill_chunk": begun.get("prefill_chunk", 0)}
+        fixed = {**_seats_of(begun, lines), "prefill_chunk": begun.get("prefill_chunk", 0)}
         fixed["few_rows"] = FewRows(packed=begun.get("packed_rows", 0) > 0, narrow=begun.get("narrow_rows", 0) > 0)
         fixed["attention"] = begun.get("attention", ON_DEVICE)
+    elif not copies:
+        fixed = {**fixed, "lengths": PromptLengths(tuple(len(line.ids) for line in lines), tuple(_kinds(lines)))}
     shape = Shape(longest, new, copies, fixed)
     plan = shape.plan(generator, prompts)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
@@ -185,8 +188,21 @@ def _plan(
     generator.use(plan)
     place = ON_HOST if plan.caches.attends else ON_DEVICE
     few_rows = FewRows(packed=plan.packed_rows > 0, narrow=plan.narrow_rows > 0)
-    same = {"rows": plan.rows, "prefill_chunk": plan.costs.prefill_chunk, "few_rows": few_rows, "attention": place}
+    same = {"prefill_chunk": plan.most_costs.prefill_chunk, "few_rows": few_rows, "attention": place}
+    same |= {"rows": plan.rows} if plan.shapes is None else {"shapes": plan.shapes}
     return plan, replace(shape, fixed=same)
+
+
+def _seats_of(begun: Mapping[str, Any], lines: Sequence[PromptLine]) -> dict[str, Any]:
+    """Return what fixes the seats for the micro-batches of a job that was begun: their shapes, or the most rows."""
+    batches, tokens = begun["micro_batches"], {line.number: len(line.ids) for line in lines}
+    if not begun.get("by_length"):
+        return {"rows": max(map(len, batches))}
+    return {"shapes": SeatShapes(tuple((len(batch), max(tokens[number] for number in batch)) for batch in batches))}
+
+
+def _kinds(lines: Sequence[PromptLine]) -> list[str]:
+    return [json.dumps(line.settings, sort_keys=True) for line in lines]
 
 
 def _micro_batch_seconds(plan: GenerationPlan) -> float:
@@ -261,14 +277,15 @@ def _job(
                 Notice(text=f"{folder}: the job was begun with {found['here']}, here are {here}: bits may differ from here on")
             )
     else:
-        kinds = [json.dumps(line.settings, sort_keys=True) for line in lines]
-        batches = composed([len(line.ids) for line in lines], kinds, plan.rows)
+        rows = plan.rows if plan.shapes is None else plan.room
+        batches = composed([len(line.ids) for line in lines], _kinds(lines), rows)
         members = [[lines[index].number for index in batch] for batch in batches]
         own = {line.number: line.settings.get("seed") for line in lines}
         seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
         found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds, "prompts": _digest(lines)}
         found["template_date"] = options.template_date
-        found["prefill_chunk"], found["packed_rows"] = plan.costs.prefill_chunk, plan.packed_rows
+        found["prefill_chunk"], found["packed_rows"] = plan.most_costs.prefill_chunk, plan.packed_rows
+        found["by_length"] = plan.shapes is not None
         found["narrow_rows"] = plan.narrow_rows
         found["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
         with _writing(folder):

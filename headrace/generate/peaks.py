@@ -18,7 +18,7 @@ ATTENDING_OPERATIONS = 3
 
 def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     """Return `plan` with its peak bytes per tier and purpose filled in."""
-    costs, threads = plan.costs, plan.seats
+    costs, threads = plan.most_costs, plan.seats
     rows = peak_rows(generation_buffers(plan), allowance.runtime_bytes, separate_device=plan.separate_device)
     compute = rows["device" if plan.separate_device else "host"]
     blocks = range(1, plan.num_blocks + 1)
@@ -35,9 +35,7 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     making = max(unit.making_bytes for unit in plan.units)
     if plan.experts is not None:
         making = max(making, plan.experts.figures.making_bytes)
-        compute["waiting for experts"] = plan.seats * plan.experts.waiting_bytes(
-            plan.rows * costs.first_tokens, costs.first.hidden_bytes
-        )
+        compute["waiting for experts"] = plan.seats * plan.experts.waiting_bytes(plan.most_tokens, costs.first.hidden_bytes)
     if making:
         compute["decoding"] = making
     if plan.packed_rows:

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.codec.table import code_of_kind
 from headrace.generate.cache_plan import HOST, SSD, CachePlan, cache_buffers
+from headrace.generate.seat_shapes import SeatShapes
 from headrace.plan.expert_plan import ExpertPlan, expert_buffers
 from headrace.plan.placement import Placement
 from headrace.plan.weight_sizes import BufferGroup, weight_groups
@@ -59,8 +60,9 @@ class GenerationPlan(Placement):
     those of one seat. With `experts` these come by themselves, and `units` are without them. With `kept_copies` caches stay
     where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Products of blocks with up
     to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones. Products of up to
-    `narrow_rows` rows of bfloat16 are computed by a loop of our own. `uncoded` is what coded
-    weights would take in the compute dtype, by a plan of their own, where anybody asked.
+    `narrow_rows` rows of bfloat16 are computed by a loop of our own. With `shapes` micro-batches of short prompts have more
+    rows than those of long ones: `rows` and `costs` are of a seat on average, `most` has the most of each figure. `uncoded` is
+    what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
     `unused_tensors` are stored tensors that the model has no place for; None if no files were opened for the plan.
     """
 
@@ -75,9 +77,32 @@ class GenerationPlan(Placement):
     packed_rows: int = 0
     narrow_rows: int = 0
     caches: CachePlan = field(default_factory=CachePlan)
+    shapes: SeatShapes | None = None
+    most: GenerationCosts | None = None
     forecast: PassForecast | None = None
     uncoded: PassForecast | None = None
     unused_tensors: tuple[str, ...] | None = None
+
+    @property
+    def most_costs(self) -> GenerationCosts:
+        """Costs that no seat exceeds: memory is planned for these."""
+        return self.most or self.costs
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of all rows of a seat in a pass over prompts, at most."""
+        each = self.shapes.each if self.shapes is not None else ((self.rows, self.prompt_length),)
+        return max(rows * min(length, self.most_costs.first_tokens) for rows, length in each)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches until all prompts are answered."""
+        count = -(-self.prompts // self.rows)
+        return count if self.shapes is None else min(count, len(self.shapes.each))
+
+    def room(self, length: int) -> int:
+        """Return how many rows a micro-batch may have whose longest prompt has `length` tokens."""
+        return self.shapes.room(length) if self.shapes is not None else self.rows
 
     def multiplied_bytes(self, num_bytes: int, rows: int) -> int:
         """Return the bytes of memory whose reading takes as long as multiplying weights of `num_bytes` by `rows` rows."""
@@ -144,11 +169,15 @@ class GenerationPlan(Placement):
             del values["caches"]["inputs"]
         if not self.narrow_rows:
             del values["narrow_rows"]
+        if self.shapes is None:
+            del values["shapes"], values["most"]
         return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
         """Return the plan in words, one line for each thing."""
-        seats = f"{self.seats} seat{'s' if self.seats > 1 else ''} of {self.rows} row{'s' if self.rows > 1 else ''}"
+        every = {self.rows} if self.shapes is None else {rows for rows, _ in self.shapes.each}
+        rows = f"{self.rows} row{'s' if self.rows > 1 else ''}" if len(every) == 1 else f"{min(every)} to {max(every)} rows"
+        seats = f"{self.seats} seat{'s' if self.seats > 1 else ''} of {rows}"
         lines = [
             f"generate {self.prompts} prompt{'s' if self.prompts > 1 else ''} of up to {self.prompt_length} tokens, up to "
             f"{self.new_tokens} new ones each; {seats} together",
@@ -256,5 +285,5 @@ def generation_buffers(plan: GenerationPlan) -> dict[str, BufferGroup]:
     coming, slots = max(map(plan.stored_bytes, plan.resident_units)), groups["host_weights"]
     if plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units):
         groups["coming"] = BufferGroup("host", "weights", 1, max(0, coming - slots.count * slots.num_bytes))
-    groups |= cache_buffers(plan.caches, plan.costs, plan.new_tokens, plan.seats, separate_device=plan.separate_device)
+    groups |= cache_buffers(plan.caches, plan.most_costs, plan.new_tokens, plan.seats, separate_device=plan.separate_device)
     return {name: group for name, group in groups.items() if group.total_bytes}

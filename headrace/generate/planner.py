@@ -22,6 +22,7 @@ from headrace.generate.embedding import without_embedding
 from headrace.generate.plan import FewRows, GenerationPlan
 from headrace.generate.plan_notes import of_copying, of_twice, why_not
 from headrace.generate.search import GenerationQuestion, make_generation_plan
+from headrace.generate.seat_shapes import PromptLengths, SeatShapes
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.bank_check import why_no_banks
@@ -115,11 +116,14 @@ class GenerationPlanner:
         prefill_chunk: int | None = None,
         few_rows: FewRows | None = None,
         attention: str | None = None,
+        lengths: PromptLengths | None = None,
+        shapes: SeatShapes | None = None,
     ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
         With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
-        `rows`, `prefill_chunk`, `few_rows` and `attention` are fixed where they are given.
+        `rows`, `prefill_chunk`, `few_rows`, `attention` and `shapes` are fixed where they are given. Where `lengths` of prompts
+        are known, and rows are not asked for, micro-batches of short prompts have more rows.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -129,8 +133,8 @@ class GenerationPlanner:
         reason = not_by_inputs = ""
         few_rows = few_rows or FewRows()
 
-        def costs_of(rows: int, *chunk: int) -> GenerationCosts:
-            found: GenerationCosts = self._costs(rows * max(1, kept_copies), prompt_length, *chunk)
+        def costs_of(rows: int, *chunk: int, length: int = prompt_length) -> GenerationCosts:
+            found: GenerationCosts = self._costs(rows * max(1, kept_copies), length, *chunk)
             found = replace(found, recomputing=None) if reason or not_by_inputs else found
             return replace(found, tiered=()) if reason else found
 
@@ -167,6 +171,8 @@ class GenerationPlanner:
             packed=self._options.packed_products if few_rows.packed is None else few_rows.packed,
             narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
             attention=places,
+            lengths=None if kept_copies else lengths,
+            shapes=shapes,
         )
         plan = make_generation_plan(question)
         notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []

@@ -4,13 +4,14 @@ Invariants: the chosen plan fits; with more memory it is no slower, because ever
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from headrace.generate.cache_plan import cache_choices, with_inputs
 from headrace.generate.expert_search import ways_of_experts, with_cached_experts
 from headrace.generate.peaks import ATTENDING_OPERATIONS, with_peaks
 from headrace.generate.plan import LEAST_PACKED_PASSES, GenerationPlan
+from headrace.generate.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
 from headrace.generate.seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
 from headrace.plan.allowance import Allowance
 from headrace.plan.decoding import making_like
@@ -30,6 +31,8 @@ _NO_PACKED = (
     "packed_products: asked for, but no plan with them fits. They need every block in host memory, decoded and packed, and "
     "symmetric four-bit weights computed in bfloat16 on a processor with AVX2. Give more --host-memory, or leave it out"
 )
+# With micro-batches by length, so many numbers of rounds without empty seats are tried.
+_MOST_ROUNDS = 4
 # The number of placements whose passes are simulated.
 _MOST_SIMULATED = 24
 # It is smaller where passes have many operations: so many pairs of a block and a seat.
@@ -47,7 +50,8 @@ class GenerationQuestion:
     `kept_copies` is as in the plan, and counted in `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is
     given rows, and a chunk that is not 0. `packed`: whether few rows are multiplied with packed weights; None: where that is
     faster. `narrow_rows` is as in the plan. `attention`: which of attending on the host (true) and where blocks are computed
-    are tried.
+    are tried. Where `lengths` of prompts are known, and rows are not fixed, short prompts may have more rows; with `shapes`
+    these are fixed. `costs_of` is then given a length.
     """
 
     units: tuple[UnitFigures, ...]
@@ -70,6 +74,8 @@ class GenerationQuestion:
     packed: bool | None = False
     narrow_rows: int = 0
     attention: tuple[bool, ...] = (False,)
+    lengths: PromptLengths | None = None
+    shapes: SeatShapes | None = None
 
     @property
     def machine(self) -> Ceilings:
@@ -80,6 +86,17 @@ class GenerationQuestion:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seating:
+    """Rows and costs of a seat, as in the plan, and the numbers of seats to try."""
+
+    rows: int
+    seats: Sequence[int]
+    costs: GenerationCosts
+    shapes: SeatShapes | None = None
+    most: GenerationCosts | None = None
+
+
 def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     """Return the fastest plan that fits.
 
@@ -88,17 +105,29 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         ConfigError: packed products are asked for, and there is no plan with them.
     """
     question = _decoding_on(question, question.machine)
-    fitting = [plan for plan in _placements(question) if plan.fits]
+    fitting = [plan for plan in _placements(question, _seatings(question)) if plan.fits]
     if not fitting and question.packed:
         raise ConfigError(_NO_PACKED)
     if not fitting:
         raise _infeasible(question)
+    plan = _best(question, fitting)
+    mixed = question.lengths is not None and len(set(question.lengths.tokens)) > 1
+    if question.lengths is not None and mixed and question.rows is None and question.shapes is None:
+        same = replace(question, prefill_chunks=(plan.costs.prefill_chunk,), attention=(plan.caches.attends,))
+        seatings = _seatings_by_length(same, question.lengths, plan)
+        fitting = [each for each in _placements(same, seatings) if each.fits]
+        plan = _best(same, fitting) if fitting else plan
+    return with_forecast(plan, question.machine)
+
+
+def _best(question: GenerationQuestion, fitting: list[GenerationPlan]) -> GenerationPlan:
+    """Return the fastest of plans that fit, or of changes to the best of them."""
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     fitting.sort(key=lambda plan: rough_seconds(plan, rates))
     # The places of attention are tried apart, so that no plan is slower because both may be chosen.
     groups = [[plan for plan in fitting if plan.caches.attends is attends] for attends in (False, True)]
     found = [_fastest(group[:_MOST_SIMULATED], rates, question.allowance) for group in groups if group]
-    return with_forecast(min(found, key=lambda timed: timed[0])[1], question.machine)
+    return min(found, key=lambda timed: timed[0])[1]
 
 
 def _fastest(plans: Sequence[GenerationPlan], rates: Rates, allowance: Allowance) -> tuple[float, GenerationPlan]:
@@ -108,7 +137,9 @@ def _fastest(plans: Sequence[GenerationPlan], rates: Rates, allowance: Allowance
     """
     timed, operations = list[tuple[float, int, GenerationPlan]](), 0
     for index, plan in enumerate(plans):
-        timed.append((seconds_of_all_tokens(plan, rates), index, plan))
+        known = (seconds for seconds, _, other in timed if other == plan)  # slots filled in another order may be as many
+        seconds = next(known, None)
+        timed.append((seconds_of_all_tokens(plan, rates) if seconds is None else seconds, index, plan))
         operations += plan.num_blocks * plan.seats * (ATTENDING_OPERATIONS if plan.caches.attends else 1)
         if operations > _MOST_OPERATIONS:
             break
@@ -155,13 +186,52 @@ def _decoding_on(question: GenerationQuestion, machine: Ceilings) -> GenerationQ
     return replace(question, units=figured(question.units), experts=experts)
 
 
-def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
+def _seatings(question: GenerationQuestion) -> Iterator[_Seating]:
+    """Yield each number of rows and each chunk that is tried, or the shapes that are fixed."""
+    if question.shapes is not None:
+        yield _seating_of(question, question.shapes, question.prefill_chunks[0])
+        return
+    for rows in _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS):
+        for chunk in question.prefill_chunks:
+            costs = question.costs_of(rows, chunk) if chunk else question.costs_of(rows)
+            yield _Seating(rows=rows, seats=_choices(-(-question.prompts // rows), question.seats, MOST_SEATS), costs=costs)
+
+
+def _seatings_by_length(question: GenerationQuestion, lengths: PromptLengths, plan: GenerationPlan) -> Iterator[_Seating]:
+    """Yield micro-batches by length, near to those of `plan`, in which all rows count as long as the longest.
+
+    They take no more passes: forecasts may say that more passes with fewer bytes are faster, which was measured to be slower.
+    """
+    most_rows = question.most_rows or MOST_ROWS
+    rounds = -(-len(lengths.tokens) // (plan.rows * plan.seats))
+    for shapes in shapes_to_try(lengths, plan.rows, most_rows, question.new_tokens):
+        if shapes.rows <= question.prompts:
+            found = _seating_of(question, shapes, plan.costs.prefill_chunk)
+            few = [seats for seats in found.seats if -(-len(shapes.each) // seats) <= rounds]
+            yield replace(found, seats=few)
+
+
+def _seating_of(question: GenerationQuestion, shapes: SeatShapes, chunk: int) -> _Seating:
+    def costs_of(shape: tuple[int, int]) -> GenerationCosts:
+        rows, length = shape
+        return question.costs_of(rows, *([chunk] if chunk else []), length=length)
+
+    most = most_of([costs_of(each) for each in shapes.ends(question.new_tokens)], question.new_tokens)
+    costs = costs_of((shapes.rows, shapes.prompt_length))
+    if most.recomputing is None:
+        costs = replace(costs, recomputing=None)
+    count = min(len(shapes.each), -(-question.prompts // shapes.rows))
+    even = {-(-count // rounds) for rounds in range(1, _MOST_ROUNDS + 1)} if question.seats is None else set[int]()
+    seats = sorted({*_choices(count, question.seats, MOST_SEATS), *(each for each in even if each <= MOST_SEATS)})
+    return _Seating(rows=shapes.rows, seats=seats, costs=costs, shapes=shapes, most=most)
+
+
+def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> Iterator[GenerationPlan]:
     """Yield plans with as many blocks in memory as fit, for each number of rows and seats; some do not fit."""
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
-    all_rows = _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS)
-    for rows, chunk in itertools.product(all_rows, question.prefill_chunks):
-        costs = question.costs_of(rows, chunk) if chunk else question.costs_of(rows)
-        for seats in _choices(-(-question.prompts // rows), question.seats, MOST_SEATS):
+    for seating in seatings:
+        costs = seating.costs
+        for seats in seating.seats:
             homes = cache_choices(
                 () if question.kept_copies else costs.tiered,
                 separate_device=question.separate_device,
@@ -175,7 +245,7 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                     separate_device=question.separate_device,
                     units=question.units,
                     num_blocks=question.num_blocks,
-                    rows=rows,
+                    rows=seating.rows,
                     seats=seats,
                     prompts=question.prompts,
                     prompt_length=question.prompt_length,
@@ -188,6 +258,8 @@ def _placements(question: GenerationQuestion) -> Iterator[GenerationPlan]:
                     compute_threads=question.allowance.cores,
                     costs=costs,
                     caches=caches,
+                    shapes=seating.shapes,
+                    most=seating.most,
                 )
                 for way in ways_of_experts(least, None if caches.attends else question.experts, rates):
                     for plan in _filled(way, question.allowance):
@@ -241,7 +313,9 @@ def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPl
 def _infeasible(question: GenerationQuestion) -> PlanInfeasible:
     few = replace(question, rows=question.rows or 1, seats=question.seats or 1)
     placements = [
-        plan for plan in _placements(few) if plan.peak("ssd") <= plan.results.allowed_bytes.get("ssd", plan.peak("ssd"))
+        plan
+        for plan in _placements(few, _seatings(few))
+        if plan.peak("ssd") <= plan.results.allowed_bytes.get("ssd", plan.peak("ssd"))
     ]
     one = min(placements, key=lambda plan: (plan.peak("host"), plan.peak("device")))
     who = f"one seat of {one.rows} row{'s' if one.rows > 1 else ''} needs {{}}"

@@ -42,7 +42,7 @@ class CacheBuffers:
         on_compute: Mapping[str, Sequence[torch.Tensor]],
         errors: AttentionErrors | None,
     ) -> None:
-        costs, new = plan.costs, plan.new_tokens
+        costs, new = plan.most_costs, plan.new_tokens
         self.carried_host: list[Bytes] = host.get("cache_carried_host", [])
         self.carried, self.on_device = on_compute["cache_carried"], on_compute["cache_on_device"]
         self.on_its_way, self.errors = host.get("cache_on_its_way", []), errors
@@ -267,7 +267,7 @@ def _starts(plan: GenerationPlan) -> tuple[dict[int, int], int]:
     starts, end = {}, 0
     for block in plan.caches.blocks(SSD):
         starts[block] = end
-        end += drive_bytes(plan.caches, plan.costs, plan.new_tokens, block)
+        end += drive_bytes(plan.caches, plan.most_costs, plan.new_tokens, block)
     return starts, end
 
 

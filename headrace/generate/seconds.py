@@ -17,9 +17,10 @@ from headrace.terms.program import Program
 
 def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
     """Return `plan` with the forecast of a pass on a machine."""
-    timeline = simulate(passes_of(plan), ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
+    of_prompts, of_tokens = passes_of(plan)
+    timeline = simulate(of_tokens, ceilings, compute_dtype=plan.compute_dtype, compute_threads=plan.compute_threads)
     rates = Rates(ceilings, plan.compute_dtype, plan.compute_threads, None)
-    first = plan.costs.first_passes * step_seconds_of(passes_of(plan, first=True), rates)
+    first = plan.costs.first_passes * step_seconds_of(of_prompts, rates)
     # What stays in memory is read once, in the first pass of all.
     cold_program, _ = build_pass(plan, plan.seats, Snapshot(), first=True)
     cold = max(
@@ -40,23 +41,22 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
     return replace(plan, forecast=found)
 
 
-def passes_of(plan: GenerationPlan, *, first: bool = False) -> list[Program]:
-    """Return a cold pass and enough passes after it to see the steady state."""
-    programs, before = [], Snapshot()
-    for number in range(3):
-        program, before = build_pass(plan, plan.seats, before, first=first and number == 2)
-        programs.append(program)
-    return programs
+def passes_of(plan: GenerationPlan) -> tuple[list[Program], list[Program]]:
+    """Return a cold pass and enough passes after it to see the steady state: to a pass over prompts, and to one of tokens."""
+    cold, before = build_pass(plan, plan.seats, Snapshot())
+    second, before = build_pass(plan, plan.seats, before)
+    first, following = (build_pass(plan, plan.seats, before, first=of_prompts)[0] for of_prompts in (True, False))
+    return [cold, second, first], [cold, second, following]
 
 
 def rounds_of(plan: GenerationPlan) -> int:
     """Return how often the seats are filled until all prompts are answered."""
-    return -(-plan.prompts // (plan.rows * plan.seats))
+    return -(-plan.micro_batches // plan.seats)
 
 
 def seconds_of_all_tokens(plan: GenerationPlan, rates: Rates) -> float:
     """Return the seconds that the passes of all tokens of all prompts take, batch after batch, per token."""
-    first, following = step_seconds_of(passes_of(plan, first=True), rates), step_seconds_of(passes_of(plan), rates)
+    first, following = (step_seconds_of(programs, rates) for programs in passes_of(plan))
     return rounds_of(plan) * (plan.costs.first_passes * first + (plan.new_tokens - 1) * following) / plan.new_tokens
 
 

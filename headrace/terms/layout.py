@@ -6,6 +6,7 @@ A *unit* is what is fetched, drained, updated and committed as one: the prologue
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MappingProxyType
 from typing import Protocol, Self, TypeVar
 
@@ -102,6 +103,7 @@ _MASTERS = {
 COMPUTE_DTYPES = tuple(_MASTERS)
 
 
+@cache
 def planes_with(compute_dtype: str, states: tuple[Plane, ...]) -> PlaneSet:
     """Return the planes of a compute dtype under a rule that keeps `states`.
 
