@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tiny_architectures import CONFIGS, make_config, make_plain
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen4ExpTextConfig
 
 from headrace.model import Chain, Checkpoint, import_unit
 from headrace.terms.optimizer import Optimizer
@@ -28,6 +28,47 @@ def save(tmp_path: Path, name: str = "llama", dtype: str = "bfloat16", **options
                 buffer.copy_(torch.rand_like(buffer))
     model.save_pretrained(tmp_path / "model", **options)
     return tmp_path / "model", config
+
+
+def save_with_tables(path: Path, dtype: torch.dtype) -> Path:
+    """Save a tiny Qwen4-Exp, two of whose three blocks have a table of n-grams, rows of four numbers in eleven tensors."""
+    config = Qwen4ExpTextConfig(
+        vocab_size=176,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["linear_attention", "linear_attention", "indexed_attention"],
+        indexer_n_heads=4,
+        indexer_kv_heads=1,
+        indexer_head_dim=16,
+        indexer_budget=64,
+        indexer_compress_ratio=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        hc_lowrank=11,
+        ple_layer_ids=[1, 2],
+        ple_embed_dim=64,
+        ngram_vocab_size_base=40,
+        make_ngram_vocab_size_divisible_by=11,
+        split_ngram_parts=11,
+        eos_token_id=1,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return path
 
 
 def add_unused(directory: Path, count: int) -> list[str]:

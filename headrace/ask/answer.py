@@ -19,6 +19,7 @@ from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
+from headrace.model.block_tables import is_large, tables_of, take_tables
 from headrace.plan.endurance import endurance
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.given import load_plan
@@ -35,6 +36,7 @@ from headrace.terms.packed_rows import PackedRows
 from headrace.update import optimizer_of, rule_of
 from headrace.update.forms import notes_on
 from headrace.update.stored_codes import StoredCodes, stored_codes
+from headrace.update.wires import wire_of
 
 # Bytes of a weight where the configuration names no dtype.
 _WEIGHT_BYTES = 2
@@ -117,6 +119,9 @@ def open_question(
     if head_rows is not None:
         chain.take_head_by(head_rows)
     weights = chain.attach(checkpoint) if checkpoint else None
+    parameters = chain.num_parameters
+    if not _trains_all(options) and wire_of(options).is_beside:
+        take_tables(chain, [table for table in tables_of(chain, weights) if is_large(table)])
     stored = stored_codes(chain, weights, rule.planes) if weights else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
@@ -136,7 +141,7 @@ def open_question(
     question = planner.chosen(question)
     report = PlanReport(
         model=type(chain.model if whole is None else whole).__name__,
-        parameters=chain.num_parameters,
+        parameters=parameters,
         compute_dtype=options.compute_dtype,
         rule=rule.name,
         tokens_per_step=tokens,

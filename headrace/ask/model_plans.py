@@ -18,6 +18,7 @@ from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, ref
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters import Adapters
 from headrace.model.block_parts import block_parts
+from headrace.model.block_tables import by_rows, is_large, tables_of, take_as, take_tables
 from headrace.model.embedding_rows import has_own_head, head_range_bytes, rows_of
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.expert_plan import note_on_parts
@@ -107,6 +108,8 @@ class ModelPlans:
         except PlanInfeasible as refusal:
             if self._experts is not None:
                 raise
+            if found := self._by_tables(question):
+                return found[0].plan(found[1])
             try:
                 plans, parted = self._parted(question)
             except NotStoredSingly as why:
@@ -159,26 +162,51 @@ class ModelPlans:
             raise NotStoredSingly("several machines take whole blocks")
         if not (beside or isinstance(wire, DenseWire)):
             raise NotStoredSingly(f"{wire.name} takes whole blocks")
-        known, optimizer = self._chain, question.optimizer
-        rule, on_cpu = rule_of(optimizer, known.compute_dtype).figures, not question.allowance.device_overhead_bytes
-        # Another chain: what is made parts of one stays so.
-        chain = Chain.from_config(known.config, known.compute_dtype, optimizer, rule.parameter_alignment)
-        chain.take_head_by(known.head_rows)
-        if known.wide_products:
-            chain.multiply_wide()
+        chain = self._another_chain(question)
+        take_as(self._chain, chain, self._weights)
         base: PartedBase | TrainedUnits
         if beside:
+            on_cpu = not question.allowance.device_overhead_bytes
             base = PartedBase.of(chain, self._weights, on_cpu=on_cpu)
         else:
             refuse_trained_parts(self.forms(question), question.workload.gradient_sum)
             base = TrainedUnits.of(chain, separate=question.allowance.device_bytes is not None)
         base.install(chain)
-        importing = import_workspace_bytes(base.kept(chain).layouts)
-        question = replace(question, wire=wire, allowance=replace(question.allowance, import_workspace_bytes=importing))
-        stored = stored_codes(chain, self._weights, rule.planes) if self._weights else StoredCodes()
+        return self._plans_of(chain, replace(question, wire=wire), base)
+
+    def _by_tables(self, question: Question) -> "tuple[ModelPlans, Question] | None":
+        """Return plans with all tables in blocks read by rows, and the question for them; None where none is in a block still,
+        or they are trained.
+        """
+        if question.place is not None or not question.wire.is_beside:
+            return None
+        chain = self._another_chain(question)
+        found = tables_of(chain, self._weights)
+        if len(found) == len(by_rows(self._chain)):
+            return None
+        take_tables(chain, found)
+        return self._plans_of(chain, question, None)
+
+    def _another_chain(self, question: Question) -> Chain:
+        """Return another chain of the model: what is made parts of one stays so."""
+        known, optimizer = self._chain, question.optimizer
+        alignment = rule_of(optimizer, known.compute_dtype).figures.parameter_alignment
+        chain = Chain.from_config(known.config, known.compute_dtype, optimizer, alignment)
+        chain.take_head_by(known.head_rows)
+        if known.wide_products:
+            chain.multiply_wide()
+        return chain
+
+    def _plans_of(self, chain: Chain, question: Question, base: PartedUnits | None) -> "tuple[ModelPlans, Question]":
+        """Return plans for another chain, whose experts may be parts, and the question for them."""
+        importing = import_workspace_bytes((base.kept(chain) if base else chain).layouts)
+        question = replace(question, allowance=replace(question.allowance, import_workspace_bytes=importing))
+        planes = rule_of(question.optimizer, chain.compute_dtype).figures.planes
+        stored = stored_codes(chain, self._weights, planes) if self._weights else StoredCodes()
         like = next((profiles.any for profiles in self._profiles.values()), None)  # the head is the same
-        plans = ModelPlans(chain, stored, question, self._measured, here=self._here, parted=base, like=like)
-        return plans, question
+        weights = None if base else self._weights
+        more: dict[str, Any] = {"here": self._here, "weights": weights, "parted": base, "like": like}
+        return ModelPlans(chain, stored, question, self._measured, **more), question
 
     def forecast(self, plan: Plan) -> Forecast:
         """Return the forecast of a plan on the machine for which it was made."""
@@ -190,6 +218,8 @@ class ModelPlans:
         Raises:
             PlanInfeasible: memory or SSD space is too small.
         """
+        if any(map(is_large, tables_of(self._chain, self._weights))) and (found := self._by_tables(question)):
+            return found[0].quick_plan(found[1])
         problem = self._problem(question)
         policy = problem.policies[0]
         choices = (choice for thrift in THRIFTS for choice in placements_of(problem, policy, thrift))
@@ -243,6 +273,7 @@ class ModelPlans:
         costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
         problem = question.problem(forms, costs_of, rule, own)
         head: dict[str, Any] = {"own_head": self._own_head, "head_range_bytes": head_range_bytes(self._chain)}
+        head["tables"] = by_rows(self._chain)
         return with_embedding(replace(problem, experts=self._experts, cuts=cuts, **head), self._embedding)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:

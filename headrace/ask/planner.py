@@ -18,6 +18,7 @@ from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import return_pieces
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
+from headrace.model.block_tables import by_rows
 from headrace.model.embedding_rows import head_range_bytes
 from headrace.plan.allowance import Allowance
 from headrace.plan.expert_plan import ExpertParts
@@ -50,8 +51,8 @@ class PlannedModel:
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
     `experts` are those that are parts. So many ranks of this machine are `sharers` of one host copy. `warm_up` loads and
     compiles what a run will have loaded, so that this process can be measured. Rows of the `embedding` can be read one by one
-    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it here. `cuts` says how blocks can
-    come in parts.
+    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it
+    here. `cuts` says how blocks can come in parts.
     """
 
     chain: Chain
@@ -224,7 +225,9 @@ class RunPlanner:
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
         model = self._model
         head: dict[str, Any] = {"own_head": model.own_head, "head_range_bytes": head_range_bytes(self._chain)}
-        return with_embedding(replace(problem, experts=model.experts, cuts=model.cuts, **head), model.embedding)
+        return with_embedding(
+            replace(problem, experts=model.experts, cuts=model.cuts, tables=by_rows(self._chain), **head), model.embedding
+        )
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ask.planner import RunPlanner, WaysToPlan
-from headrace.engine.lent_base import PARTED, as_begun, lie_together
+from headrace.engine.lent_base import PARTED, TABLES, as_begun, lie_together
 from headrace.engine.replanning import REPLANS_LEFT
 from headrace.engine.resharing import taken_up
 from headrace.engine.seams import Seams, seams_of
@@ -250,7 +250,8 @@ def resume(
         model = Path(str(store.manifest.identity["model"]))
         planned = planned_options(options, fleet) if fleet else options
         identity = store.manifest.identity
-        subject = _subject(closers, model, planned, seams, partial(as_begun, identity), parted=_is_parted(store))
+        begun = {"parted": _is_parted(store), "tables": _takes_tables(store)}
+        subject = _subject(closers, model, planned, seams, partial(as_begun, identity), **begun)
         planner = RunPlanner(planned, subject.planned, replace(ways, head_passes=subject.head_passes))
         subject.use_lent(store, sink)
         plan = None
@@ -263,6 +264,11 @@ def resume(
         run.settle()
         run.closers = closers.pop_all()
         return run
+
+
+def _takes_tables(store: StateStore) -> bool:
+    """Return whether a run began with tables that are out of their blocks."""
+    return TABLES in store.manifest.identity
 
 
 def _is_parted(store: StateStore) -> bool:
@@ -293,11 +299,13 @@ def first_record(options: Options, plan: Plan | None, subject: Subject) -> dict[
 def _planned(
     subject: Subject, planner: RunPlanner, options: Options, ways: WaysToPlan, plan_by: Callable[[RunPlanner], Plan]
 ) -> tuple[RunPlanner, Plan]:
-    """Return a plan, and the planner that made it. Where nothing fits, experts become parts, if they can be; if not, the
-    embedding is trained by rows, if it can be.
+    """Return a plan, and the planner that made it. Where nothing fits, tables in blocks are read by rows. Where that is not
+    enough, experts become parts, if they can be; if not, the embedding is trained by rows, if it can be.
     """
     given = ways.given
-    if subject.seams.parted or (given is not None and given.experts is not None):
+    if given is not None and given.results.tables and subject.take_tables():
+        planner = RunPlanner(options, subject.planned, ways)
+    if subject.parted is None and (subject.seams.parted or (given is not None and given.experts is not None)):
         subject.part_experts()
         planner = RunPlanner(options, subject.planned, ways)
     elif given is not None and given.embedding is not None and given.embedding.learns and subject.forms[0].table is None:
@@ -306,6 +314,8 @@ def _planned(
     try:
         return planner, plan_by(planner)
     except PlanInfeasible as refusal:
+        if given is None and subject.take_tables():
+            return _planned(subject, RunPlanner(options, subject.planned, ways), options, ways, plan_by)
         if subject.parted is not None:
             raise
         try:
@@ -351,10 +361,9 @@ def _subject(
     options: Options,
     seams: Seams | None,
     lends: Callable[[Sequence[Path]], bool],
-    *,
-    parted: bool = False,
+    **begun: bool,
 ) -> Subject:
     keep_freed_memory(False)
-    subject = Subject(model, options, seams or seams_of(options), lends, parted=parted)
+    subject = Subject(model, options, seams or seams_of(options), lends, **begun)
     closers.callback(subject.close)
     return subject

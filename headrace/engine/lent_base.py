@@ -20,8 +20,9 @@ from headrace.terms.events import Sink
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.sizes import round_up
 
-# In a state's identity, size and time of change of each file: of lent units, of experts that are parts, of embedding rows.
-IDENTITY, PARTED, ROWS = "lent", "experts", "rows"
+# In a state's identity, size and time of change of each file: of lent units, of experts that are parts, of rows of
+# an embedding, and of tables in blocks.
+IDENTITY, PARTED, ROWS, TABLES = "lent", "experts", "rows", "tables"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def check_lent(identity: Mapping[str, Any]) -> None:
     Raises:
         RunDirectoryError: one is gone, or was written since.
     """
-    marks = {name: mark for kind in (IDENTITY, PARTED, ROWS) for name, mark in identity.get(kind, {}).items()}
+    marks = {name: mark for kind in (IDENTITY, PARTED, ROWS, TABLES) for name, mark in identity.get(kind, {}).items()}
     for name, mark in marks.items():
         path = Path(name)
         if not path.exists() or _mark(path) != list(mark):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from headrace.ask.planner import PlannedModel
+from headrace.engine.block_tables import Tables
 from headrace.engine.embedding import Embedding
 from headrace.engine.layouts import refuse_other_layouts
 from headrace.engine.lent_base import PARTED, LentBase, check_lent, marks_of
@@ -65,6 +66,7 @@ class Subject:
 
     Attributes:
         parted, experts: experts that are parts, and what reads them once there is a store; None where blocks come whole.
+        tables: tables in blocks whose rows are read in the model's files; `tables`: all of them are, or large ones alone.
         lent: the units whose frozen weights are read in the model's files; `lends` is asked whether they may be.
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
         stored: which of its blocks the files already hold coded.
@@ -87,6 +89,7 @@ class Subject:
         lends: Callable[[Sequence[Path]], bool] = lambda files: False,
         *,
         parted: bool = False,
+        tables: bool = False,
     ) -> None:
         self.directory = directory
         self._sequence_length = options.sequence_length if options.tokens_per_step else None
@@ -114,6 +117,7 @@ class Subject:
         self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
         alone = seams.fleet is None and seams.site is None and seams.workers is None
         self.embedding = Embedding(self.chain, self.weights, alone=alone)
+        self.tables = Tables(self.chain, self.weights, frozen=alone and seams.wire.is_beside, every=tables)
         self.parted: PartedUnits | None = None
         self.experts: ExpertSource | None = None
         self.own_updater: Updater | None = None
@@ -157,6 +161,12 @@ class Subject:
             units.install(self.chain)
             self.parted = units
         self._find_forms()
+
+    def take_tables(self) -> bool:
+        """Return whether tables were still in their blocks; their rows are read from here on, before there is a store."""
+        if found := self.tables.take_rest():
+            self._find_forms()
+        return found
 
     @property
     def kept(self) -> Chain:
@@ -294,9 +304,9 @@ class Subject:
         return f"{text}; those of {units} are read from {self.directory}: do not change its files"
 
     def _files(self, plan: Plan | None) -> dict[str, Any]:
-        """The files that the run reads: of lent units, of experts that are parts, of rows of the embedding."""
+        """The files that the run reads: of lent units, of experts that are parts, of rows of tables."""
         parts = {PARTED: marks_of(self.parted.paths)} if isinstance(self.parted, PartedBase) else {}
-        return {**self.lent.identity, **parts, **self.embedding.identity(plan)}
+        return {**self.lent.identity, **parts, **self.embedding.identity(plan), **self.tables.identity}
 
     @property
     def _groups(self) -> dict[str, str]:

@@ -16,13 +16,13 @@ class Reader(Protocol):
 
 
 class Traffic:
-    """Bytes and CPU seconds of `store`, and bytes of `rows` of tables and of the `embedding`, since the last question.
+    """Bytes and CPU seconds of `store`, and bytes of `rows` of tables and of `others`, since the last question.
 
     Before the first one it is since this object was made.
     """
 
-    def __init__(self, store: StateStore, rows: TableRows | None, embedding: Reader) -> None:
-        self._store, self._rows, self._embedding = store, rows, embedding
+    def __init__(self, store: StateStore, rows: TableRows | None, *others: Reader) -> None:
+        self._store, self._rows, self._others = store, rows, others
         self._before = self._now()
 
     def moved(self) -> Flushed:
@@ -34,4 +34,5 @@ class Traffic:
     def _now(self) -> tuple[int, int, float]:
         store, rows = self._store, self._rows
         read, written = (rows.bytes_read, rows.bytes_written) if rows is not None else (0, 0)
-        return store.bytes_read + read + self._embedding.bytes_read, store.bytes_written + written, store.io_cpu_seconds
+        read += sum(each.bytes_read for each in self._others)
+        return store.bytes_read + read, store.bytes_written + written, store.io_cpu_seconds

@@ -15,14 +15,14 @@ def without_embedding(chain: Chain, weights: WeightMap | None, place: Place, bud
 
     `weights` says where rows lie; None for a plan.
     """
-    if not _is_short(chain, place, budget) or not has_rows(chain, weights):
+    if not is_short(chain, place, budget) or not has_rows(chain, weights):
         return ()
     num_bytes = embedding_bytes(chain)
     read_rows(chain, weights)
     return (note_on_rows(num_bytes),)
 
 
-def _is_short(chain: Chain, place: Place, budget: Budget) -> bool:
+def is_short(chain: Chain, place: Place, budget: Budget) -> bool:
     """Return whether the weights of a chain are more than the memory for them."""
     host = place.host_bytes if budget.host_bytes is None else budget.host_bytes
     device = (place.device_bytes if budget.device_bytes is None else budget.device_bytes) or 0

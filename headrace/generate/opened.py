@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 from headrace.ask.model_config import position_limit
 from headrace.ask.place import Place, runtime_here
 from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
+from headrace.generate.block_tables import without_tables
 from headrace.generate.embedding import without_embedding
 from headrace.generate.sources import GenerationSource, RunSource, ShardSource
 from headrace.machine.here import this_machine
@@ -83,6 +84,7 @@ class GenerationModel:
             if stored is not None:
                 closers.enter_context(chain.adapted(stored.adapters))
             place = Place.here(machine, runtime_here(), torch.get_num_threads())
+            without_tables(chain, weights, place, budget)
             notes = without_embedding(chain, weights, place, budget)
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
             found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes, *notes))

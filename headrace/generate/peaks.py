@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from headrace.generate.block_tables import held_bytes
 from headrace.generate.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes, working_bytes
 from headrace.generate.plan import GenerationPlan, generation_buffers
 from headrace.plan.allowance import Allowance
@@ -45,6 +46,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         compute["adapters"] = plan.adapter_bytes
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["seats"] = threads * _SEAT_BYTES
+    if held := held_bytes(costs):
+        rows["host"]["rows of tables in blocks"] = held
     rows["host"]["libraries"] = _SMALL_BYTES
     rounds = plan.experts.all_rounds if plan.experts is not None else 0
     each = bool(plan.caches.inputs) + 2 * (ATTENDING_OPERATIONS if plan.caches.attends else 1)

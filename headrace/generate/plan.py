@@ -165,6 +165,10 @@ class GenerationPlan(Placement):
             del values["costs"]["recomputing"]
         if self.costs.coded is None:
             del values["costs"]["coded"]
+        for each in (values["costs"]["first"], values["costs"]["next"]):
+            for name in ("tables", "waited_bytes"):
+                if not each[name]:
+                    del each[name]
         if not self.caches.inputs:
             del values["caches"]["inputs"]
         if not self.narrow_rows:

@@ -17,6 +17,7 @@ from headrace.ask.model_config import open_coded, read_parts
 from headrace.ask.place import Place, multiplies, runtime_here
 from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
+from headrace.generate.block_tables import notes_on, without_tables
 from headrace.generate.coded import units_if_compressed, units_of_files
 from headrace.generate.embedding import without_embedding
 from headrace.generate.plan import FewRows, GenerationPlan
@@ -181,7 +182,7 @@ class GenerationPlanner:
             notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
-        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes))
+        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on(plan.costs), *notes))
 
     def _check_code(self, costs: GenerationCosts, kept_copies: int, not_tiered: str) -> None:
         """Refuse a code of caches that was asked for where it cannot be had.
@@ -309,6 +310,7 @@ def plan_generation(
     if not has_device and not multiplies(dtype, ceilings, here=here):
         chain.multiply_wide()
     weights = None if checkpoint is None else chain.attach(checkpoint)
+    without_tables(chain, weights, place, options.budget)
     by_rows = without_embedding(chain, weights, place, options.budget)
     options = replace(options, machine=ceilings)
     if not here:  # another machine's instructions are not known

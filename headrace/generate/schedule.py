@@ -61,6 +61,7 @@ class _Pass(PagedWeights):
         super().__init__(plan, before)
         self.plan, self.block_flops = plan, costs.flops
         self.calls = costs.calls or (0,) * plan.num_blocks
+        self.waited_bytes = costs.waited_bytes or (0,) * plan.num_blocks
         self.experts: ExpertRounds | None = None
         self.rows = plan.rows  # of a seat's products
 
@@ -72,7 +73,7 @@ class _Pass(PagedWeights):
                 self.acquire((ahead - 1) % self.blocks + 1)
             self.have_come(block)
             weights = (self.acquired.pop(block)[1],)
-            weight_bytes = plan.block_bytes(block, self.rows)
+            weight_bytes = plan.block_bytes(block, self.rows) + self.waited_bytes[block - 1]
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
             if self.experts is not None and self.experts.has(block):
                 touched = weight_bytes + caches.touched_bytes(block, 0)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.generate.block_tables import with_waits
 from headrace.generate.cache_plan import cache_choices, with_inputs
 from headrace.generate.expert_search import ways_of_experts, with_cached_experts
 from headrace.generate.peaks import ATTENDING_OPERATIONS, with_peaks
@@ -230,7 +231,7 @@ def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> I
     """Yield plans with as many blocks in memory as fit, for each number of rows and seats; some do not fit."""
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     for seating in seatings:
-        costs = seating.costs
+        costs = with_waits(seating.costs, rates)
         for seats in seating.seats:
             homes = cache_choices(
                 () if question.kept_copies else costs.tiered,

@@ -100,6 +100,7 @@ def rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
     touched = (
         sum(plan.block_bytes(block, plan.rows) for block in blocks)
         + plan.multiplied_bytes(plan.head_bytes, plan.rows)
+        + sum(plan.costs.next.waited_bytes)
         + (sum(touched_bytes(plan.costs, caches[block], block) for block in blocks) - (3 * away if attending else 0))
         / plan.seats
     )

@@ -83,7 +83,7 @@ def read_rows(chain: Chain, weights: WeightMap | None) -> StoredRows:
     stored = None if weights is None else _stored_table(weights, _name_of(chain))
 
     def make(table: nn.Embedding, whole: UnitLayout, taking_back: Callable[[], None]) -> StoredRows:
-        return StoredRows(table, stored, chain.dtype, whole, taking_back)
+        return StoredRows(table, None if stored is None else (stored,), chain.dtype, whole, taking_back)
 
     return put_rows(chain, make)
 

@@ -22,9 +22,11 @@ from headrace.model.host_attention import Noting, named, using
 from headrace.model.on_shapes import either_answer
 from headrace.model.runner import left_as_found
 from headrace.model.stored_layer import can_be_called_again, keys_and_values, without_mask
+from headrace.model.stored_rows import rows_within
 from headrace.model.taps import BlockCall, Kept, Taps
 from headrace.model.tiered_cache import TieredLayer, can_be_tiered, tier_layers, token_bytes_of
 from headrace.terms.costs import CALLS_OF_EXPERT, CodedCaches, GenerationCosts, PassCosts, RecomputeCosts, touched
+from headrace.terms.embedding_rows import BlockRows
 from headrace.terms.errors import refusing
 
 # How many float32 copies of a step's logits processors, sorting and sampling make (counted in transformers 5.23).
@@ -235,15 +237,17 @@ def _called(chain: Chain, cache: Any, rows: int, tokens: int, seen: int) -> tupl
 
 def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[BlockCall]) -> tuple[PassCosts, torch.Tensor]:
     """Return the costs of running all blocks on `hidden`, called as `calls` say, and the final hidden states (zeros)."""
-    flops, called, workspace, noted = [], [], 0, list[Noting]()
-    known: dict[object, tuple[CostMeter, torch.Tensor, Noting]] = {}
+    flops, called, workspace, noted, tables = [], [], 0, list[Noting](), list[BlockRows]()
+    known: dict[object, tuple[CostMeter, torch.Tensor, Noting, list[int]]] = {}
     for index, call in enumerate(calls):
         kind = _kind(chain, cache, index, call)
         if kind not in known:
             known[kind] = _block(chain, index, hidden, call)
         else:
             _fill_alike(chain, cache, index, next(i for i in range(index) if _kind(chain, cache, i, calls[i]) == kind))
-        meter, hidden, noting = known[kind]
+        meter, hidden, noting, asked = known[kind]
+        for stands, ids in zip(rows_within(chain.runner.blocks[index]), asked, strict=True):
+            tables.append(BlockRows(unit=index + 1, table=stands.figures, ids=ids))
         noted.append(noting)
         flops.append(meter.flops)
         called.append(meter.calls)
@@ -256,15 +260,21 @@ def block_costs(chain: Chain, cache: Any, hidden: torch.Tensor, calls: Sequence[
         calls=tuple(called),
         query_bytes=tuple(noting.query_bytes for noting in noted),
         result_bytes=tuple(noting.result_bytes for noting in noted),
+        tables=tuple(tables),
     ), hidden
 
 
-def _block(chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall) -> tuple[CostMeter, torch.Tensor, Noting]:
+def _block(
+    chain: Chain, index: int, hidden: torch.Tensor, call: BlockCall
+) -> tuple[CostMeter, torch.Tensor, Noting, list[int]]:
+    """Return what a block costs, its output (zeros), its attention, and how many rows it asks for of each table."""
+    tables = rows_within(chain.runner.blocks[index])
+    before = [rows.asked for rows in tables]
     with _bound(chain, index) as flat:
         meter = CostMeter(chain.wide_products, (flat, hidden, *tensors_of((call,))))
         with named(chain.runner.blocks[index]), using(noting := Noting()), meter:
             out = chain.block(index, hidden, call).hidden
-    return meter, torch.zeros_like(out), noting
+    return meter, torch.zeros_like(out), noting, [rows.asked - earlier for rows, earlier in zip(tables, before, strict=True)]
 
 
 @contextmanager
@@ -283,7 +293,8 @@ def _kind(chain: Chain, cache: Any, index: int, call: BlockCall) -> object:
     layout = chain.layouts[index + 1]
     beside = chain.adapters.layouts.get(index + 1) if chain.adapters is not None else None
     parameters = (*layout.parameters, *(beside.parameters if beside is not None else ()))
-    shapes = tuple((parameter.name.split(".")[-2:], parameter.shape) for parameter in parameters)
+    shapes = [(parameter.name.split(".")[-2:], parameter.shape) for parameter in parameters]
+    shapes += [([], tuple(rows.weight.shape)) for rows in rows_within(chain.runner.blocks[index])]
     values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
     layer = type(cache.layers[index]).__name__ if index < len(cache.layers) else ""
     return str(shapes), layer, tuple(value if isinstance(value, bool | int | str) else id(value) for value in values)

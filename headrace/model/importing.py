@@ -65,7 +65,10 @@ def import_workspace_bytes(layouts: Sequence[UnitLayout], weights: WeightMap | N
     # Two pieces where a tied parameter is stored twice and compared.
     factor = 2 if any(weights.copies.values()) else 1
     bounds = [factor * _piece_bytes(tensor.dtype, tensor.shape) for tensor in pieces]
+    own = {spec.name for layout in layouts for spec in layout.parameters}
     for conversion in weights.conversions:
+        if own.isdisjoint(conversion.parameters):
+            continue  # a table that stays in its files
         sources = [tensors[key] for keys in conversion.sources.values() for key in keys]
         # A conversion holds all sources and all results at once; then each result is put into the planes whole.
         elements = sum(math.prod(tensor.shape) for tensor in sources)

@@ -15,6 +15,7 @@ from headrace.model.cost_meter import CostMeter
 from headrace.model.head_rows import kept_tokens
 from headrace.model.on_shapes import either_answer, outline
 from headrace.model.parted_costs import PartedOnShapes
+from headrace.model.stored_rows import rows_within
 from headrace.model.taps import Handed
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 
@@ -123,6 +124,7 @@ def _profile_blocks(
         key = (
             str(shapes),
             _adapted_shapes(chain, index + 1),
+            tuple(rows.weight.shape for rows in rows_within(chain.runner.blocks[index])),
             hidden.dtype,
             tuple(_identity(value) for value in values),
             tuple(hand is not None for hand in call.hands),
@@ -154,8 +156,11 @@ def _profile_block(
     given = (hand.value for hand in call.gets if isinstance(hand.value, torch.Tensor))
     parted = PartedOnShapes.of(chain, index)
     existing = (flat, *beside, hidden, *tensors_of((call,)), *given, *(parted.weights.values() if parted else ()))
+    tables = rows_within(chain.runner.blocks[index])
+    before = [rows.asked for rows in tables]
     with torch.no_grad(), meter(*existing) as forward, parted.measured_by(forward) if parted else nullcontext():
         left = chain.block(index, hidden, call).hidden
+    asked = tuple(rows.asked - earlier for rows, earlier in zip(tables, before, strict=True))
     after = torch.zeros_like(left)  # a storage of its own: a view would keep the larger one alive
     del left
     chain.release(index + 1)
@@ -191,6 +196,7 @@ def _profile_block(
         waiting_bytes=parted.waiting_bytes if parted else (0, 0),
         waiting_alone_bytes=parted.waiting_alone_bytes if parted else 0,
         choices=parted.choices if parted else 0,
+        asked_rows=asked,
     )
     return costs, after
 

@@ -33,7 +33,7 @@ class _LargeOnMeta(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if (func is torch.empty or func in _FILLED) and "device" not in kwargs:
+        if (func is torch.empty or func in _FILLED) and kwargs.get("device") is None:
             shape = kwargs.get("size", args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args)
             if torch.Size(shape).numel() >= _LARGE_ELEMENTS and (func is torch.empty or len(shape) > 2):
                 kwargs["device"] = "meta"

@@ -7,6 +7,7 @@ The planner's promise rests on this module: measured peak <= planned peak, which
 from itertools import pairwise
 
 from headrace.plan.allowance import RUNTIME_SPREAD, Allowance
+from headrace.plan.block_tables import held_table_bytes
 from headrace.plan.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes, scratch_bytes
 from headrace.plan.plan import Plan
 from headrace.plan.results import SAVING_ROW
@@ -60,6 +61,8 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         rows["host"]["rows of tables"] = allowance.table_bytes
     if plan.embedding is not None and plan.separate_device:
         rows["host"]["rows of the embedding"] = plan.embedding.held_bytes(plan.micro_batch_tokens)
+    if plan.results.tables and plan.separate_device:
+        rows["host"]["rows of tables in blocks"] = held_table_bytes(plan)
     # Where a GPU multiplies, the host's matrix library stays idle.
     on_cpu = not allowance.device_overhead_bytes
     rows["host"]["libraries"] = _SMALL_BYTES + (_kernel_bytes(costs) if on_cpu else 0)
@@ -304,6 +307,7 @@ def _workspace_bytes(plan: Plan, costs: ModelCosts) -> int:
     )
     of_rows = plan.embedding is not None and not plan.separate_device  # which are read on the host
     rows = plan.embedding.held_bytes(plan.micro_batch_tokens) if of_rows and plan.embedding else 0
+    blocks += 0 if plan.separate_device else held_table_bytes(plan)
     return max(epilogue, blocks, costs.prologue_workspace_bytes + rows, costs.prologue_backward_workspace_bytes)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 
+from headrace.plan.block_tables import read_table_bytes, with_waits
 from headrace.plan.bound import least_seconds
 from headrace.plan.coarse import coarsened, launch_flops
 from headrace.plan.ledger import Snapshot
@@ -90,7 +91,10 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
         step_seconds=step_seconds,
         tokens_per_second=plan.batch.tokens_per_step / step_seconds,
         flops_per_step=_flops_per_step(_with_rows(_with_samples(plan))),
-        ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes + plan.read_embedding_bytes + _read_head_bytes(plan),
+        ssd_bytes_read_per_step=timeline.lanes[Lane.SSD_READ].bytes
+        + plan.read_embedding_bytes
+        + read_table_bytes(plan)
+        + _read_head_bytes(plan),
         ssd_bytes_written_per_step=written_bytes + plan.written_embedding_bytes,
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
@@ -280,7 +284,8 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     slower = 1 / ceilings.attention_share - 1
     attention = [slower * flops for flops in plan.results.attention_flops] or [0.0] * plan.num_blocks
     # Forward and backward together count a block's forward four times, and the head's three times.
-    blocks = (flops + block / 4 for flops in plan.results.forward_flops[1 : plan.num_blocks + 1])
+    waiting = with_waits(plan, ceilings)
+    blocks = (flops + block / 4 for flops in waiting.results.forward_flops[1 : plan.num_blocks + 1])
     return plan.with_results(
         forward_flops=(
             plan.results.forward_flops[0] + rows * rate,

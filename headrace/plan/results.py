@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace.plan.speculation import Speculation
+from headrace.terms.embedding_rows import BlockRows
 from headrace.terms.packed_rows import Groups
 from headrace.terms.sizes import format_bytes
 
@@ -22,6 +23,7 @@ class Results:
     epilogue's forward. `spared_flops` by block are those that replaying and skipping save. `speculation` is set where clipping
     allows a choice.
     `groups` is set where packed rows run in several groups of samples of one length. Operations count one call all the same.
+    `tables` are those in blocks whose rows are read in the model's files.
     """
 
     peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -33,6 +35,7 @@ class Results:
     speculation: Speculation | None = None
     notes: tuple[str, ...] = ()
     groups: Groups | None = None
+    tables: tuple[BlockRows, ...] = ()
 
     @property
     def saves_beside_steps(self) -> bool:
@@ -52,8 +55,8 @@ class Results:
         return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Return the results as plain JSON values, without groups where there are none."""
-        return {name: value for name, value in asdict(self).items() if name != "groups" or value is not None}
+        """Return the results as plain JSON values, without groups and tables where there are none."""
+        return {name: value for name, value in asdict(self).items() if name not in ("groups", "tables") or value}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Results":
@@ -63,5 +66,6 @@ class Results:
             known[name] = tuple(known[name])
         if speculation := known["speculation"]:
             known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
+        known["tables"] = tuple(map(BlockRows.from_json, known.get("tables", ())))
         known["groups"] = Groups.from_json(known.get("groups"))
         return cls(**known)

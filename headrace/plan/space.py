@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from headrace.plan.allowance import Allowance
+from headrace.plan.block_tables import asked_tables, notes_on_tables
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.choices import Batch, Gradients, Hosted, Stash, Updates
 from headrace.plan.expert_plan import ExpertParts
@@ -23,7 +24,7 @@ from headrace.plan.workload import Workload
 from headrace.terms.block_parts import BlockParts, no_parts
 from headrace.terms.costs import ModelCosts
 from headrace.terms.cuts import least_chunk_elements
-from headrace.terms.embedding_rows import EmbeddingRows
+from headrace.terms.embedding_rows import BlockRows, EmbeddingRows
 from headrace.terms.forms import DEVICE, Form, UnitFigures
 from headrace.terms.layout import UNIT_ALIGNMENT
 from headrace.terms.packed_rows import Groups
@@ -68,6 +69,7 @@ class Problem:
     hosted: bool = False
     embedding: EmbeddingRows | None = None
     by_rows: bool = False
+    tables: tuple[BlockRows, ...] = ()  # those of blocks whose rows are read; how many a token asks for is left open
     own_head: bool = False
     visits: bool = False
     head_range_bytes: int = 0
@@ -224,6 +226,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     alone = problem.one_by_one or (choice.lean and problem.separate_device)
     prefetch = 0 if alone else 1 if choice.lean or num_blocks < 3 else 2
+    tables = asked_tables(problem.tables, costs)
     kept: list[list[int]] = [[] for _ in costs.blocks]
     for block, ordinal in problem.replay_order(choice.rows)[: choice.amount]:
         kept[block].append(ordinal)
@@ -272,6 +275,8 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(units)],
             attention_flops=tuple(block.attention_flops for block in costs.blocks),
             epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
+            tables=tables,
+            notes=notes_on_tables(tables, choice.rows * workload.sequence_length),
         ),
         rule=problem.rule,
         own_rule=problem.own_rule,

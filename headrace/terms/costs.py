@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from headrace.terms.embedding_rows import BlockRows
+
 # Up to so many rows, torch's own products of bfloat16 are at least as fast as products by way of float32 (docs/log/decoding).
 FEW_ROWS = 3
 # Operators that the eager loop over experts calls for each (counted in transformers 5.23, Mixtral and Qwen3).
@@ -39,6 +41,7 @@ class BlockCosts:
     waiting_bytes: tuple[int, int] = (0, 0)
     waiting_alone_bytes: int = 0  # and in backward without its graph
     choices: int = 0  # and to how many experts a token is sent
+    asked_rows: tuple[int, ...] = ()  # of each table that is read by rows: how many are asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,8 @@ class ModelCosts:
 class PassCosts:
     """One pass of a seat through the model. `flops`, and `calls` of operators, are by block; `workspace_bytes` is the peak of
     live tensors of a block. `query_bytes` are by block those of attention's queries, `result_bytes` those of its results. They
-    are 0 if attention does not go through transformers' interface.
+    are 0 if attention does not go through transformers' interface. `tables` are those in blocks that are read by rows, with the
+    rows that a pass asks for. Reading `waited_bytes` of memory, by block, takes as long as waiting for these.
     """
 
     flops: tuple[float, ...]
@@ -88,6 +92,8 @@ class PassCosts:
     calls: tuple[int, ...] = ()
     query_bytes: tuple[int, ...] = ()
     result_bytes: tuple[int, ...] = ()
+    tables: tuple[BlockRows, ...] = ()
+    waited_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""An embedding whose rows are read in the model's files as tokens ask for them: what a plan knows of it."""
+"""Tables whose rows are read in the model's files as they are asked for: an embedding, and tables within blocks."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from headrace.terms.sizes import format_bytes
+from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round_up
 
 # What a processor spends on a row, of which eight are read at a time (docs/log/embedding-rows).
 SECONDS_PER_ROW = 20e-6
@@ -40,6 +41,51 @@ class EmbeddingRows:
     def seconds(self, tokens: int, bytes_per_second: float) -> float:
         """Return what reading for `tokens` tokens takes at most, from drives of this rate."""
         return max(min(self.rows, tokens) * SECONDS_PER_ROW, self.read_bytes(tokens) / bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRows:
+    """A `table` in the block of `unit`, of which a token asks for so many rows, `ids`."""
+
+    unit: int
+    table: EmbeddingRows
+    ids: int = 0
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "BlockRows":
+        """Return the table that was stored as these values."""
+        return cls(**{**values, "table": EmbeddingRows(**values["table"])})
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes that a drive reads for a row."""
+        return round_up(self.table.stored_bytes, PAGE_BYTES)
+
+    def rows(self, tokens: int) -> int:
+        """Return how many rows are read for `tokens` tokens at most: each once."""
+        return min(self.table.rows, tokens * self.ids)
+
+    def read_bytes(self, tokens: int) -> int:
+        """Return the most bytes of pages that are read for `tokens` tokens."""
+        return self.rows(tokens) * self.page_bytes
+
+    def held_bytes(self, tokens: int) -> int:
+        """Return the most host memory that reading for `tokens` tokens takes."""
+        return self.table.held_bytes(tokens * self.ids)
+
+    def seconds(self, tokens: int, bytes_per_second: float) -> float:
+        """Return what reading for `tokens` tokens takes at most, from drives of this rate."""
+        return max(self.rows(tokens) * SECONDS_PER_ROW, self.read_bytes(tokens) / bytes_per_second)
+
+    def note(self, tokens: int, said: int | None = None) -> str:
+        """Return a note for a person: which table is not in memory, and what a pass of `tokens` tokens reads of it. They are
+        called `said` tokens, where rows are those of a pass.
+        """
+        size, rows, tokens_said = format_bytes(self.table.whole_bytes), self.rows(tokens), said or tokens
+        return (
+            f"a table of {size} in block {self.unit} stays in the model's files: each pass reads up to {rows} rows of "
+            f"{tokens_said} tokens, {format_bytes(self.read_bytes(tokens))} in pages, {format_seconds(rows * SECONDS_PER_ROW)}"
+        )
 
 
 def note_on_rows(whole_bytes: int) -> str:

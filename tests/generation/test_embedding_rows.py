@@ -43,7 +43,7 @@ SETTINGS = {
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every model be more than the memory."""
-    monkeypatch.setattr("headrace.generate.embedding._is_short", lambda chain, place, budget: True)
+    monkeypatch.setattr("headrace.generate.embedding.is_short", lambda chain, place, budget: True)
 
 
 @pytest.mark.usefixtures("short")

@@ -159,6 +159,13 @@ def test_a_model_larger_than_memory_needs_none() -> None:
     assert grown_bytes < 500e6
 
 
+def test_a_table_larger_than_memory_is_never_made() -> None:
+    """`nn.Embedding` says which device its weight goes to (None), as `nn.Parameter(torch.empty(...))` does not."""
+    config = CONFIG_MAPPING["llama"](vocab_size=1 << 34, hidden_size=1024, num_hidden_layers=1, tie_word_embeddings=True)
+    skeleton = build_skeleton(config, torch.bfloat16)
+    assert skeleton.get_input_embeddings().weight.numel() == 1 << 44
+
+
 def test_skeleton_has_real_buffers_and_meta_parameters(case: Any) -> None:
     config = make_config(case)
     skeleton = build_skeleton(config, torch.bfloat16)
