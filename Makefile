@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: test-trl test-tasks architectures help venv demo demo-node quick test test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
+.PHONY: test-trl test-tasks architectures help venv demo demo-node quick test test-wide test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -47,15 +47,18 @@ QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data 
 	$(addprefix tests/equivalence/test_,moments.py rerun.py update_counts.py damage_on_the_way.py node_refusals.py nothing_is_left.py)
 
 quick: $(STAMP)  ## some tests of each room, for the inner loop (a minute; the first time one and a half)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not process and $(USUAL)" $(QUICK)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" $(QUICK)
 
-test: $(STAMP)  ## all usual tests (six minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not deep and not process and $(USUAL)" --time-ledger --durations=12 --durations-min=5
+test: $(STAMP)  ## the usual tests: of each promise one case (six minutes)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" --time-ledger --durations=12 --durations-min=5
+
+test-wide: $(STAMP)  ## what `test` has one case of, more widely: further values, models, pairs (a quarter of an hour)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not deep and not process and $(USUAL)" --durations=12 --durations-min=5
 
 test-processes: $(STAMP)  ## tests whose processes are killed or measured (under four minutes)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "process and not deep and $(USUAL)" --durations=12 --durations-min=5
 
-deep: $(STAMP)  ## what `test` has a sample of, whole: all architectures, full products (most of an hour); TRL: see test-trl
+deep: $(STAMP)  ## what `test` and `test-wide` have a sample of, whole: all architectures, full products (most of an hour); TRL: see test-trl
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "deep and $(USUAL)" --timeout=1200 --durations=12 --durations-min=5
 	$(if $(TRL),$(MAKE) test-trl)
 
@@ -63,7 +66,7 @@ architectures: $(STAMP)  ## each causal model of transformers: train, eval, gene
 	$(TEST_ENV) PYTHONPATH=$(CURDIR) $(BIN)/python tests/architectures/table.py --workers $(WORKERS) $(if $(RENEW),--renew)
 
 test-oldest:  ## the same with the oldest versions that are allowed, in .venv-oldest (gigabytes: torch brings CUDA)
-	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test test-wide VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt
 
 # GPU_PYTHON names an environment that has torch, transformers, numba, pytest and pytest-xdist: nothing is installed then.
 GPU_ENV := $(if $(GPU_PYTHON),,$(STAMP))

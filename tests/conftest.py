@@ -28,7 +28,9 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--time-ledger", action="store_true", help="fail if the tests of a folder take more than their share of the time"
+        "--time-ledger",
+        action="store_true",
+        help="fail if all tests, or those of a folder, take far more than their share of the time",
     )
 
 

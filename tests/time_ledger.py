@@ -1,8 +1,10 @@
-"""A ledger of the time that the tests of each folder take: a room that takes far more than its share of it fails the run.
+"""A ledger of the time that tests take. A run fails if its tests take far more than they may together, or those of a folder far
+more than their share.
 
-Shares and not seconds: a slow machine is slow in all rooms. Time of processors and not of the clock: what else runs for a while
-makes that room look slow which is at work then. Caches that are cold and processors that differ still move a room by a third,
-so a room is named from its share on, and fails the run from `FAILS_AT` times its share on. Only `make test` asks for it.
+Loops and shares, not seconds: a slow machine is slow in its loops (`cpu_work.a_loop`) and in all rooms. Time of processors and
+not of the clock: what else runs for a while makes that room look slow which is at work then. Cold caches and other processors
+still move a room by a third. So a room is named from its share on, and fails the run from `FAILS_AT` times its share on. Only
+`make test` asks for it.
 """
 
 import resource
@@ -11,45 +13,52 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 
 import pytest
+from cpu_work import a_loop, seconds_of
+
+# The most that all tests may take, in loops: six minutes of two ordinary cores, but for what collecting tests and waiting take.
+# What is more is marked `wide`.
+MOST_LOOPS = 5000
+ALL_FAIL_AT = 2.0  # times that: loops are of the core alone, tests wait for memory, too
+LOOP_AFTER_SECONDS = 8.0  # of processors: as often is a loop timed
 
 # The most that each folder may take of the time of all tests, in percent: together some more than 100, as no two runs are the
-# same, and at most `MOST_TOGETHER`. Who needs more takes it from another room, or marks tests `deep`.
+# same, and at most `MOST_TOGETHER`. Who needs more takes it from another room, or marks tests `wide`.
 MOST_TOGETHER = 130
 FAILS_AT = 1.5  # times its share
 MOST_PERCENT = {
-    "ask": 12.3,
+    "ask": 6.5,
     "architectures": 0.2,
-    "bench": 1,
-    "cli": 8,
-    "codec": 1.5,
-    "compress": 12,
+    "bench": 2,
+    "cli": 9.5,
+    "codec": 3.5,
+    "compress": 8,
     "crash": 0.5,
-    "data": 3,
+    "data": 8,
     "demo": 0.5,
     "equivalence": 25,
-    "generation": 13.5,
-    "integrations": 2,
-    "files": 0.5,
+    "generation": 9.5,
+    "integrations": 2.5,
+    "files": 1,
     "flow": 2,
     "gpu": 0.5,
-    "local_steps": 1,
+    "local_steps": 2,
     "losses": 0.5,
     "machine": 0.5,
-    "measure": 1.5,
-    "memory": 0.5,
+    "measure": 2,
+    "memory": 0.7,
     "migrate": 0.5,
-    "model": 11.5,
+    "model": 11,
     "namespaces": 0.4,
     "net": 0.5,
     "packaging": 0.1,
-    "plan": 13.5,
+    "plan": 13,
     "report": 2,
-    "runs": 2,
-    "serve": 1.5,
+    "runs": 4.5,
+    "serve": 2,
     "store": 2,
     "style": 4,
     "terms": 0.5,
-    "update": 5,
+    "update": 4,
 }
 
 
@@ -73,36 +82,44 @@ def cpu_seconds() -> float:
 
 
 class CpuClock:
-    """A plugin for whoever runs tests: each report says the time of processors since the one before."""
+    """A plugin for whoever runs tests: each report says the time of processors since the one before, and what a loop takes."""
 
     def __init__(self) -> None:
         self.last = 0.0
+        self.looped_at = self.loop_seconds = 0.0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self) -> None:
+        if not self.loop_seconds or cpu_seconds() > self.looped_at + LOOP_AFTER_SECONDS:
+            self.loop_seconds, self.looped_at = seconds_of(a_loop), cpu_seconds()
         self.last = cpu_seconds()  # what was collected and imported before is no test's
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
         report = yield
         before, self.last = self.last, cpu_seconds()
-        report.cpu_seconds = self.last - before
+        report.cpu_seconds, report.loop_seconds = self.last - before, self.loop_seconds
         return report
 
 
 class TimeLedger:
     """A plugin that adds up what the tests of each folder take, shows it at the end, and fails a run that overspent by far."""
 
-    def __init__(self, most_percent: Mapping[str, float]) -> None:
+    def __init__(self, most_percent: Mapping[str, float], most_loops: float = MOST_LOOPS) -> None:
         self.seconds: Counter[str] = Counter()
-        self.most_percent = most_percent
+        self.loops = 0.0
+        self.most_percent, self.most_loops = most_percent, most_loops
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[PurePosixPath(report.nodeid).parts[1]] += report.cpu_seconds
+        self.loops += report.cpu_seconds / report.loop_seconds
+
+    def fails(self) -> bool:
+        return self.loops > ALL_FAIL_AT * self.most_loops or bool(overspent(self.seconds, self.most_percent, FAILS_AT))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and overspent(self.seconds, self.most_percent, FAILS_AT):
+        if session.exitstatus == pytest.ExitCode.OK and self.fails():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -110,5 +127,8 @@ class TimeLedger:
         terminalreporter.section("CPU seconds of each folder, and its percentage of the whole")
         for folder, spent in self.seconds.most_common():
             terminalreporter.write_line(f"{folder:12} {spent:7.1f} s {100 * spent / total:5.1f} %")
+        terminalreporter.write_line(f"{'all':12} {total:7.1f} s, {self.loops:.0f} loops of at most {self.most_loops}")
         for line in overspent(self.seconds, self.most_percent):
             terminalreporter.write_line(f"TOO LONG: {line}", red=True)
+        if self.loops > self.most_loops:
+            terminalreporter.write_line("TOO LONG: all tests together; mark some `wide` (CONTRIBUTING.md)", red=True)

@@ -19,6 +19,7 @@ def report(tmp_path: Path, **options: Any) -> PlanReport:
     return plan_model(tmp_path, Options(machine="rtx4090-1ssd", **more), here=False)
 
 
+@pytest.mark.wide
 def test_adapters_alone_are_written_and_frozen_weights_lie_once(tmp_path: Path) -> None:
     found = report(tmp_path, adapter="lora:rank=8")
     assert found.plan is not None

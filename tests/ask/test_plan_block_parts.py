@@ -24,6 +24,7 @@ SIZES = {
 }
 
 
+@pytest.mark.wide
 def test_a_plan_in_parts_that_is_refused_says_that_blocks_came_in_parts(tmp_path: Path) -> None:
     small = SIZES | {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(small), encoding="utf-8")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from forked import run_headrace
+from tiers import sampled
 from transformers import GPT2Config, LlamaConfig
 
 from headrace.ask.cluster import plan_cluster
@@ -47,6 +48,7 @@ def found(model: Path) -> ClusterReport:
     return report(model)
 
 
+@pytest.mark.wide
 def test_json_has_tokens_of_all_workers_and_of_each(found: ClusterReport):
     values = json.loads(json.dumps(found.to_json()))
     assert values["fits"]
@@ -76,7 +78,7 @@ def test_bytes_are_those_of_the_exchange(found: ClusterReport):
     assert values["worker_bytes_sent_per_step"] == pytest.approx(0.75 * pulled + exchanged + 0.25 * copy, rel=0.01)
 
 
-@pytest.mark.parametrize(("workers", "copies"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("workers", "copies"), sampled([(1, 1), (4, 2)]))
 def test_gradients_of_several_workers_leave_the_device_in_float32(model: Path, workers: int, copies: int):
     """They are rounded after they are added; the node receives them rounded."""
     forecast = report(model, workers=workers, tokens_per_step=workers * 2048).forecast
@@ -88,6 +90,7 @@ def test_gradients_of_several_workers_leave_the_device_in_float32(model: Path, w
     assert drained == copies * received > 0
 
 
+@pytest.mark.wide
 def test_a_worker_holds_no_more_of_a_deeper_model(tmp_path: Path):
     held = []
     for depth in (4, 8):
@@ -104,6 +107,7 @@ def test_a_worker_holds_no_more_of_a_deeper_model(tmp_path: Path):
     assert held[0] == held[1]
 
 
+@pytest.mark.wide
 def test_more_drives_and_links_are_no_slower(model: Path, found: ClusterReport):
     assert found.forecast is not None
     for more in ({"node_ssds": 16}, {"link": "40Gbit"}, {"nodes": 2}):
@@ -157,6 +161,7 @@ def test_rates_are_read_in_bits_and_bytes():
     assert PlanOptions.of(PlanOptions(workers=1, link="25Gbit").to_json()).link == 25e9 / 8
 
 
+@pytest.mark.wide
 def test_a_node_that_is_too_small_is_named(model: Path):
     small = replace(load_bare_profile("luwu-node"), host_memory_bytes=450 << 20)
     refused = report(model, node_machine=small)
@@ -166,6 +171,7 @@ def test_a_node_that_is_too_small_is_named(model: Path):
     assert "no: the node: " in explain_cluster(refused)
 
 
+@pytest.mark.wide
 def test_a_deferred_step_waits_at_the_node(model: Path, found: ClusterReport):
     clipped = report(model, max_grad_norm=1.0)
     assert clipped.node_plan is not None

@@ -69,6 +69,7 @@ def planned(*words: object, **options: object) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.wide
 def test_the_file_of_a_run_is_planned_as_its_options_are(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     lines = [f"{key}: {value}" for key, value in {**STEP, "model": model, "max_steps": 7, "seed": 3}.items()]
@@ -140,6 +141,7 @@ def test_plan_takes_every_option_of_train(key: str) -> None:
     assert each.flag is None or each.flag in flags
 
 
+@pytest.mark.wide
 def test_what_is_named_without_effect_changes_nothing(model: Path) -> None:
     known = {each.key: each for each in RunOptions.declarations() if not each.plan and not each.required}
     given = {key: OWN_VALUES.get(key, value_of(each)) for key, each in known.items() if key != "liger"}
@@ -150,6 +152,7 @@ def test_what_is_named_without_effect_changes_nothing(model: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.wide
 def test_how_often_is_committed_acts(model: Path, tmp_path: Path) -> None:
     seldom, offered = (
         planned(model, **STEP, host_memory="16GiB", checkpoint_every=10),
@@ -160,6 +163,7 @@ def test_how_often_is_committed_acts(model: Path, tmp_path: Path) -> None:
     assert seldom["without_effect"] == []
 
 
+@pytest.mark.wide
 def test_a_plan_that_was_made_before_is_followed(model: Path, tmp_path: Path) -> None:
     given = tmp_path / "plan.json"
     given.write_text(json.dumps(planned(model, **STEP, host_memory="16GiB", checkpoint_every=10)))
@@ -170,6 +174,7 @@ def test_a_plan_that_was_made_before_is_followed(model: Path, tmp_path: Path) ->
     assert "tokens_per_step 1024 in the plan, 512 here" in refused.stderr
 
 
+@pytest.mark.wide
 def test_moments_are_a_setting_of_the_rule(model: Path) -> None:
     words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--optimizer")
     values = [json.loads(run(*words, f"adamw:moments={moments}").stdout) for moments in ("float32", "bfloat16", "int8")]
@@ -185,12 +190,14 @@ def test_moments_are_a_setting_of_the_rule(model: Path) -> None:
     assert "moments: expected float32, bfloat16 or int8, found 'int4'" in refused.stderr
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("short", sampled(DTYPE_NAMES, ("bf16",)))
 def test_what_train_calls_dtypes_plan_does_too(short: str, model: Path) -> None:
     words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--compute-dtype")
     assert json.loads(run(*words, short).stdout)["plan"]["placement"]["compute_dtype"] == DTYPE_NAMES[short]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("short", sampled(OTHER_NAMES, ("bf16",)))
 def test_what_train_calls_moments_plan_does_too(short: str, model: Path) -> None:
     words = ("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--json", "--optimizer")
@@ -200,6 +207,7 @@ def test_what_train_calls_moments_plan_does_too(short: str, model: Path) -> None
     )
 
 
+@pytest.mark.wide
 def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) -> None:
     kept = tmp_path / "settings" / "headrace" / "machine.json"
     kept.parent.mkdir(parents=True)
@@ -211,6 +219,7 @@ def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) ->
     assert "device" not in result.stdout.split("\n\n")[1].splitlines()[0]
 
 
+@pytest.mark.wide
 def test_what_a_run_measured_is_this_machines_until_there_is_a_profile(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +236,7 @@ def test_what_a_run_measured_is_this_machines_until_there_is_a_profile(
     assert "machine   my rig\n" in run(*words).stdout
 
 
+@pytest.mark.wide
 def test_measuring_writes_the_profile_where_plans_look(model: Path, tmp_path: Path) -> None:
     result = run("bench", "machine", "--ssd", tmp_path, "--seconds", 0.5)
     assert result.exit_code == 0, result.output

@@ -60,6 +60,7 @@ def cpu_machine() -> Ceilings:
     return replace(nominal_machine(4, host_bytes=8 * GIB, device_bytes=None), name="a CPU", fresh_pages_share=0.75)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("machine", [lambda: load_profile("rtx4090-1ssd"), cpu_machine], ids=["gpu", "cpu"])
 def test_every_host_makes_the_same_plan_for_given_ceilings(machine: Callable[[], Ceilings], tmp_path: Path) -> None:
     model, ceilings = saved(tmp_path / "model", llama_small(), num_hidden_layers=2), machine()
@@ -76,6 +77,7 @@ def test_every_host_makes_the_same_plan_for_given_ceilings(machine: Callable[[],
     assert other.to_json() == first.to_json()
 
 
+@pytest.mark.wide
 def test_a_profile_says_what_its_processor_multiplies_in_float32(tmp_path: Path) -> None:
     """No library keeps code of products of 16 bits for it: that is another footprint."""
     model, ceilings = saved(tmp_path / "model", llama_small(), num_hidden_layers=2), cpu_machine()

@@ -26,6 +26,7 @@ def report_of(model: Path, plan: PlanReport | None = None, **more: Any) -> Local
     return LocalReport.of(plan or plan_model(model, options, here=False), options)
 
 
+@pytest.mark.wide
 def test_a_round_moves_what_is_trained_once_each_way(model: Path) -> None:
     whole = report_of(model, link="10Mbit")
     plan = whole.plan

@@ -60,6 +60,7 @@ def test_a_small_model_fits_and_every_figure_is_there(report: PlanReport) -> Non
     assert Plan.from_json(values["plan"]) == report.plan
 
 
+@pytest.mark.wide
 def test_with_a_gpu_an_update_multiplies_its_matrices_there(small: Path, rig: Ceilings) -> None:
     """All of Muon's updates: their products are counted, and take no memory on the host."""
     asked = Options(machine=rig, optimizer="muon", tokens_per_step=4096, sequence_length=512)
@@ -77,6 +78,7 @@ def test_with_a_gpu_an_update_multiplies_its_matrices_there(small: Path, rig: Ce
     assert slow - fast == pytest.approx(products, rel=0.01)
 
 
+@pytest.mark.wide
 def test_fewer_checkpoints_are_offered_where_states_fit_into_memory(small: Path, rig: Ceilings) -> None:
     drive = replace(rig.drives[0], read_bytes_per_second=1e9, write_bytes_per_second=1e9, mixed_bytes_per_second=1e9)
     slow = replace(rig, drives=(drive,))
@@ -125,6 +127,7 @@ def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: 
     assert "headrace bench machine" in explain(found)
 
 
+@pytest.mark.wide
 def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine has no figures of drives either then, and does not write to them for speed."""
     problems = []
@@ -141,6 +144,7 @@ def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, mon
     assert found.forecast is not None  # of a nominal machine
 
 
+@pytest.mark.wide
 def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceilings) -> None:
     how: dict[str, Any] = {"here": False, "variants_seconds": 250.0}
     asked = {"machine": rig, "tokens_per_step": 8192, "sequence_length": 1024}
@@ -168,6 +172,7 @@ def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig:
     assert any("ssd_space" in alternative.options for alternative in found.alternatives)
 
 
+@pytest.mark.wide
 def test_where_space_is_short_a_plan_that_writes_less_is_found(small: Path, rig: Ceilings) -> None:
     asked: dict[str, Any] = {"tokens_per_step": 8192, "sequence_length": 1024}
     how: dict[str, Any] = {"here": False, "variants_seconds": 0.0}
@@ -204,6 +209,7 @@ def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_plann
     assert offered.peak_bytes["ssd"] == pytest.approx(again.needed_bytes["ssd"], rel=0.05)
 
 
+@pytest.mark.wide
 def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(small: Path, rig: Ceilings) -> None:
     slow = replace(
         rig.drives[0], read_bytes_per_second=2e8, write_bytes_per_second=2e8, mixed_bytes_per_second=2e8, capacity_bytes=1 << 40
@@ -320,6 +326,7 @@ def test_a_model_that_training_refuses_is_not_planned(
         plan_model(tmp_path, Options(machine=rig), here=False)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_step_that_no_machine_can_hold_is_told_by_what_it_needs(small: Path, rig: Ceilings, measured: bool) -> None:
     options = Options(
@@ -341,6 +348,7 @@ def test_budgets_that_cannot_be_are_refused(size: str) -> None:
         Options(host_memory=size)
 
 
+@pytest.mark.wide
 def test_a_plan_has_the_drives_of_its_directories(small: Path, rig: Ceilings, tmp_path: Path) -> None:
     """Of four drives in the profile a run with one directory has one, and two directories on one drive are no faster."""
     directories = [tmp_path / name for name in ("one", "two")]

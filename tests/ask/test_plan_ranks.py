@@ -55,6 +55,7 @@ def bytes_by_verb(programs: Sequence[Program]) -> Counter[Verb]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_rank_moves_its_part_of_every_unit_and_exchanges_the_rest(plan: Plan, ranks: int) -> None:
     one, rank = (bytes_by_verb(programs_of(plan, durable=True, ranks=each)) for each in (1, ranks))
@@ -69,6 +70,7 @@ def test_a_rank_moves_its_part_of_every_unit_and_exchanges_the_rest(plan: Plan, 
         assert rank[verb] == one[verb]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("ranks", "sharers"), [(2, 2), (4, 2), (6, 3)])
 def test_ranks_of_one_machine_gather_what_others_hold_once_together(plan: Plan, ranks: int, sharers: int) -> None:
     alone, shared = (bytes_by_verb(programs_of(plan, durable=True, ranks=ranks, sharers=each)) for each in (1, sharers))
@@ -116,6 +118,7 @@ def test_faster_links_and_more_machines_make_no_step_slower(model: Path) -> None
     assert report_of(model, ranks=4, link="100Gbit").tokens_per_second > found[-1]
 
 
+@pytest.mark.wide
 def test_the_report_says_what_all_ranks_do(model: Path) -> None:
     words = [
         "plan",

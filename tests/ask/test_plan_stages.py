@@ -32,6 +32,7 @@ def found(model: Path) -> StagesReport:
     return plan_stages(str(model), options_of(), here=False)
 
 
+@pytest.mark.wide
 def test_a_step_is_as_long_as_the_slowest_stage_and_the_way_through_all(found: StagesReport) -> None:
     assert found.fits
     slowest = max(each.group_seconds for each in found.stages)
@@ -41,6 +42,7 @@ def test_a_step_is_as_long_as_the_slowest_stage_and_the_way_through_all(found: S
     assert found.tokens_per_second == pytest.approx(ROWS * LENGTH / found.step_seconds)
 
 
+@pytest.mark.wide
 def test_a_cut_carries_four_bytes_a_token_and_number_of_a_hidden_state(model: Path, found: StagesReport) -> None:
     hidden = llama_small().hidden_size
     assert found.cut_bytes == 4 * ROWS * LENGTH * hidden

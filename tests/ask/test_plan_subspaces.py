@@ -28,6 +28,7 @@ def report(tmp_path: Path, shape: dict[str, Any], **options: Any) -> PlanReport:
     return plan_model(tmp_path, Options(machine="rtx4090-1ssd", **options), here=False)
 
 
+@pytest.mark.wide
 def test_what_is_written_are_subspaces_and_what_is_trained_as_it_is(tmp_path: Path) -> None:
     found = report(tmp_path, SMALL, gradient="lsp:dimension=128", sequence_length=128, tokens_per_step=1024)
     assert found.plan is not None
@@ -52,6 +53,7 @@ def test_seven_billion_with_one_ssd_are_limited_by_compute_where_whole_gradients
     assert subspaces.utilisation[Lane.COMPUTE] > 1 / 1.1
 
 
+@pytest.mark.wide
 def test_subspaces_are_half_as_wide_as_matrices_where_host_memory_holds_their_states_and_else_a_quarter(tmp_path: Path) -> None:
     common: dict[str, Any] = {"gradient": "lsp", "sequence_length": 32, "tokens_per_step": 64, "train": "matrices"}
     shape = SMALL | {"num_hidden_layers": 2, "vocab_size": 512}

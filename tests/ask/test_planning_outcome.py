@@ -42,6 +42,7 @@ def rows(report: PlanReport, records: list[dict[str, Any]]) -> dict[str, Any]:
     return outcome_of(report, records).to_json()["planned_and_measured"]
 
 
+@pytest.mark.wide
 def test_the_first_step_counts_for_peaks_only(report: PlanReport) -> None:
     first = record(90.0, peak_bytes={"host": 900, "device": 300}, bytes_read={"ssd": 10**9})
     found = rows(report, [first, record(1.0), record(2.0), record(4.0)])
@@ -56,6 +57,7 @@ def test_the_first_step_counts_for_peaks_only(report: PlanReport) -> None:
     assert found["ssd_bytes_written_per_step"]["planned"] == report.forecast.ssd_bytes_written_per_step
 
 
+@pytest.mark.wide
 def test_a_node_has_peaks_beside_its_plan_and_no_forecast(report: PlanReport) -> None:
     assert report.plan is not None
     node = report_of(replace(report.plan, serves=True), None, model="small", num_steps=1)
@@ -78,6 +80,7 @@ def test_of_a_single_step_there_is_nothing_else(report: PlanReport) -> None:
     assert rows(report, [record(90.0)])["step_seconds"]["measured"] == 90.0
 
 
+@pytest.mark.wide
 def test_bytes_are_a_mean_because_commits_may_come_seldom(report: PlanReport) -> None:
     steps = [record(1.0), *(record(1.0, bytes_written={"ssd": size}) for size in (0, 0, 300))]
     assert rows(report, steps)["ssd_bytes_written_per_step"]["measured"] == 100

@@ -52,6 +52,7 @@ def test_more_than_the_machine_has_is_refused(small: Path, tier: str) -> None:
         plan_model(small, Options(host_memory=machine_memory_bytes() + 1, **STEP))
 
 
+@pytest.mark.wide
 def test_no_variant_asks_for_more_than_the_machine_can_give(small: Path) -> None:
     """A card of 24 GiB has less than that for a run: what needs 24 GiB is not helped by being told to take them."""
     rig = load_profile("rtx4090-1ssd")

@@ -43,6 +43,7 @@ def test_table_has_a_line_for_every_case(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "| two | does not fit |" in table
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -17,6 +17,7 @@ TINY = LlamaConfig(
 )
 
 
+@pytest.mark.wide
 def test_a_small_model_gets_a_table_with_its_times_and_its_wear(tmp_path):
     section = plans.Section("A small model", TINY, "For tests.", (plans.Cell(64, 1, 4096),))
     answers = plans.answers_of(section, tmp_path)

@@ -20,6 +20,7 @@ import torch
 import yaml
 from bad_worlds import POSITIONS, VOCABULARY, World, check_refusal, listing, save_model
 from safetensors.torch import load_file, save_file
+from tiers import sampled
 from transformers import T5Config
 
 from headrace.cli import main
@@ -90,6 +91,7 @@ class TestModel:
         (world.model / "tokenizer.json").write_text("{broken")
         assert "tokenizer cannot be read" in world.train_refused()
 
+    @pytest.mark.wide
     def test_weights_that_are_no_numbers(self, world: World) -> None:
         """Found last of all, while the state is being made: nothing of it may stay."""
         shard = world.shards()[-1]
@@ -147,6 +149,7 @@ class TestLengths:
 
 
 class TestWaysToRunBlocks:
+    @pytest.mark.wide
     def test_compiling_without_a_compiler(self, world: World) -> None:
         import torch._inductor.config as inductor
 
@@ -189,6 +192,7 @@ class TestSsdDirectories:
     def test_where_nobody_can_write(self, world: World) -> None:
         assert "/proc: SSD directory cannot be written to" in world.train_refused(ssd="/proc")
 
+    @pytest.mark.wide
     def test_full(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         def nearly_full(directory: Path) -> object:
             return dataclasses.replace(describe_directory(directory), free_bytes=10 << 10)
@@ -220,7 +224,7 @@ class TestSsdDirectories:
 
 
 class TestOptions:
-    @pytest.mark.parametrize("tier", ["host", "device"])
+    @pytest.mark.parametrize("tier", sampled(["host", "device"]))
     def test_a_budget_below_the_largest_unit(self, world: World, tier: str) -> None:
         said = world.train_refused(**{f"{tier}_memory": "70KiB"})
         assert f"{tier} memory: at least" in said
@@ -278,6 +282,7 @@ class TestPlacesInAFile:
         (world.folder / "run.yaml").write_text(yaml.safe_dump(options | {name: str(world.folder / ("x" * 256))}))
         assert "File name too long" in world.refused("train", world.folder / "run.yaml")
 
+    @pytest.mark.wide
     def test_that_a_run_began_with(self, ran: World) -> None:
         path, gone = ran.run / "config.yaml", ran.folder / ("x" * 256)
         path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"model": str(gone)}))
@@ -299,6 +304,7 @@ class TestRunDirectories:
         assert "/proc/headrace/run cannot be written" in said
         assert "--output" in said
 
+    @pytest.mark.wide
     def test_directories_above_it_go_too_when_nothing_was_begun(self, world: World) -> None:
         world.train_refused(output=world.folder / "runs" / "deep" / "run", host_memory="70KiB")
 
@@ -450,6 +456,7 @@ class TestResume:
             holder.communicate("")
 
 
+@pytest.mark.wide
 def test_from_a_shell(world: World, tmp_path_factory: pytest.TempPathFactory) -> None:
     """The same through a process of its own: nothing else reaches stderr, such as warnings of libraries."""
     world.shards()[1].unlink()

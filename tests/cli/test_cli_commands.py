@@ -403,6 +403,7 @@ class TestData:
         assert "d.jsonl" in words
         assert "2" in words
 
+    @pytest.mark.wide
     @given(st.lists(st.tuples(st.text(max_size=20), st.booleans()), max_size=6))
     def test_marking_keeps_every_character(self, segments: list[tuple[str, bool]]) -> None:
         text = "".join(piece for piece, _ in segments)

@@ -57,6 +57,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     return [record for record in read_records(run / "metrics.jsonl") if "eval_loss" in record]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", sampled(list(WAYS), ["packed"]))
 def test_training_has_the_same_bits_and_the_loss_is_that_of_eval(
     way: str, world: World, capsys: pytest.CaptureFixture[str]
@@ -118,6 +119,7 @@ def test_the_best_model_is_kept_through_steps(world: World) -> None:
     assert weights(run) == weights(short)
 
 
+@pytest.mark.wide
 def test_a_plan_has_the_evaluations(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where the steps are given; and it says what has no effect."""
     sizes = ("--sequence-length", "32", "--tokens-per-step", "64", "--eval-split", "0.3", "--eval-steps", "2")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from bad_worlds import World
+from tiers import sampled
 
 from headrace.cli import main
 from headrace.model import Checkpoint
@@ -31,7 +32,7 @@ def weights(model: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "merged"])
+@pytest.mark.parametrize("adapter", sampled([False, True]), ids=["full", "merged"])
 def test_a_file_has_the_weights_of_the_directory(adapter: bool, world: World) -> None:
     merge = ["--merge"] if adapter else []
     words = ["--adapter", "lora:rank=2", "--learning-rate", "1e-2"] if adapter else []

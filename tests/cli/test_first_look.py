@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import sampled
 
 from headrace.cli.app import main
 
@@ -43,7 +44,7 @@ def words_of(name: str, folder: Path) -> list[str]:
     return [places.get(word, word.replace("MODEL", str(folder))) for word in REFUSED[name]]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", sampled(REFUSED))
 def test_what_is_not_there_is_refused_before_torch_is_imported(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, *words_of(name, tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
@@ -75,6 +76,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("choices", CHOICES)
 @pytest.mark.parametrize("command", ["train", "plan"])
 def test_choices_that_cannot_be_are_refused_before_transformers_is_imported(command: str, choices: str, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def read_or_refuse(reader: Reader, folder: Path, content: bytes) -> None:
 FUZZED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sampled(NAMES, ["model.safetensors", "commit.0"]))
 @FUZZED
 @given(data=st.data())

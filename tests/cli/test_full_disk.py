@@ -279,7 +279,7 @@ def test_an_error_that_is_told_already_is_not_told_twice(tmp_path: Path) -> None
         raise StorageError("mine")
 
 
-@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("link", sampled([False, True]))
 def test_an_empty_place_for_the_model_is_not_taken_for_the_model(
     world: World, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, link: bool
 ) -> None:

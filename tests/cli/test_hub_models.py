@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hub_double import COMMIT, hub_of
+from tiers import sampled
 
 from headrace.terms.sizes import format_bytes
 
@@ -56,6 +57,7 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+@pytest.mark.wide
 def test_a_model_is_fetched_with_its_size_said_and_then_is_there_without_a_network(tmp_path, files):
     with hub_of(NAME, files) as hub:
         fetched = run(tmp_path, hub.address, "-c", FETCH, NAME)
@@ -86,6 +88,7 @@ def test_a_connection_that_breaks_again_and_again_ends_in_one_line(tmp_path, fil
     assert fetched.read_bytes() == (files / "model.safetensors").read_bytes()
 
 
+@pytest.mark.wide
 def test_a_download_that_was_killed_goes_on_where_it_stopped(tmp_path, files):
     weights = bytes(range(256)) * (12 << 12)
     (files / "model.safetensors").write_bytes(weights)
@@ -109,6 +112,7 @@ def test_a_download_that_was_killed_goes_on_where_it_stopped(tmp_path, files):
     assert not list(tmp_path.rglob("*.headrace-part"))
 
 
+@pytest.mark.wide
 def test_a_part_that_is_not_of_the_file_is_found_by_its_digest_and_fetched_again(tmp_path, files):
     weights = (files / "model.safetensors").read_bytes()
     with hub_of(NAME, files) as hub:
@@ -138,6 +142,7 @@ def test_a_data_set_of_the_hub_is_read_as_it_comes(tmp_path, files, world):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.wide
 def test_a_model_that_asks_for_access_gets_the_users_token_and_is_refused_without(tmp_path, files):
     with hub_of(NAME, files) as hub:
         hub.token = "hf_mine"
@@ -149,12 +154,14 @@ def test_a_model_that_asks_for_access_gets_the_users_token_and_is_refused_withou
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["train", NAME, "data.jsonl"], f"model: {NAME} is no directory here"),
-        (["train", "run.yaml"], f"model: {NAME} is no directory here"),
-        (["eval", NAME, "--data", "data.jsonl"], f"model: {NAME} is no directory here"),
-        (["train", ".", "owner/data"], "owner/data: no such file or directory here, and the Hub did not answer"),
-    ],
+    sampled(
+        [
+            (["train", NAME, "data.jsonl"], f"model: {NAME} is no directory here"),
+            (["train", "run.yaml"], f"model: {NAME} is no directory here"),
+            (["eval", NAME, "--data", "data.jsonl"], f"model: {NAME} is no directory here"),
+            (["train", ".", "owner/data"], "owner/data: no such file or directory here, and the Hub did not answer"),
+        ]
+    ),
 )
 def test_without_a_network_one_line_says_so_at_once(tmp_path, words, said):
     (tmp_path / "config.json").write_text("{}")

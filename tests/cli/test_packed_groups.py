@@ -52,6 +52,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: object) -> Plan:
     return Plan.from_json(json.loads(capsys.readouterr().out)["plan"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_a_run_computes_as_many_groups_as_its_plan_counts(
     epochs: int, world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -91,6 +92,7 @@ def test_a_run_computes_as_many_groups_as_its_plan_counts(
     assert more.step_seconds > many.step_seconds
 
 
+@pytest.mark.wide
 def test_without_data_the_plan_says_that_groups_are_unknown(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     longrope(world)
     without = planned(capsys, world.model)

@@ -90,6 +90,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_written(
     assert not [path for _, path, _ in hub.requests if path == "/api/repos/create"]
 
 
+@pytest.mark.wide
 def test_adapters_are_not_sent_where_a_merged_model_is_asked_for(world: World, hub: HubDouble) -> None:
     assert leave(*world.train_words("--adapter", "lora:rank=2")) == 0
     words = ("export", world.run, world.folder / "out", "--push-to-hub", NAME)

@@ -42,6 +42,7 @@ class TestAFullStdout:
         assert exit_code(*words) == 2
         assert capsys.readouterr().err == f"{FULL}\n"
 
+    @pytest.mark.wide
     def test_of_a_report_a_plan_and_of_data(self, ran: World) -> None:
         assert ran.capsys
         for words in (("report", ran.run, "--json"), ("plan", ran.model, "--ssd", ran.ssd), ("data", ran.run, "--json")):

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from headrace.cli import main
 
 
+@pytest.mark.wide
 def test_the_text_model_is_trained_and_the_other_parts_stay(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     for path in world.model.glob("model*"):
         path.unlink()
@@ -28,6 +29,7 @@ def test_the_text_model_is_trained_and_the_other_parts_stay(world: World, capsys
     assert changed == {key for key in before if key.startswith(("model.language_model.", "lm_head."))}
 
 
+@pytest.mark.wide
 def test_plan_calls_the_model_as_train_does_and_says_what_is_trained(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     make_whole("gemma3", vocab_size=VOCABULARY).save_pretrained(world.model)
     with pytest.raises(SystemExit) as left:

@@ -13,6 +13,7 @@ from headrace.compress.quantiser import Quantiser
 from headrace.terms.budget import Budget
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("to", sampled(["ternary", "int4"], ["ternary"]))
 def test_the_bytes_are_those_of_whole_blocks(to: str, mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from compressing import files_of, options, run
 from safetensors import safe_open
+from tiers import sampled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.codec import Int4Grid, gptq, nearest
@@ -85,7 +86,7 @@ def data_of(model: Path, folder: Path) -> CalibrationData:
     return open_calibration(options(model, folder), chain, lambda text: None)
 
 
-@pytest.mark.parametrize("kind", ["dense", "mixture"])
+@pytest.mark.parametrize("kind", sampled(["dense", "mixture"]))
 def test_losses_are_those_of_stock_transformers(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     model = request.getfixturevalue(kind)
     folder, result = request.getfixturevalue(f"{kind}_int4")
@@ -220,7 +221,7 @@ def test_texts_go_through_the_chat_template_of_which_only_first_tokens_count(den
             assert bool((labels[~counts] == -100).all())
 
 
-@pytest.mark.parametrize("interpreter", ["overlapped", "plain"])
+@pytest.mark.parametrize("interpreter", sampled(["overlapped", "plain"]))
 def test_memory_for_few_sums_changes_no_byte(
     interpreter: str, mixture: Path, mixture_int4: tuple[Path, Compressed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def stock_loss(model: Path) -> float:
         return float(stock(**batch_of()).loss)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "device_memory"),
     sampled(
@@ -85,6 +86,7 @@ def test_coded_weights_are_not_trained_in_place(dense_int4: Any, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 def test_a_plan_knows_what_the_files_hold(dense_int4: Any, tmp_path: Path) -> None:
     """Of coded weights the plan has their own bytes, as a run has; to train them in place is refused as a run does."""
     options = headrace.Options(
@@ -115,6 +117,7 @@ def adapted(model: Path, run: Path, adapter: str = "lora:rank=4", *, parted: boo
     return losses, file.read_bytes()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(tuple(KINDS), ("nf4", "fp8")))
 def test_adapters_upon_published_codes_are_those_upon_decoded_weights(kind: str, tmp_path: Path) -> None:
     """Forward, recompute and gradients of inputs see the decoded bits, so adapters end with the same ones."""
@@ -123,6 +126,7 @@ def test_adapters_upon_published_codes_are_those_upon_decoded_weights(kind: str,
     assert adapted(coded, tmp_path / "run") == adapted(plain, tmp_path / "other")
 
 
+@pytest.mark.wide
 def test_adapters_upon_what_was_compressed_are_those_upon_decoded_weights(dense_int4: Any, tmp_path: Path) -> None:
     plain = decompress(dense_int4[0] / "out", tmp_path / "plain")
     assert why_not_packed(dense_int4[0] / "out", 24) == "", "asked first by the command"
@@ -136,6 +140,7 @@ def test_adapters_upon_ternary_experts_are_those_upon_decoded_weights(mixture: P
     assert adapted(coded, tmp_path / "run") == adapted(decompress(coded, tmp_path / "plain"), tmp_path / "other")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(("int4", "mxfp4", "fp8 experts", "ternary"), ("int4",)))
 def test_coded_experts_that_come_singly_are_trained_upon_as_in_their_blocks(
     kind: str, mixture: Path, mixture_int4: Any, tmp_path: Path

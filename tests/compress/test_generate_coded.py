@@ -95,7 +95,7 @@ def cached_bytes(plan: GenerationPlan) -> int:
     return sum(group.total_bytes for group in generation_buffers(plan).values() if group.tier == "host")
 
 
-@pytest.mark.parametrize(("dtype", "device"), [("float32", None), ("bfloat16", None), ("float32", "64MiB")])
+@pytest.mark.parametrize(("dtype", "device"), sampled([("float32", None), ("bfloat16", None), ("float32", "64MiB")]))
 def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, what a block is decoded from comes in as many pages as there may be seats."""
     monkeypatch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
@@ -103,11 +103,13 @@ def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path, m
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), dtype, device)
 
 
+@pytest.mark.wide
 def test_experts_int4(mixture_int4: Any, tmp_path: Path) -> None:
     coded = mixture_int4[0] / "out"
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", apart=[KEPT])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("device", sampled([None, "64MiB"], [None]))
 def test_experts_ternary(device: str | None, mixture: Path, tmp_path: Path) -> None:
     run(mixture, tmp_path, to="ternary", experts_only=True)
@@ -115,6 +117,7 @@ def test_experts_ternary(device: str | None, mixture: Path, tmp_path: Path) -> N
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", device, apart=[ROUTED, KEPT])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(tuple(KINDS), ("fp8 experts", "nf4")))
 def test_published_codes(kind: str, tmp_path: Path) -> None:
     coded, _ = write_coded(tmp_path, kind)
@@ -122,6 +125,7 @@ def test_published_codes(kind: str, tmp_path: Path) -> None:
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", apart=apart)
 
 
+@pytest.mark.wide
 def test_a_job_goes_on(dense_int4: Any, tmp_path: Path) -> None:
     coded, job = dense_int4[0] / "out", {"prompts": 4, "max_new_tokens": 3}
     with pytest.raises(KeyboardInterrupt):
@@ -130,6 +134,7 @@ def test_a_job_goes_on(dense_int4: Any, tmp_path: Path) -> None:
     assert answered(coded, tmp_path / "job", **job) == answered(coded, tmp_path / "whole", **job)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("model", sampled(("dense_int4", "mixture_int4"), ("mixture_int4",)))
 def test_a_plan_is_that_of_the_run(model: str, request: pytest.FixtureRequest, capfd: Any) -> None:
     """Of the files' headers alone; and beside it what plain weights would take."""
@@ -207,6 +212,7 @@ def test_held_out_loss_is_that_of_the_decoded_directory(dense_int4: Any, tmp_pat
     assert losses[0] == losses[1]
 
 
+@pytest.mark.wide
 def test_what_a_coded_directory_has_besides_is_named(dense_int4: Any, tmp_path: Path, capfd: Any) -> None:
     """By the plans of both kinds, and by the note of what compressed a model with such tensors."""
     assert json.loads((dense_int4[0] / "out" / "compression.json").read_text())["unused_tensors"] == []

@@ -15,6 +15,7 @@ from gguf_models import write_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tiers import sampled
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.cli import main
@@ -36,7 +37,7 @@ def file(dense: Path) -> Path:
     return dense.parent / "model.gguf"
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("kind", sampled(["Q8_0", "F16", "BF16", "F32"]))
 def test_weights_are_those_of_transformers_own_reader(kind: str, dense: Path, tmp_path: Path) -> None:
     expected = write_gguf(dense, tmp_path / "model.gguf", kind)
     directory = gguf_directory(tmp_path / "model.gguf", tmp_path / "cache")
@@ -48,7 +49,8 @@ def test_weights_are_those_of_transformers_own_reader(kind: str, dense: Path, tm
         assert torch.equal(tensor.float(), stock[name]), name
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16"])
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", sampled(["F16", "BF16"]))
 def test_numbers_of_16_bits_answer_as_the_model_that_they_were(kind: str, dense: Path, tmp_path: Path) -> None:
     """Rows of queries and keys have another order in the file, and all else is read in place."""
     write_gguf(dense, tmp_path / "model.gguf", kind)

@@ -89,6 +89,7 @@ def test_generation_uses_them_and_stays_near(dense_int4: Any, monkeypatch: pytes
     assert 0 < float(first) < 2**-5
 
 
+@pytest.mark.wide
 @needs_kernel
 def test_ways_to_run_a_plan_give_the_same_bits(dense_int4: Any) -> None:
     coded = dense_int4[0] / "out"
@@ -122,6 +123,7 @@ def test_where_there_is_no_kernel_none_is_used(dense_int4: Any, monkeypatch: pyt
             plan_of(generator, few_rows=FewRows(packed=True))
 
 
+@pytest.mark.wide
 @needs_kernel
 def test_a_job_goes_on_as_it_was_begun(dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     coded = dense_int4[0] / "out"

@@ -70,6 +70,7 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {key: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for key, tensor in tensors.items()}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(KINDS, ("tied", "mixtral")))
 def test_every_bit_comes_back(kind: str, tmp_path: Path) -> None:
     model = with_odd_numbers(write_model(tmp_path / "model", "llama" if kind in ("odd", "tied") else kind, **KINDS[kind]))
@@ -94,6 +95,7 @@ def whole(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.wide
 def test_a_generation_has_the_bits_of_the_model(dense: Path, whole: Path) -> None:
     check_against_stock(whole / "out", dense, "bfloat16")
 
@@ -104,6 +106,7 @@ def test_a_generation_has_the_bits_of_the_model_elsewhere(dense: Path, whole: Pa
     check_against_stock(whole / "out", dense, dtype, device)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(["mixtral", "gpt_oss"], ["gpt_oss"]))
 def test_experts_come_one_by_one(kind: str, tmp_path: Path) -> None:
     """Stored one by one, or in one stack, some of whose weights escape: only an expert's own escapes are read with it."""
@@ -118,6 +121,7 @@ def test_experts_come_one_by_one(kind: str, tmp_path: Path) -> None:
     check_against_stock(tmp_path / "out", model, "bfloat16", apart=[ROUTED, KEPT])
 
 
+@pytest.mark.wide
 def test_adapters_and_losses_are_those_upon_the_model(dense: Path, whole: Path, tmp_path: Path) -> None:
     assert adapted(whole / "out", tmp_path / "run") == adapted(dense, tmp_path / "other")
     coded, plain = evaluated(whole / "out", tmp_path / "one"), evaluated(dense, tmp_path / "two")

@@ -45,6 +45,7 @@ def planned(model: Path, here: Ceilings, name: str | None = TO) -> Any:
     return plan_generation(str(model), options, here, here=False, compress=name, **COUNTS)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(["llama", "tied", "mixtral"], ["tied"]))
 def test_a_plan_has_the_bytes_of_the_files(kind: str, tmp_path: Path) -> None:
     more = {"llama": SIZES, "tied": {**SIZES, "tie_word_embeddings": True}, "mixtral": {"hidden_size": 256, "head_dim": 64}}
@@ -70,6 +71,7 @@ def test_plain_weights_are_planned_where_nothing_is_read(model: Path) -> None:
     assert any(note.startswith("bf16x12 is not used: ") for note in plan.results.notes), plan.results.notes
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("read", "decoded"),
     sampled(itertools.product((1e8, 1e9, 3e9, 3e10, 3e11), (1e8, 5e9)), [(1e9, 5e9), (3e9, 1e8)]),

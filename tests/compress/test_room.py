@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from compressing import run, write_model
+from tiers import sampled
 from transformers import CONFIG_MAPPING
 
 from headrace.compress.room import room_in
@@ -21,8 +22,8 @@ ENDS = {"norm": ("llama", LLAMA, 1), "norm, tied": ("llama", LLAMA | {"tie_word_
 ENDS["nothing"] = ("opt", OPT | {"do_layer_norm_before": False}, 0)
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 3])
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("blocks", sampled([1, 2, 3]))
+@pytest.mark.parametrize("ends", sampled(ENDS))
 def test_the_largest_block_and_what_lies_around_the_blocks(ends: str, blocks: int) -> None:
     kind, values, behind = ENDS[ends]
     sizes: dict[str, Any] = values | {"num_hidden_layers": blocks}

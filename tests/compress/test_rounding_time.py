@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from compressing import run, write_model
+from tiers import sampled
 
 from headrace.codec.grids import Int4Grid
 from headrace.compress.forecast import Block, Job, Matrices, side_by_side, terms
@@ -50,7 +51,7 @@ def job(**changes: Any) -> Job:
     return Job(blocks=[Block(1 << 19, matrices, 1 << 18, 1)] * 4, **(values | {"vocabulary": 1000} | changes))
 
 
-@pytest.mark.parametrize(("kind", "sums"), [("llama", 4), ("opt", 4), ("phi3", 4), ("mixtral", 4)])
+@pytest.mark.parametrize(("kind", "sums"), sampled([("llama", 4), ("opt", 4), ("phi3", 4), ("mixtral", 4)]))
 def test_matrices_that_share_a_sum_are_those_of_a_run(
     kind: str, sums: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ def by_hand(parts: dict[str, torch.Tensor], stem: str) -> torch.Tensor:
     return out.bfloat16()
 
 
+@pytest.mark.wide
 def test_half_of_each_matrix_is_zero_and_comes_back_as_ordinary_weights(pruned: Any, dense: Path, tmp_path: Path) -> None:
     folder, found = pruned
     before, after = tensors_of(dense), tensors_of(decompress(folder / "out", tmp_path / "plain"))
@@ -54,6 +55,7 @@ def test_half_of_each_matrix_is_zero_and_comes_back_as_ordinary_weights(pruned: 
     assert [report.zeros for report in found.reports] == pytest.approx([0.5] * len(found.reports), abs=0.01)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_answers_are_those_of_stock_transformers_with_the_decompressed_model(dtype: str, pruned: Any, tmp_path: Path) -> None:
     decompress(pruned[0] / "out", tmp_path / "plain")

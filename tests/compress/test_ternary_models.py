@@ -55,6 +55,7 @@ def decoded(parts: dict[str, torch.Tensor], stem: str, unit: int) -> np.ndarray[
     return np.take_along_axis(values, np.array(symbols), axis=1)
 
 
+@pytest.mark.wide
 def test_experts_are_three_values_a_row_and_come_back_as_ordinary_weights(ternary: Any, mixture: Path, tmp_path: Path) -> None:
     folder, _ = ternary
     before, after = tensors_of(mixture), tensors_of(decompress(folder / "out", tmp_path / "plain"))
@@ -130,6 +131,7 @@ def trained(model: Path, run: Path, device_memory: str | None) -> tuple[list[flo
     return losses, tensors_of(run.parent / f"{run.name}-out"), stored
 
 
+@pytest.mark.wide
 def test_training_upon_ternary_weights_is_training_upon_what_they_stand_for(ternary: Any, tmp_path: Path) -> None:
     """Bit for bit, by way of the drive, and of a device; a frozen base has a fraction of the bytes there."""
     plain = decompress(ternary[0] / "out", tmp_path / "plain")

@@ -98,6 +98,7 @@ def test_a_third_row_is_compressed_by_its_own_target(dense: Path, tmp_path: Path
     assert any(key.endswith("weight_packed") for key in stored)
 
 
+@pytest.mark.wide
 def test_a_third_row_is_planned_by_its_own_figures(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CODES, "third", THIRD)
     found = plan_compression(dense, "third", "rtx4090-1ssd")

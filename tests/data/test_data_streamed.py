@@ -77,6 +77,7 @@ def test_what_fits_into_a_buffer_is_shuffled_and_packed_as_data_tokenised_before
         assert_equal(found.next_batch(), replace(expected.next_batch(), samples=None))
 
 
+@pytest.mark.wide
 @given(
     packing=st.booleans(),
     shuffle=st.booleans(),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import sampled
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -89,7 +90,7 @@ def test_it_is_added_where_conversations_were_trained(form: str, own: Any, tmp_p
         assert after == {"eos_token_id": expected, "top_p": 0.9}
 
 
-@pytest.mark.parametrize("way", ["whole", "adapters", "merged", "finished", "finished, merged"])
+@pytest.mark.parametrize("way", sampled(["whole", "adapters", "merged", "finished", "finished, merged"]))
 def test_an_export_has_it_when_it_appears(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is killed just after the rename leaves an export that may be sent."""
     model = make_model(tmp_path / "model", "<|im_end|>\n")
@@ -114,7 +115,7 @@ def test_an_export_has_it_when_it_appears(way: str, tmp_path: Path, monkeypatch:
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
 
 
-@pytest.mark.parametrize("adapter", [None, "lora"])
+@pytest.mark.parametrize("adapter", sampled([None, "lora"]))
 def test_a_run_leaves_it_and_generating_reads_it(adapter: str | None, tmp_path: Path) -> None:
     """So does generating from a run that is not finished: its answers end as those of its export will."""
     model = make_model(tmp_path / "model", "<|im_end|>\n")

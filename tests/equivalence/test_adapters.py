@@ -120,7 +120,7 @@ def trained(path: Path, run: Path, adapter: str, **options: Any) -> tuple[list[f
     return train(path, run, steps=STEPS, adapter=adapter, **more)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "lora+head"])
+@pytest.mark.parametrize("kind", sampled(["lora", "dora", "lora+head"]))
 def test_adapters_are_what_plain_pytorch_trains(kind: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     kind, head = kind.removesuffix("+head"), kind.endswith("+head")
     path = model_dir("llama")
@@ -136,6 +136,7 @@ def test_adapters_are_what_plain_pytorch_trains(kind: str, model_dir: Callable[.
         torch.testing.assert_close(found[name], want, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["mixtral-aux", pytest.param("gpt-oss", marks=pytest.mark.deep)])
 def test_packed_experts_have_adapters_of_their_own(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Each expert's matrix and its own product; in gpt-oss they lie as inputs x outputs."""
@@ -177,6 +178,7 @@ def merged_like_adapted(path: Path, folder: Path, adapter: str) -> tuple[Any, to
     return model, ids
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "modules"),
     [
@@ -212,6 +214,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "modules"),
     [("llama", ("q_proj", "down_proj", "lm_head")), pytest.param("mixtral-aux", ("q_proj", "experts"), marks=pytest.mark.deep)],
@@ -236,6 +239,7 @@ def where_weights_lie(seen: list[list[Durability]]) -> Callable[[Engine], None]:
     return lambda engine: seen.append([unit.weights.durability for unit in engine.store.manifest.units])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("device", [None, pytest.param("1GiB", marks=pytest.mark.deep)])
 def test_a_base_that_is_read_in_the_models_files_gives_the_bits_of_a_copy(
     device: str | None, model_dir: Callable[..., Path], tmp_path: Path
@@ -264,6 +268,7 @@ def test_weights_of_another_dtype_are_copied(model_dir: Callable[..., Path], tmp
     assert set(seen[0]) == {Durability.ONCE}
 
 
+@pytest.mark.wide
 def test_a_base_that_changed_since_the_run_began_is_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(model_dir("llama", "bfloat16"), model)
@@ -281,6 +286,7 @@ def test_a_base_that_changed_since_the_run_began_is_refused(model_dir: Callable[
         Engine.resume(tmp_path / "run")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sampled(["llama", "gpt2-dropout"], ["gpt2-dropout"]))
 def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Conv1D, whose matrices lie the other way, too; and stock peft over the same files."""
@@ -302,6 +308,7 @@ def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir
         assert [list(found[row]) for row in range(2)] == want, place.name
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_its_adapters(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, adapter = model_dir("llama"), "dora:rank=4,target_modules=q_proj+lm_head"
     more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
@@ -375,6 +382,7 @@ def test_what_cannot_be_adapted_is_said_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 def test_an_adapter_of_another_model_is_refused(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     trained(model_dir("llama"), tmp_path / "run", "lora:rank=4", export=tmp_path / "adapter")
     with pytest.raises(

@@ -57,7 +57,7 @@ def same(path: Path, tmp_path: Path, change: dict[str, Any], sums: dict[str, Any
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
 
 
-@pytest.mark.parametrize("interpreter", ["lanes", "plain"])
+@pytest.mark.parametrize("interpreter", sampled(["lanes", "plain"]))
 @pytest.mark.parametrize("name", sampled(("llama", "gemma3", "phi3", "gpt2-dropout", "mamba2", "deepseek"), ("llama", "phi3")))
 def test_blocks_in_parts_train_as_whole_ones(
     name: str, interpreter: str, model_dir: Callable[..., Path], tmp_path: Path
@@ -66,11 +66,13 @@ def test_blocks_in_parts_train_as_whole_ones(
     same(model_dir(name, "bfloat16"), tmp_path, change, adapter="lora:rank=4", **({"interpreter": "plain"} if change else {}))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("adapter", ["dora:rank=4", pytest.param("lora:rank=4,dropout=0.25", marks=pytest.mark.deep)])
 def test_what_reads_weights_beside_a_module_finds_them(adapter: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     same(model_dir("gemma3", "bfloat16"), tmp_path, {"host_slots": 2, "prefetch": 1, "device_slots": 2}, adapter=adapter)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("interpreter", ["lanes", "plain"])
 @pytest.mark.parametrize("name", sampled(("llama", "gemma3", "phi3", "gpt2-dropout", "mamba2", "deepseek"), ("llama", "phi3")))
 def test_trained_blocks_in_parts_have_the_weights_of_whole_ones(
@@ -80,12 +82,14 @@ def test_trained_blocks_in_parts_have_the_weights_of_whole_ones(
     same(model_dir(name, "bfloat16"), tmp_path, change, **({"interpreter": "plain"} if change else {}))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("way", sampled(tuple(WAYS), ("one micro-batch", "sums as a tree", "clipped, seldom a checkpoint")))
 def test_trained_blocks_in_parts_go_with(way: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     sums, options = WAYS[way]
     same(model_dir("llama", "bfloat16"), tmp_path, {}, sums, **options)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("adapter", ["lora:rank=4", None])
 def test_a_block_without_room_comes_in_parts_also_in_a_run_that_goes_on(
     adapter: str | None, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,7 @@ CHUNKS: dict[str, Any] = {"loss_chunk_tokens": 16}
 RANGED: dict[str, Any] = {"visiting_head": home, "head_slot_bytes": SLOT}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", sampled(CASES, ("a device", "matrices of blocks")))
 @pytest.mark.parametrize("name", sampled(("llama", "gpt-neox", "phi", "gemma-untied", "deepseek"), ("llama",)))
 def test_it_trains_as_one_that_stays(
@@ -69,6 +70,7 @@ def test_it_trains_as_one_that_stays(
     assert len(ranges) == micros * 2 * (RANGES - 1) + 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("device", [None, "1GiB"])
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
     device: str | None, model_dir: Callable[..., Path], tmp_path: Path, came: list[int]
@@ -84,6 +86,7 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
     assert came
 
 
+@pytest.mark.wide
 def test_a_plan_in_which_it_comes_by_ranges_is_for_heads_that_have_them(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def assert_nothing_kept(plan: Plan, own: Plan, *, routed: bool) -> None:
     assert "note     blocks are compiled: no operator output is kept or skipped" in explain_plan(plan)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("name", "padded"), [("llama", True), pytest.param("mixtral-aux", False, marks=[pytest.mark.deep, COMPILES_EXPERTS])]

@@ -75,6 +75,7 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
     return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.wide
 def test_who_comes_later_takes_part_from_the_next_step_on(
     alone: tuple[Plan, dict[str, torch.Tensor]], model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ def test_rows_train_as_the_whole_table(name: str, case: str, model_dir: Callable
     runs(model_dir(name, "bfloat16"), tmp_path, rows(), compute_dtype="bfloat16", **CASES[case])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("stored", ["float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
 def test_rows_are_rounded_as_the_table_is(stored: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     computed = "bfloat16" if stored == "float32" else "float32"
@@ -108,6 +109,7 @@ def life(
     return plan, said, [(folder / each / "adapter_model.safetensors").read_bytes() for each in ("kept", "final")]
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Evaluated, kept, closed, resumed: as a run with the whole table. Its file may not change meanwhile."""
     path = model_dir("llama", "bfloat16")
@@ -145,6 +147,7 @@ def tightest(path: Path, tmp_path: Path, **options: Any) -> Plan:
     return opened(path, tmp_path / "tight", refusal.value.needed_bytes, **options)
 
 
+@pytest.mark.wide
 @pytest.mark.searched
 def test_rows_are_read_where_the_device_has_no_room_for_the_table(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama", "bfloat16")
@@ -159,6 +162,7 @@ def test_rows_are_read_where_the_device_has_no_room_for_the_table(model_dir: Cal
     assert opened(path, tmp_path / "given", "1GiB", stored, adapter="lora:rank=4").embedding == tight.embedding
 
 
+@pytest.mark.wide
 @pytest.mark.searched
 @pytest.mark.parametrize(
     ("name", "options"),

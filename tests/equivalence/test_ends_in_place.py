@@ -45,6 +45,7 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head_rows, "_RANGE_ELEMENTS", 128 * 64)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "way"), sampled(CASES, (("llama", "held on drives"), ("llama-tied", "held in memory"))))
 def test_no_sums_are_needed(
     name: str, way: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -71,7 +72,7 @@ def test_no_sums_are_needed(
     assert all(torch.equal(found[1][each], expected[1][each]) for each in expected[1])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+@pytest.mark.parametrize("name", sampled(["llama", "llama-tied"]))
 def test_a_run_without_sums_goes_on_where_it_was(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Closed and resumed, it says what one that was not closed says, evaluations among it."""
     path, options = model_dir(name, "bfloat16"), {"tokens_per_step": LENGTH, "sequence_length": LENGTH}

@@ -217,6 +217,7 @@ def test_placement_changes_nothing(
             assert torch.equal(got[1][key], want), f"{placement}: {key} differs"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("compute_dtype", "gradient_dtype"),
     sampled([("bfloat16", "float32"), ("float32", None), ("float16", None)], [("bfloat16", "float32")]),
@@ -251,6 +252,7 @@ def test_each_kth_chunk_is_updated_on_the_device_with_the_same_bits(
         assert torch.equal(results[3][1][key], want), f"{key} differs"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("tier", "held"),
     sampled(
@@ -303,11 +305,13 @@ def everything(plan: Any) -> tuple[tuple[int, ...], ...]:
 
 @pytest.mark.parametrize(
     ("adjust", "blocks"),
-    [
-        ({"kept": everything}, 0),
-        ({"kept": everything, "operators": lambda plan: (*plan.operators[:3], plan.operators[3][:-1])}, 1),
-        ({"kept": everything, "stash_tiers": ("ssd",) * 4, "stash_slots": 4, "kept_bytes": (1 << 20, 64, 64, 1 << 20)}, 2),
-    ],
+    sampled(
+        [
+            ({"kept": everything}, 0),
+            ({"kept": everything, "operators": lambda plan: (*plan.operators[:3], plan.operators[3][:-1])}, 1),
+            ({"kept": everything, "stash_tiers": ("ssd",) * 4, "stash_slots": 4, "kept_bytes": (1 << 20, 64, 64, 1 << 20)}, 2),
+        ]
+    ),
     ids=["as-planned", "other-operators", "more-than-planned"],
 )
 def test_blocks_that_cannot_be_replayed_are_recomputed_and_named_once(
@@ -372,6 +376,7 @@ def test_threads_are_the_plans_while_it_runs(
     assert (in_compute, of_updates) == ({1}, {2})
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rows", sampled([1, 2, 3, 4, 6], [1, 4]))
 def test_any_split_gives_the_same_loss(rows: int, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Token-weighted: rows with few trained tokens weigh less, whatever micro-batch they fall in."""
@@ -398,6 +403,7 @@ def test_bfloat16_follows_a_float32_master(model_dir: Callable[..., Path], tmp_p
     assert worst < 0.03, f"largest relative difference {worst:.3f}"
 
 
+@pytest.mark.wide
 def test_gradients_can_be_drained_in_float32(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Micro-batches are summed in fp32 either way; without rounding the sum to bf16 the weights differ, and little."""
     path = model_dir("llama", "bfloat16")
@@ -407,6 +413,7 @@ def test_gradients_can_be_drained_in_float32(model_dir: Callable[..., Path], tmp
     assert any(not torch.equal(exact[1][key], rounded[1][key]) for key in rounded[1])
 
 
+@pytest.mark.wide
 def test_float16_overflow_skips_the_step_and_halves_the_scale(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
     events = []
@@ -481,7 +488,7 @@ def test_a_step_can_be_resumed_bit_for_bit(model_dir: Callable[..., Path], tmp_p
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")[key], want), key
 
 
-@pytest.mark.parametrize(("clip", "resident"), [(None, False), (None, True), (1.0, False), (1.0, True)])
+@pytest.mark.parametrize(("clip", "resident"), sampled([(None, False), (None, True), (1.0, False), (1.0, True)]))
 def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Also what runs on between two steps, what the last flush writes, and states in memory, which only commits write; not
     what an export reads.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import sampled
 
 from headrace.ask.answer import plan_model
 from headrace.engine.trainer import Engine
@@ -22,13 +23,16 @@ def refused(path: Path, **more: Any) -> str:
     return report.reason
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
-    [
-        ("gradient_sum", "tree", "gradients are summed as a tree"),
-        ("train", "matrices", "not all of the model is trained in place"),
-        ("gradient", "lsp", "lsp:dimension=64 takes whole blocks"),
-    ],
+    sampled(
+        [
+            ("gradient_sum", "tree", "gradients are summed as a tree"),
+            ("train", "matrices", "not all of the model is trained in place"),
+            ("gradient", "lsp", "lsp:dimension=64 takes whole blocks"),
+        ]
+    ),
 )
 def test_a_refused_mixture_says_why_its_experts_come_with_their_blocks(
     option: str, value: str, reason: str, model_dir: Callable[..., Path]
@@ -46,6 +50,6 @@ def test_a_run_is_refused_in_the_words_of_its_plan(model_dir: Callable[..., Path
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["llama", "many-experts"])
+@pytest.mark.parametrize("name", sampled(["llama", "many-experts"]))
 def test_a_model_without_experts_or_with_parts_is_refused_without_such_words(name: str, model_dir: Callable[..., Path]) -> None:
     assert "one at a time" not in refused(model_dir(name))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from plain import LENGTH, ROWS, batch_of
 from safetensors.torch import load_file
+from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
@@ -55,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", sampled(SETTINGS))
 def test_far_units_are_trained_as_plain_pytorch_does(setting: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, more = model_dir("llama"), dict(SETTINGS[setting])
     site = FarSite(tmp_path / "far", "float32", more.pop("units"))
@@ -72,6 +73,7 @@ def test_far_units_are_trained_as_plain_pytorch_does(setting: str, model_dir: Ca
         torch.testing.assert_close(weights[name], want, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.wide
 def test_a_run_with_far_units_goes_on_where_both_were_committed(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """The site is one commit ahead, as after a crash between its commit and the record's: it goes back."""
     path, run, units = model_dir("llama", "bfloat16"), tmp_path / "run", (0, 2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from plain import FAR_PLACEMENTS, LENGTH, ROWS, SPLIT, batch_of, train
 from safetensors.torch import load_file
+from tiers import sampled
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
@@ -99,7 +100,7 @@ PLACEMENTS = FAR_PLACEMENTS | {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", sampled(PLACEMENTS))
 def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, options = model_dir("llama", "bfloat16"), dict(PLACEMENTS[placement])
     wire = RowWire(frozen=(3,))
@@ -183,6 +184,7 @@ def test_a_pass_forward_scores_rows_and_changes_nothing(
     torch.testing.assert_close(logits, found.logits[:, -1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.wide
 def test_a_block_that_has_its_home_on_the_device_is_a_unit_like_prologue_and_epilogue(
     model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

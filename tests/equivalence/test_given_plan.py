@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plain import batch_of
+from tiers import sampled
 
 from headrace import Options
 from headrace.ask.answer import plan_model
@@ -54,6 +55,7 @@ def on_the_same_drive(plan: Plan, other: Plan) -> Plan:
     return plan.with_results(allowed_bytes={**plan.results.allowed_bytes, "ssd": other.results.allowed_bytes["ssd"]})
 
 
+@pytest.mark.wide
 def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path) -> None:
     first, *bits = run(path, tmp_path / "first", hooks={"adjust_plan": one_row_at_a_time})
     (tmp_path / "first" / "plan.json").write_text(json.dumps(first.to_json()))
@@ -67,6 +69,7 @@ def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path) -> None:
     assert other != bits, "the test shows nothing if every plan has the same bits"
 
 
+@pytest.mark.wide
 def test_a_run_begun_with_a_plan_of_the_format_before_goes_on_to_the_same_bits(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +92,7 @@ def test_a_run_begun_with_a_plan_of_the_format_before_goes_on_to_the_same_bits(
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.wide
 def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the interpreter takes differs by a mebibyte or two from process to process, and the budget is just enough."""
 
@@ -109,6 +113,7 @@ def test_a_process_with_other_libraries_has_the_same_plan(path: Path, tmp_path: 
     assert not (tmp_path / "third").exists()
 
 
+@pytest.mark.wide
 def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
     report = plan_model(path / "config.json", Options(**STEP | {"max_grad_norm": 1.0}))
     (tmp_path / "plan.json").write_text(json.dumps(report.to_json()))
@@ -118,6 +123,7 @@ def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("planned_with", "options", "words"),
     [
@@ -155,16 +161,18 @@ def test_a_plan_for_more_cores_or_another_model_is_refused(path: Path, tmp_path:
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [
-        ({"micro_batch_sequences": 0}, "micro_batch_sequences 0"),
-        ({"num_micro_batches": 5}, "5 micro-batches"),
-        ({"host_slots": 0}, "host_slots 0"),
-        ({"chunk_elements": -4}, "chunk_elements -4"),
-        ({"stash_tiers": ["device"]}, "stash_tiers of 1 blocks, where there are 4"),
-        ({"stash_tiers": ["tape"] * 4}, "block inputs on 'tape'"),
-        ({"kept": [[99], [], [], []]}, "kept or skipped operators of block 1"),
-        ({"operators": [["aten.mm.default"]] * 4, "skipped": [[]] * 4, "kept": [[]] * 4}, "blocks with other operators"),
-    ],
+    sampled(
+        [
+            ({"micro_batch_sequences": 0}, "micro_batch_sequences 0"),
+            ({"num_micro_batches": 5}, "5 micro-batches"),
+            ({"host_slots": 0}, "host_slots 0"),
+            ({"chunk_elements": -4}, "chunk_elements -4"),
+            ({"stash_tiers": ["device"]}, "stash_tiers of 1 blocks, where there are 4"),
+            ({"stash_tiers": ["tape"] * 4}, "block inputs on 'tape'"),
+            ({"kept": [[99], [], [], []]}, "kept or skipped operators of block 1"),
+            ({"operators": [["aten.mm.default"]] * 4, "skipped": [[]] * 4, "kept": [[]] * 4}, "blocks with other operators"),
+        ]
+    ),
 )
 def test_a_plan_that_was_edited_is_refused(path: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     damaged = Plan.from_json(planned(path, tmp_path).to_json() | changes)
@@ -197,6 +205,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: str | None, 
         load_plan(tmp_path / "plan.json")
 
 
+@pytest.mark.wide
 def test_a_run_that_was_measured_is_planned_and_resumed_by_that(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def test_two_runs_one_after_the_other_have_the_bits_of_one(kind: str, model_dir:
     assert first == second
 
 
+@pytest.mark.wide
 def test_a_run_that_has_begun_needs_the_adapter_no_more(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama", "bfloat16")
     begun = _begun(path, tmp_path, "lora")
@@ -51,6 +52,7 @@ def test_a_run_that_has_begun_needs_the_adapter_no_more(model_dir: Callable[...,
         engine.step(BATCHES[3])
 
 
+@pytest.mark.wide
 def test_the_reference_is_the_adapter_with_which_training_begins(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """The reference's numbers before the first step are those of the finished first run."""
     path = model_dir("llama", "bfloat16")

@@ -53,6 +53,7 @@ def test_where_things_are_placed_changes_no_bit_of_ranges(name: str, model_dir: 
         assert all(torch.equal(got[1][key], want) for key, want in weights.items())
 
 
+@pytest.mark.wide
 def test_a_run_that_began_with_the_whole_head_goes_on_with_it(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

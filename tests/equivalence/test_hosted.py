@@ -66,6 +66,7 @@ def test_hidden_states_in_host_memory_change_no_bit(
     same(model_dir(name, "bfloat16"), tmp_path, options.pop("change"), compute_dtype="bfloat16", **options)
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, batches = model_dir("llama-tied", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
     more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "learning_rate": 1e-2}

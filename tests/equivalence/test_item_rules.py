@@ -86,7 +86,7 @@ def test_placement_changes_nothing(rule: str, model_dir: Callable[..., Path], tm
             assert torch.equal(got[key], want), f"{placement}: {key} differs"
 
 
-@pytest.mark.parametrize(("rule", "model"), [("row_scaled", "llama-tied"), ("matrix_scaled", "mixtral-aux")])
+@pytest.mark.parametrize(("rule", "model"), sampled([("row_scaled", "llama-tied"), ("matrix_scaled", "mixtral-aux")]))
 def test_it_is_plain_pytorch_and_a_resumed_run_goes_on(
     rule: str, model: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -107,6 +107,7 @@ def test_it_is_plain_pytorch_and_a_resumed_run_goes_on(
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.wide
 def test_a_trained_family_of_its_own_beside_frozen_blocks_is_cut_so_too(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, given = model_dir("llama", "bfloat16"), GIVEN | {"optimizer": "matrix_scaled", "seams": Seams(wire=RowWire())}
     base, weights = train(path, tmp_path / "base", **given, adjust=SPLIT)
@@ -116,6 +117,7 @@ def test_a_trained_family_of_its_own_beside_frozen_blocks_is_cut_so_too(model_di
     assert all(torch.equal(got[key], want) for key, want in weights.items())
 
 
+@pytest.mark.wide
 def test_its_chunks_are_whole_matrices_and_the_longest_has_room_in_the_buffers(
     model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -80,6 +80,7 @@ def saved(case: str, path: Path) -> Path:
     return path
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", sampled(CASES, ("indexer", "fixed table", "attention in a norm")))
 def test_decay_is_that_of_plain_pytorch(case: str, tmp_path: Path) -> None:
     path = saved(case, tmp_path / "model")
@@ -98,6 +99,7 @@ def test_decay_is_that_of_plain_pytorch(case: str, tmp_path: Path) -> None:
         assert name not in without or torch.equal(tensor, stored[name]), name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", CASES)
 def test_the_class_of_the_module_that_owns_it_says_what_a_matrix_is(case: str) -> None:
     kind, values = CASES[case]
@@ -120,12 +122,14 @@ def test_adapters_of_what_nothing_reaches_stay_as_they_begin(tmp_path: Path) -> 
     assert any(not torch.equal(first[name], last[name]) for name in last if ".indexer." not in name)
 
 
+@pytest.mark.wide
 def test_an_expert_without_tokens_is_decayed_as_ever(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("mixtral-aux")
     chain = Chain.from_config(AutoModelForCausalLM.from_pretrained(path).config, "float32", Optimizer(weight_decay=DECAY))
     assert not any(layout.kinds for layout in chain.layouts)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", ["norm of a stream", "attention in a norm"])
 def test_a_run_from_before_kinds_were_recorded_resumes_to_the_same_bits_or_is_refused(case: str, tmp_path: Path) -> None:
     path, batches = saved(case, tmp_path / "model"), [batch_of(ROWS, LENGTH, seed) for seed in range(2)]

@@ -25,6 +25,7 @@ OF_ALL = {Verb.FORWARD, Verb.BACKWARD, Verb.UPDATE, Verb.WRITE_STATES}
 OF = {Peer.RANK: OF_ALL | {Verb.PROLOGUE, Verb.EPILOGUE, Verb.GATHER, Verb.SCATTER}, Peer.STAGE: OF_ALL | {Verb.EPILOGUE}}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("peer", [Peer.RANK, Peer.STAGE])
 def test_each_tells_what_its_lanes_did(peer: Peer, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     told, lanes = list[Event](), LanesFile(tmp_path)

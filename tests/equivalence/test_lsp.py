@@ -175,6 +175,7 @@ def reference(
     return losses, {name: p.detach() for name, p in names.items()}, changes
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rewrite", ["refit", pytest.param("step", marks=pytest.mark.deep)])
 def test_a_loop_of_its_own_in_float64_gives_the_same(rewrite: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Fits, held-out checks, changes of projectors, decay and the moving of states, over six steps."""
@@ -205,6 +206,7 @@ def test_a_loop_of_its_own_in_float64_gives_the_same(rewrite: str, model_dir: Ca
 EVERY_TWO = "lsp:dimension=32,nonzeros=4,check=2,alpha=0.1"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "placement"),
     [
@@ -245,6 +247,7 @@ def split(plan: Any) -> Any:
 CUTS = ("before", "within", "before the commit", "after the commit")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("cut", "rewrite"),
     [
@@ -315,6 +318,7 @@ def test_cut_short_anywhere_it_goes_on_to_the_same_bytes(
             assert torch.equal(tensor, weights[name]), f"{name} differs"
 
 
+@pytest.mark.wide
 def test_an_export_between_changes_is_one_after_a_merge(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, held_out = model_dir("llama", "bfloat16"), batch_of(ROWS, LENGTH, 99)
     with opened(path, tmp_path / "run", compute_dtype="bfloat16") as engine:
@@ -361,6 +365,7 @@ def test_subspaces_that_cannot_be_are_refused(gradient: str, said: str, model_di
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_the_dimension_that_its_plan_chose(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -421,6 +426,7 @@ class Live(TorchDispatchMode):
         return out
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_merge_between_steps_takes_no_more_than_is_planned(
     dtype: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

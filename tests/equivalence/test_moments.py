@@ -79,6 +79,7 @@ def test_placement_changes_nothing(moments: str, model_dir: Callable[..., Path],
             check_same(exported(engine, tmp_path / f"out{number}"), weights, placement)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("clip", sampled([None, 0.5], [0.5]), ids=["immediate", "deferred"])
 def test_resumed_and_rolled_back_runs_end_with_the_same_bits(
     clip: float | None, model_dir: Callable[..., Path], tmp_path: Path

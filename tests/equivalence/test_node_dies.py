@@ -78,6 +78,7 @@ def walk(
     return calls, found, weights_of(out)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", sampled(POLICIES, ["deferred"]))
 @pytest.mark.parametrize("share", [0.45, pytest.param(None, marks=pytest.mark.deep)], ids=["somewhere", "everywhere"])
 def test_the_node_goes_on_from_a_whole_step(

@@ -62,6 +62,7 @@ def test_one_worker_gives_the_bits_of_one_machine(setting: str, model_dir: Calla
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("workers", sampled([2, 3], (2,)))
 def test_workers_with_a_micro_batch_each_give_the_bits_of_one_machine(
     workers: int, model_dir: Callable[..., Path], tmp_path: Path
@@ -85,6 +86,7 @@ def test_workers_with_a_micro_batch_each_give_the_bits_of_one_machine(
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "workers"), sampled(itertools.product(("llama", "llama-tied"), (1, 2, 3, 4)), [("llama", 1), ("llama-tied", 2)])
 )
@@ -128,6 +130,7 @@ def test_one_machine_takes_its_sums_in_the_groups_of_a_node_s_plan(model_dir: Ca
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("workers", sampled([((2, 1),), ((1, 3, 2),)], [((2, 1),)]), ids=str)
 def test_under_a_tree_a_run_goes_on_with_fewer_or_more_workers(
     workers: tuple[int, ...], model_dir: Callable[..., Path], tmp_path: Path

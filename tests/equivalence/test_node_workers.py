@@ -37,6 +37,7 @@ CLIPPED: dict[str, Any] = {"max_grad_norm": 0.5, "compute_dtype": "float32"}
 
 
 # Dropout of workers that are threads of one process would draw from one generator.
+@pytest.mark.wide
 @pytest.mark.parametrize(("workers", "model"), sampled([(1, "gpt2-dropout"), (2, "llama")], [(1, "gpt2-dropout")]))
 def test_held_out_rows_are_scored_between_steps_and_change_nothing(
     workers: int, model: str, model_dir: Callable[..., Path], tmp_path: Path
@@ -67,6 +68,7 @@ def test_held_out_rows_are_scored_between_steps_and_change_nothing(
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("rows", [1, 2, 3])
 def test_few_held_out_rows_are_scored_by_two_workers_and_a_model_is_kept_between_steps(
     rows: int, model_dir: Callable[..., Path], tmp_path: Path
@@ -94,6 +96,7 @@ def test_few_held_out_rows_are_scored_by_two_workers_and_a_model_is_kept_between
     assert all(torch.equal(weights_of(each)[name], weights[name]) for each in (out, tmp_path / "kept-1") for name in weights)
 
 
+@pytest.mark.wide
 def test_micro_batches_of_a_tree_are_dealt_by_speed(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +129,7 @@ def test_micro_batches_of_a_tree_are_dealt_by_speed(
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 def test_a_worker_whose_scratch_folder_was_cleared_ends_well(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +199,7 @@ def test_each_worker_tells_what_its_lanes_did(model_dir: Callable[..., Path], tm
     assert {split_lane(op.lane)[:2] for op in ops} == {(None, 0), (Peer.WORKER, 1), (Peer.WORKER, 2)}
 
 
+@pytest.mark.wide
 def test_a_block_is_updated_at_the_node_while_a_worker_computes_the_one_below(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

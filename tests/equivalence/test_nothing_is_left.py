@@ -73,6 +73,7 @@ def test_a_step_leaves_no_tensor_in_a_cycle(
         assert [tuple(tensor.shape) for tensor in collected()] == []
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("optimizer", ["lomo", "adamw"])
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
 def test_one_units_gradients_are_alive_at_a_time_and_no_parameter_keeps_one(

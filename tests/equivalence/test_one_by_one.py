@@ -41,6 +41,7 @@ def test_blocks_come_one_by_one(way: str, model_dir: Callable[..., Path], tmp_pa
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
 
 
+@pytest.mark.wide
 def test_memory_for_one_block_is_enough(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("wide", "bfloat16")
     more: dict[str, Any] = {"tokens_per_step": LENGTH, "sequence_length": LENGTH}

@@ -55,8 +55,9 @@ def runs(path: Path, tmp_path: Path, adapter: str, change: dict[str, Any], **opt
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("adapter", [EXPERTS, ATTENTION])
+@pytest.mark.wide
+@pytest.mark.parametrize("dtype", sampled(["float32", "bfloat16"]))
+@pytest.mark.parametrize("adapter", sampled([EXPERTS, ATTENTION]))
 def test_experts_that_come_singly_train_as_whole_blocks(
     adapter: str, dtype: str, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("placement", sampled(PLACEMENTS, ("a device, graphs made again",)))
 @pytest.mark.parametrize("name", sampled(("gpt-oss", "deepseek"), ("gpt-oss",)))
 def test_the_bits_are_the_same_wherever_things_live(
@@ -105,6 +107,7 @@ def test_a_graph_that_is_made_again_draws_the_same_numbers(place: str, model_dir
     runs(model_dir("mixtral-aux", "bfloat16"), tmp_path, adapter, options.pop("change"), compute_dtype="bfloat16", **options)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("remakes", [True, False])
 def test_no_graph_waits_where_it_is_made_again(
     remakes: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +141,7 @@ def test_what_waits_in_a_block_has_one_copy_of_its_adapters() -> None:
     assert waiting.beside(1, trained, torch.device("meta")) is not first
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_where_it_was_and_is_read_unfinished(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Evaluated, closed, resumed: as a run with whole blocks. Its files may not change meanwhile."""
     path, batches = model_dir("mixtral-aux", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
@@ -199,6 +203,7 @@ def test_an_expert_comes_once_in_a_run_or_for_a_group_and_not_if_nobody_wants_it
     assert len(set(read)) <= 3 * 4 * 2, "of 48 experts, four tokens of three blocks choose at most two each"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("in_round", [1, pytest.param(3, marks=pytest.mark.deep)])
 def test_experts_that_stay_in_host_memory_are_read_once_in_a_run(
     in_round: int, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -135,6 +135,7 @@ def test_another_plan_after_each_step_gives_the_same_bits(kind: str, path: Path,
         assert (tmp_path / "many-out" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
+@pytest.mark.wide
 def test_a_resumed_run_goes_on_under_the_plan_of_its_last_commit(path: Path, tmp_path: Path) -> None:
     options, variants = KINDS["unclipped"]
     with opened(path, tmp_path / "one", **options) as engine:
@@ -154,6 +155,7 @@ def test_a_resumed_run_goes_on_under_the_plan_of_its_last_commit(path: Path, tmp
             assert weights[name].equal(want), name
 
 
+@pytest.mark.wide
 def test_buffers_of_two_plans_never_exist_at_once(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[weakref.ref[Buffers]] = []
 
@@ -214,6 +216,7 @@ def in_use(engine: Engine) -> Plan:
     return engine.plan
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", [NodeEngine, ShardedEngine, StagedEngine])
 def test_engines_on_whose_plan_others_rely_keep_it(kind: type[Engine]) -> None:
     engine = object.__new__(kind)
@@ -275,6 +278,7 @@ def show_a_slow_drive(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine._lanes, "seen", seen)
 
 
+@pytest.mark.wide
 def test_a_run_takes_faster_plans_twice_at_most_with_the_same_bits(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +321,7 @@ def test_a_run_takes_faster_plans_twice_at_most_with_the_same_bits(
             assert weights[name].equal(want), name
 
 
+@pytest.mark.wide
 def test_a_given_plan_is_never_changed_by_itself_nor_after_a_resume(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

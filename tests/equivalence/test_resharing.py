@@ -45,6 +45,7 @@ def equal(found: Weights, weights: Weights) -> bool:
     return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("sizes", "options"),
     sampled(
@@ -87,6 +88,7 @@ POINTS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("point", sampled(POINTS, ["while parts are copied", "before the manifest"]))
 @pytest.mark.parametrize("then", sampled([2, 3], [3]))
 def test_killed_meanwhile_it_is_still_the_run(

@@ -101,6 +101,7 @@ def test_tables_are_what_a_dense_module_in_plain_pytorch_trains(
         assert (found[key] - want).norm() < 1e-3 * moved, f"{key} differs"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "more",
     [
@@ -133,6 +134,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = FAR_PLACEMENTS | {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("placement", sampled(PLACEMENTS, list(PLACEMENTS)[1:]))
 def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, options = model_dir("llama", "bfloat16"), dict(PLACEMENTS[placement])
@@ -144,6 +146,7 @@ def test_placement_changes_nothing(placement: str, model_dir: Callable[..., Path
         assert torch.equal(others[key], want), f"{key} differs"
 
 
+@pytest.mark.wide
 def test_what_is_saved_loads_with_its_own_module_and_answers(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """In plain PyTorch by the file beside the weights; generation from the files, from the run, and beside a model."""
     path, folder, seen = model_dir("llama"), tmp_path / "table", list[torch.Tensor]()
@@ -174,6 +177,7 @@ def test_what_is_saved_loads_with_its_own_module_and_answers(model_dir: Callable
     assert not (tmp_path / "merged").exists()
 
 
+@pytest.mark.wide
 def test_a_rule_that_runs_clipped_steps_again_updates_rows_once(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, more = model_dir("llama"), {"optimizer": "lomo", "learning_rate": 1.0, "max_grad_norm": 1e-3}
     losses, tensors = trained(path, tmp_path / "exact", f"{TABLE},policy=exact", **more)
@@ -185,6 +189,7 @@ def test_a_rule_that_runs_clipped_steps_again_updates_rows_once(model_dir: Calla
         trained(path, tmp_path / "refused", optimizer="adafactor")
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_its_tables(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
     more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
@@ -225,6 +230,7 @@ def test_what_has_no_place_is_said_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 def test_rows_that_do_not_catch_up_train_another_table(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, adapter = model_dir("llama"), "table:rows=1024,layers=1,top=2"
     losses, tensors = trained(path, tmp_path / "exact", adapter)
@@ -233,6 +239,7 @@ def test_rows_that_do_not_catch_up_train_another_table(model_dir: Callable[..., 
     assert not torch.equal(others["model.layers.1.mlp.table.values"], tensors["model.layers.1.mlp.table.values"])
 
 
+@pytest.mark.wide
 def test_ranks_do_not_share_out_rows() -> None:
     with pytest.raises(ConfigError, match="ranks do not share out rows; give policy=dense, or train on one machine"):
         ShardedEngine.open("nothing is read", headrace.Options(adapter=TABLE))

@@ -130,6 +130,7 @@ def test_exact_groups_hold_samples_of_one_length_and_every_position_once(lengths
     assert torch.equal(places, torch.arange(positions.numel()))
 
 
+@pytest.mark.wide
 def test_a_run_begun_with_other_groups_says_so_at_resume(tmp_path: Path) -> None:
     path, batch = saved("phi3", tmp_path / "model"), packed(batch_of(len(LENGTHS), LENGTH, 0), LENGTHS, ROWS)
     options = headrace.Options(output=tmp_path / "run", tokens_per_step=3 * LENGTH, sequence_length=LENGTH, host_memory="4GiB")

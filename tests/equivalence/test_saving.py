@@ -102,6 +102,7 @@ def test_the_bits_are_those_of_the_step_though_the_next_one_has_written_all_of_i
     assert [weights(tmp_path / f"beside-{step}") for step in (1, 2)] == expected[1:]
 
 
+@pytest.mark.wide
 def test_where_weights_are_made_steps_wait(model: Path, tmp_path: Path) -> None:
     with Engine.open(model, options(model, tmp_path / "run", gradient="lsp:dimension=8")) as engine:
         engine.step(batch(0))
@@ -109,6 +110,7 @@ def test_where_weights_are_made_steps_wait(model: Path, tmp_path: Path) -> None:
         assert weights(tmp_path / "whole")
 
 
+@pytest.mark.wide
 def test_without_memory_for_both_steps_wait(model: Path, tmp_path: Path) -> None:
     asked = options(model, tmp_path / "run", save_steps=None)
     with Engine.open(model, asked) as engine:
@@ -137,6 +139,7 @@ def test_what_fails_is_told_to_whom_it_was_begun_for_and_steps_go_on(
         assert weights(tmp_path / "kept")
 
 
+@pytest.mark.wide
 def test_after_a_failed_step_it_ends_and_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, export = threading.Event(), threading.Event(), Subject.export
 

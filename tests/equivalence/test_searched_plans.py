@@ -10,6 +10,7 @@ from plain import MODELS, SPLIT, train
 from tiers import sampled
 
 
+@pytest.mark.wide
 @pytest.mark.searched
 @pytest.mark.parametrize("name", sampled(MODELS, ("llama", "gpt2-dropout", "mamba2", "mixtral-aux")))
 def test_a_searched_plan_gives_the_bits_of_the_first_that_fits(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from plain import LENGTH, ROWS, batch_of, train
 from safetensors.torch import load_file
+from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
@@ -32,7 +33,7 @@ def in_memory(every: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("device_memory", [None, "1GiB"])
+@pytest.mark.parametrize("device_memory", sampled([None, "1GiB"]))
 def test_steps_between_checkpoints_write_nothing_that_stays(
     device_memory: str | None, model_dir: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_steps_between_checkpoints_write_nothing_that_stays(
     assert written[4] == pytest.approx(12 * 2 + staged, rel=0.01)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("skipped", [1, 3])
 def test_a_checkpoint_without_effect_makes_the_steps_before_it_durable(
     skipped: int, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -81,6 +81,7 @@ def test_it_is_plain_pytorch(model_dir: Callable[..., Path], tmp_path: Path) -> 
         torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-6, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.wide
 def test_a_resumed_run_goes_on_as_if_nothing_had_been(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, batches = model_dir("llama-tied", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(4)]
     losses, weights = train(path, tmp_path / "whole", steps=4, **SGD, max_grad_norm=0.5)
@@ -100,6 +101,7 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_been(model_dir: Callable[..., P
 STATELESS = SGD | {"optimizer": "sgd:momentum=0"}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", sampled(["float32", "bfloat16"], ["float32"]))
 def test_a_rule_without_states_trains_through_every_placement(
     dtype: str, model_dir: Callable[..., Path], tmp_path: Path
@@ -120,6 +122,7 @@ def test_a_rule_without_states_trains_through_every_placement(
         assert all(torch.equal(got[key], want) for key, want in weights.items())
 
 
+@pytest.mark.wide
 def test_a_rule_without_states_is_plain_pytorch_and_resumes(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
     plain = PlainTrainer(path, 1e-2, 0.1, 0.5)

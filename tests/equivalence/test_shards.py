@@ -67,6 +67,7 @@ MACHINES: dict[str, tuple[tuple[int, ...], ...]] = {
 SHARED_CASES = [(setting, machines) for setting in SETTINGS for machines in (MACHINES if setting in ALL_SIZES else ("one",))]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("setting", "machines"), sampled(SHARED_CASES, [("lora", "unlike")]))
 def test_ranks_of_a_machine_give_the_same_bits_with_one_host_copy(
     setting: str, machines: str, model_dir: Callable[..., Path], tmp_path: Path
@@ -95,6 +96,7 @@ def test_ranks_of_a_machine_give_the_same_bits_with_one_host_copy(
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", sampled(["immediate", "deferred"], ["immediate"]))
 def test_a_slow_rank_finds_what_it_computes_with_in_the_host_copy(
     policy: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

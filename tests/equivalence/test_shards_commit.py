@@ -83,6 +83,7 @@ def steps_in(store: ShardStore) -> set[int]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("seed", sampled(range(STRIDE), (3,)))
 def test_cut_off_between_any_two_writes_all_ranks_open_at_one_step(seed: int, tmp_path: Path) -> None:
     cut_at, reached = seed, 0

@@ -94,6 +94,7 @@ def test_wrong_guesses_cost_time_and_change_nothing(
     assert not any(result.redone for result in want[0])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("changes", sampled([SPECULATIVE, ON_SSD], [ON_SSD]), ids=["memory", "ssd"])
 def test_an_overflow_is_taken_back(changes: dict[str, Any], model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
@@ -104,6 +105,7 @@ def test_an_overflow_is_taken_back(changes: dict[str, Any], model_dir: Callable[
     assert_same(train(path, tmp_path / "speculative", changes, **options), want)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("late_units", "done"), sampled(itertools.product([(), (0, 2)], [False, True]), [((), True), ((0, 2), False)])
 )
@@ -135,6 +137,7 @@ def test_a_step_that_cannot_be_taken_back_is_never_committed(
         assert torch.equal(tensor, want[1][name]), name
 
 
+@pytest.mark.wide
 def test_late_updates_of_a_step_that_is_skipped_are_forgotten(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path = model_dir("llama")
     options: dict[str, Any] = {"compute_dtype": "float16", "steps": 10, "scale": 2.0**24}
@@ -143,6 +146,7 @@ def test_late_updates_of_a_step_that_is_skipped_are_forgotten(model_dir: Callabl
     assert_same(train(path, tmp_path / "late", late, **options), want)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("limit", "begin", "end"),
     sampled([(1e6, "deferred", "speculative"), (1e-6, "speculative", "deferred")], [(1e-6, "speculative", "deferred")]),

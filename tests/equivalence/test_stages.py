@@ -73,6 +73,7 @@ def test_stages_give_the_bits_of_one_process(setting: str, size: int, model_dir:
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("setting", sampled(["adamw", "tied lora", "a device of its own"], ["a device of its own"]))
 def test_sums_that_wait_on_the_ssd_change_no_bit(
     setting: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def run_until_cut(path: Path, output: Path, cut: Cut, **options: Any) -> None:
     assert not other.is_alive(), "a stage whose neighbour is lost ends"
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize(("stage", "at"), sampled([(stage, at) for stage in (0, 1) for at in range(0, 60, STRIDE)], [(1, 10)]))
 def test_a_stage_lost_at_any_message_goes_on_to_the_same_bytes(

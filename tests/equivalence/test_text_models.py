@@ -29,6 +29,7 @@ def saved(tmp_path: Path, name: str) -> tuple[Path, Path]:
     return tmp_path / "whole", tmp_path / "text"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sampled(["gemma3", "llava-experts", "qwen3_5"], ["llava-experts"]))
 def test_inside_and_alone_are_the_same(tmp_path: Path, name: str) -> None:
     ends = []

@@ -72,6 +72,7 @@ def opened(path: Path, output: Path, **options: Any) -> Engine:
     return Engine.open(path, headrace.Options(output=output, learning_rate=1e-2, **given | options))
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Evaluated, kept, closed, resumed. What an evaluation reads is not written."""
     path, batches, found = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)], []
@@ -93,6 +94,7 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..
         open_run(tmp_path / "rows", None, lambda event: None)
 
 
+@pytest.mark.wide
 def test_a_plan_counts_rows_and_holds_no_table(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, plans = model_dir("llama"), {}
     for way in ("dense", "rows"):
@@ -128,6 +130,7 @@ def least_bytes(kind: type[Engine], path: Path) -> int:
     return refusal.value.needed_bytes
 
 
+@pytest.mark.wide
 def test_the_planner_takes_rows_where_the_whole_has_no_room(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """The run keeps its way when it is resumed, and another run takes it from the plan."""
     path, batches, found = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(2)], []
@@ -176,6 +179,7 @@ def test_what_needs_the_whole_table_says_so(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("options", [{"gradient": "rows"}, {"adapter": "table:rows=16,top=4"}])
 def test_learners_do_not_merge_rows(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="learners do not merge rows"):

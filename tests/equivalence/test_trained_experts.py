@@ -68,6 +68,7 @@ def test_trained_experts_that_come_singly_train_as_whole_blocks(
     assert not [name for name in expected[1] if not torch.equal(found[1][name], expected[1][name])]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sampled(("mixtral-aux", "many-experts"), ("many-experts",)))
 def test_float32_training_of_single_experts_is_plain_pytorch(name: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, out = model_dir(name), tmp_path / "out"
@@ -81,6 +82,7 @@ def test_float32_training_of_single_experts_is_plain_pytorch(name: str, model_di
         check_close(got, want, key)
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_where_it_was_evaluated_and_read_unfinished(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, batches = model_dir("many-experts", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
     more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "device_memory": "1GiB"}
@@ -100,6 +102,7 @@ def test_a_run_goes_on_where_it_was_evaluated_and_read_unfinished(model_dir: Cal
     Generator.open(tmp_path / "parted", opened=GenerationModel.of_store).close()
 
 
+@pytest.mark.wide
 def test_an_expert_goes_to_the_device_once_for_a_group_and_not_if_nobody_wants_it(
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

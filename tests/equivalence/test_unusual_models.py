@@ -118,6 +118,7 @@ def assert_as_plain(got: list[tuple[float, float]], model: Path, batches: list[d
     assert [norm for _, norm in got] == pytest.approx([norm for _, norm in expected], rel=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kept", sampled(["planned", "everything"], ["everything"]))
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEWER.get(UNUSUAL[name][0], ())) for name in UNUSUAL])
 def test_it_trains_as_with_plain_pytorch(name: str, kept: str, tmp_path: Path) -> None:
@@ -129,6 +130,7 @@ def test_it_trains_as_with_plain_pytorch(name: str, kept: str, tmp_path: Path) -
     assert len(told) == (kept == "everything" and kind == "doge")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "padded"), sampled(itertools.product(UNPACKED, [True, False]), [("opt", True), ("falcon", False)])
 )

@@ -56,6 +56,7 @@ def test_it_trains_as_one_that_stays(
     assert len(brought) == STEPS, "once a step"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("device", [None, "1GiB"])
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
     device: str | None, model_dir: Callable[..., Path], tmp_path: Path, brought: list[int]
@@ -69,6 +70,7 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
     assert len(brought) == 5
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("more", sampled([{}, {"hosted": Hosted(coming=2, going=2)}], [{}]))
 def test_it_stays_between_the_two_passes_of_a_loss_of_the_whole_step(
     more: dict[str, Any], model_dir: Callable[..., Path], tmp_path: Path, brought: list[int]

@@ -74,6 +74,7 @@ def test_training_with_a_loss_of_pairs_is_plain_pytorch(text: str, model_dir: Ca
     assert all(torch.allclose(weight.float(), state[key], rtol=1e-3, atol=5e-5) for key, weight in weights.items())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["llama-tied", pytest.param("llama", marks=pytest.mark.deep)])
 def test_splits_and_placements_change_no_bit_of_a_loss_of_pairs(
     name: str, model_dir: Callable[..., Path], tmp_path: Path
@@ -123,6 +124,7 @@ def test_a_loss_of_pairs_goes_with_other_choices(
     assert all(torch.equal(others[key], want) for key, want in weights.items())
 
 
+@pytest.mark.wide
 def test_the_reference_is_what_the_model_says_before_training(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, batch = model_dir("llama"), _pairs(0)
     options = headrace.Options(

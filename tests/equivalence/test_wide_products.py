@@ -52,6 +52,7 @@ def test_places_change_no_bit(
     assert all(torch.equal(placed_weights[name], value) for name, value in weights.items())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "dtype", "multiplies"),
     sampled(

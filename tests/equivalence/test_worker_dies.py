@@ -66,6 +66,7 @@ def run(path: Path, output: Path, made: Crew, **options: Any) -> tuple[dict[str,
         engine = NodeEngine.resume(output, seams=seams, verify=False)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("policy", "share"), sampled([("immediate", 0.5), ("immediate", None), ("deferred", None)], [("immediate", 0.5)])
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import sampled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -133,7 +134,7 @@ def run(path: Path, run_directory: Path, **options: Any) -> None:
             engine.step(batch)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize("name", sampled(["llama", "gemma3_text", "gpt_neox"]))
 def test_compute_never_waits_for_a_value(name: str, tmp_path: Path, waits: Waits) -> None:
     changes: dict[str, Any] = {"head_dim": 16, "sliding_window": 8} if name == "gemma3_text" else {}
     run(save(tmp_path / "model", name, **changes), tmp_path / "run")
@@ -142,7 +143,9 @@ def test_compute_never_waits_for_a_value(name: str, tmp_path: Path, waits: Waits
     assert all("masking_utils.py" in found for found in waits.found)
 
 
-@pytest.mark.parametrize("reach", [lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.tolist(), lambda x: x[x > 0]])
+@pytest.mark.parametrize(
+    "reach", sampled([lambda x: x.sum().item(), lambda x: bool(x.any()), lambda x: x.tolist(), lambda x: x[x > 0]])
+)
 def test_a_wait_is_found(reach: Callable[[torch.Tensor], Any], tmp_path: Path, waits: Waits, monkeypatch: Any) -> None:
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         if not isinstance(hidden, FakeTensor):  # those have no values: planning would find it out already

@@ -76,6 +76,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.wide
 def test_of_64_experts_those_are_read_that_tokens_are_sent_to_once_for_all(many: Path) -> None:
     """Two micro-batches of a row each; which experts they want is seen in stock transformers, step by step."""
     rows = prompts(2)

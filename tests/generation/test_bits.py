@@ -64,6 +64,7 @@ def test_float32_is_stock_to_the_bit(
     check(done, lambda each: stock(directory, "float32", each.batch.rows, each.batch.seed, settings), logits=True)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("stored", "dtype"), sampled([("bfloat16", "bfloat16"), ("bfloat16", "float32")], [("bfloat16", "bfloat16")])
 )
@@ -85,6 +86,7 @@ def test_16_bits_are_stock_within_the_same_arithmetic(
     check(done, reference if dtype == "bfloat16" and not _multiplies() else narrow, logits=True)
 
 
+@pytest.mark.wide
 def test_a_seat_that_comes_in_late_and_one_that_ends_early_change_nothing(
     directory_of: Callable[..., Path], stock: Callable[..., Any]
 ) -> None:
@@ -95,6 +97,7 @@ def test_a_seat_that_comes_in_late_and_one_that_ends_early_change_nothing(
     check(done, lambda each: stock(directory, "float32", each.batch.rows, each.batch.seed, settings), logits=True)
 
 
+@pytest.mark.wide
 def test_what_modules_keep_between_passes_is_each_seats_own(
     directory_of: Callable[..., Path], stock: Callable[..., Any]
 ) -> None:

@@ -172,6 +172,7 @@ def goes_on_after_a_kill(
     assert kept == killed
 
 
+@pytest.mark.wide
 def test_a_drive_that_is_full_loses_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Space is reserved first; where a file system gives none all the same, what is done is kept, and the job goes on later."""
     write_prompts(tmp_path / "kept", tmp_path / "full")
@@ -209,6 +210,7 @@ def test_a_drive_without_space_is_refused_before_anything_is_computed(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.wide
 @settings(max_examples=20)
 @given(st.data())
 def test_what_is_on_its_way_is_never_overwritten(data: st.DataObject) -> None:

@@ -70,6 +70,7 @@ def planned(directory: Path, host: int | str, *, chunks: tuple[int, ...] = (16, 
         return generator.planner.plan(1, 2000, 4, **fixed)
 
 
+@pytest.mark.wide
 def test_a_prompt_that_is_too_long_as_a_whole_is_planned_in_chunks(directory_of: Callable[..., Path]) -> None:
     """Masks and activations are those of a chunk, caches those of the whole prompt. Where all of it fits, it is taken whole."""
     directory = directory_of("llama")
@@ -91,6 +92,7 @@ def test_a_prompt_that_is_too_long_as_a_whole_is_planned_in_chunks(directory_of:
     assert f"in chunks of {found.costs.prefill_chunk} tokens" in found.explain()
 
 
+@pytest.mark.wide
 def test_a_job_keeps_its_chunks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that goes on has the chunks and rows that it began with, whatever would be planned now."""
 

@@ -78,6 +78,7 @@ CASES = [
 FEW = [("llama", "all", "sampled", "float32", "int4"), ("gemma3", "compute", "greedy", "bfloat16", "int8")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "place", "way", "dtype", "code"), sampled(CASES, FEW))
 def test_answers_are_those_of_stock_transformers_with_a_rounded_past(
     name: str,

@@ -303,6 +303,7 @@ def test_weights_that_stay_in_memory_are_not_copied(directory_of: Callable[..., 
     assert not any(list(drive.glob(PREFIX + "*")) for drive in drives)
 
 
+@pytest.mark.wide
 def test_a_plan_says_what_a_copy_takes(directory_of: Callable[..., Path], drives: list[Path]) -> None:
     """Where passes read weights: of the drives that have the files none is made, on another machine all its drives are used."""
     model, sizes = str(directory_of("gemma3") / "config.json"), {"prompts": 1, "prompt_length": 8, "new_tokens": 4}

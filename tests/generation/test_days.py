@@ -83,6 +83,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("adapter", "finished"), [(None, True), pytest.param("lora:rank=2", False, marks=pytest.mark.deep)])
 def test_a_run_that_is_read_brings_its_day(
     adapter: str | None, finished: bool, dated: Path, chats: str, tmp_path: Path, clock: type[Clock], read: list[str]
@@ -164,6 +165,7 @@ def test_a_node_goes_by_its_own_day_whatever_day_a_worker_has(
     assert from_yaml(tmp_path / "node" / "config.yaml").template_date == FIRST
 
 
+@pytest.mark.wide
 def test_compressing_on_two_days_gives_the_same_bytes_with_the_option(
     dated: Path, chats: str, tmp_path: Path, clock: type[Clock]
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_file_that_was_cut_is_named(directory_of: Callable[..., Path], tmp_pat
             generator.model.chain.model.get_input_embeddings()(torch.tensor([0, 9]))
 
 
+@pytest.mark.wide
 def test_a_plan_leaves_it_in_the_file_where_memory_is_short(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=1024, num_hidden_layers=16, vocab_size=64_000, dtype="bfloat16").save_pretrained(tmp_path)
     machine, how = load_profile("rtx4090-4ssd"), {"prompts": 1, "prompt_length": 64, "new_tokens": 8, "here": False}

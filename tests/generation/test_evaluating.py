@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from saved_models import add_unused, own_loss
+from tiers import sampled
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import headrace
@@ -108,6 +109,7 @@ def test_a_run_is_measured_as_its_export_is(model: Path, tmp_path: Path) -> None
     assert evaluate(run, options(data, tmp_path)).loss == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.wide
 def test_adapters_are_measured_as_the_model_that_is_merged_with_them(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,7 +141,7 @@ def test_what_cannot_be_measured_is_said(model: Path, tmp_path: Path) -> None:
         evaluate(model, options(texts(tmp_path / "a.jsonl"), tmp_path, sequence_length=65))
 
 
-@pytest.mark.parametrize("positions", [None, 5])
+@pytest.mark.parametrize("positions", sampled([None, 5]))
 def test_continuations_have_the_scores_of_transformers(
     positions: int | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +174,7 @@ def test_the_page_has_every_option_once() -> None:
     assert rows == [each.docs_row for each in EvalOptions.declarations()]
 
 
+@pytest.mark.wide
 def test_token_ids_need_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither to be evaluated nor to calibrate a compression; text is refused, and the tokenizer named."""
     bare = tmp_path / "bare"
@@ -194,8 +197,10 @@ def test_token_ids_need_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: p
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("where", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("value", sampled([float("nan"), float("inf")]))
+@pytest.mark.parametrize(
+    "where", sampled(["model.norm.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"])
+)
 def test_a_weight_that_is_no_number_is_named(
     where: str, value: float, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ def outputs(folder: Path, *commands: list[str]) -> list[str]:
     return run(folder, "-c", COMMANDS, json.dumps(commands)).split("---\n")[:-1]
 
 
+@pytest.mark.wide
 def test_an_option_of_generation_is_one_file(model: Path, tmp_path: Path) -> None:
     assert apply("An option of generation", tmp_path) == {"headrace/terms/generate_options.py"}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")

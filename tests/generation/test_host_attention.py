@@ -233,6 +233,7 @@ def test_the_forecast_counts_what_crosses_and_where() -> None:
 JOB: dict[str, Any] = {"compute_dtype": "bfloat16", "device_memory": "64MiB", "max_new_tokens": 12}
 
 
+@pytest.mark.wide
 def test_a_job_goes_on_where_its_attention_was(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, attend, calls = answered(model, tmp_path / "whole", attention="host", **JOB), SeatCache.attend, list[int]()
     with pytest.raises(KeyboardInterrupt):
@@ -252,11 +253,13 @@ def test_a_job_goes_on_where_its_attention_was(model: Path, tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("name", "more", "why"),
-    [
-        ("llama", {}, "there is no device"),
-        ("gemma2", {"device": "64MiB"}, "softcap"),
-        ("llama", {"device": "64MiB", "copies": 3}, "beams"),
-    ],
+    sampled(
+        [
+            ("llama", {}, "there is no device"),
+            ("gemma2", {"device": "64MiB"}, "softcap"),
+            ("llama", {"device": "64MiB", "copies": 3}, "beams"),
+        ]
+    ),
 )
 def test_what_the_host_cannot_do_is_refused_in_a_line(
     name: str, more: dict[str, Any], why: str, directory_of: Callable[..., Path]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from banked_plans import with_banks
 from some_prompts import prompts
+from tiers import sampled
 
 from headrace.flow.expert_source import ExpertSource
 from headrace.generate.generator import Generator
@@ -24,7 +25,7 @@ def pass_of(number: int, seconds: float, **counts: float) -> GenerationPass:
     return GenerationPass(number=number, seconds=seconds, **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cached", [0, 5])
+@pytest.mark.parametrize("cached", sampled([0, 5]))
 def test_experts_that_are_wanted_and_not_found_are_read(
     cached: int, directory_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def arithmetic(*, by_loop: bool) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", sampled(PLACEMENTS))
 @pytest.mark.parametrize("name", sampled(NAMES, ("qwen2", "mixtral")))
 def test_bits_are_those_of_generate_with_the_same_loop(
     name: str,
@@ -138,6 +138,7 @@ def test_forecasts_count_it(directory_of: Callable[..., Path]) -> None:
     assert widening.multiplied_bytes(1000, 5) == replace(widening, narrow_rows=0).multiplied_bytes(1000, 5)
 
 
+@pytest.mark.wide
 def test_a_job_goes_on_as_it_was_begun(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = answered(model, tmp_path / "whole", **JOB, narrow_products=True)
     with pytest.raises(KeyboardInterrupt):

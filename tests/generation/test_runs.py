@@ -23,6 +23,7 @@ SETTINGS = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_tok
 LSP = "lsp:dimension=8,nonzeros=2,check=2,alpha=0"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("gradient", "device"), [("dense", None), (LSP, None), pytest.param(LSP, "64MiB", marks=pytest.mark.deep)]
 )

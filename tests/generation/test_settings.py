@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from some_prompts import prompts
+from tiers import sampled
 from transformers import GenerationConfig
 from transformers.generation import GenerationMixin
 
@@ -106,7 +107,7 @@ def generator(directory: Path) -> Any:
         yield found
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", sampled(COMPUTED))
 def test_what_is_computed_is_transformers_own(
     name: str, directory: Path, generator: Generator, stock: Callable[..., Any]
 ) -> None:

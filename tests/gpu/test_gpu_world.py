@@ -18,6 +18,7 @@ def gpu() -> torch.device:
     return torch.device("cpu")
 
 
+@pytest.mark.wide
 def test_trains_on_a_separate_device_like_plain_pytorch(
     gpu: torch.device, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def as_command(trainer: Any, model: Path, folder: Path, **more: Any) -> RunOptio
     return RunOptions.of(run | more)
 
 
+@pytest.mark.wide
 def test_runs_that_take_other_plans_on_their_way_have_the_bits_of_one_that_does_not(
     make: Make, talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def test_the_evaluation_loss_is_the_mean_over_tokens(make: Make, talking: Path, 
     assert trainer.train().global_step == 6  # goes on where it was
 
 
+@pytest.mark.wide
 def test_a_stopped_run_goes_on_with_the_same_bits_and_logs(make: Make, tmp_path: Path, texts: Dataset) -> None:
     whole = make("whole", eval_dataset=texts, eval_strategy="steps", eval_steps=2)
     whole.train()

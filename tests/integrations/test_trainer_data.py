@@ -91,6 +91,7 @@ def test_rows_are_cut_where_they_are_asked_to_be(talking: Path, tmp_path: Path, 
     assert longest == max(len(row["input_ids"]) for row in rows_of(talking, tmp_path, texts)) <= 64
 
 
+@pytest.mark.wide
 def test_packed_rows_have_the_loss_of_their_samples(talking: Path, tmp_path: Path, texts: Dataset) -> None:
     """A first loss by plain transformers, one sample at a time; then the run goes on."""
     args = SFTConfig(output_dir=str(tmp_path / "run"), **{**USUAL, "max_steps": 2}, packing=True, max_length=64)
@@ -107,6 +108,7 @@ def test_packed_rows_have_the_loss_of_their_samples(talking: Path, tmp_path: Pat
     assert found == pytest.approx(total / tokens, rel=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dora", sampled([False, True], [False]))
 def test_adapters_of_peft_learn_as_under_stock_trainer(make: Make, talking: Path, tmp_path: Path, dora: bool) -> None:
     """From the same first adapters: those of PEFT begin at random, so they are given those of the run."""
@@ -140,6 +142,7 @@ def test_what_of_a_lora_config_is_not_done_is_named(make: Make) -> None:
             make(peft_config=LoraConfig(**given))
 
 
+@pytest.mark.wide
 def test_batches_of_a_data_collator_are_taken_as_they_are(make: Make, talking: Path, tmp_path: Path) -> None:
     """As scripts for stock Trainer have it: a tokenised data set, and the collator for language models."""
     tokenizer = AutoTokenizer.from_pretrained(talking)

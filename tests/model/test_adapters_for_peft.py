@@ -154,13 +154,15 @@ def test_peft_reads_adapters_of_experts_beside_them(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("name", "adapter"),
-    [
-        ("llama", "lora:rank=4,exclude_modules=k_proj+layers.1.mlp.up_proj"),
-        ("llama", "lora:rank=4,target_modules=q_proj+up_proj,exclude_modules=layers.0.self_attn.q_proj"),
-        ("glm4-moe", "lora:rank=4,exclude_modules=layers.0.mlp.gate_proj,dropout=0.1"),
-        ("qwen2-moe", "dora:rank=4"),
-        ("mixtral", "dora:rank=4"),
-    ],
+    sampled(
+        [
+            ("llama", "lora:rank=4,exclude_modules=k_proj+layers.1.mlp.up_proj"),
+            ("llama", "lora:rank=4,target_modules=q_proj+up_proj,exclude_modules=layers.0.self_attn.q_proj"),
+            ("glm4-moe", "lora:rank=4,exclude_modules=layers.0.mlp.gate_proj,dropout=0.1"),
+            ("qwen2-moe", "dora:rank=4"),
+            ("mixtral", "dora:rank=4"),
+        ]
+    ),
 )
 def test_peft_reads_what_is_chosen(name: str, adapter: str, tmp_path: Path) -> None:
     written = Written(name, adapter, tmp_path)
@@ -174,10 +176,12 @@ def test_peft_reads_what_is_chosen(name: str, adapter: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "adapter", "words"),
-    [
-        ("deepseek-v2", "dora:rank=4", "down_proj, gate_proj, up_proj in deepseek_v2: train lora, or"),
-        ("mamba2", "lora:rank=4", "out_proj in mamba2: give exclude_modules=out_proj"),
-    ],
+    sampled(
+        [
+            ("deepseek-v2", "dora:rank=4", "down_proj, gate_proj, up_proj in deepseek_v2: train lora, or"),
+            ("mamba2", "lora:rank=4", "out_proj in mamba2: give exclude_modules=out_proj"),
+        ]
+    ),
 )
 def test_what_peft_loads_in_no_form_is_said(name: str, adapter: str, words: str, tmp_path: Path) -> None:
     """And we read it ourselves."""
@@ -193,7 +197,7 @@ def test_what_peft_loads_in_no_form_is_said(name: str, adapter: str, words: str,
             assert torch.equal(part(again.flats[unit], spec), part(written.flats[unit], spec)), spec.name
 
 
-@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-next"])
+@pytest.mark.parametrize("name", sampled(["qwen2-moe", "qwen3-next"]))
 def test_modules_smaller_than_the_rank_are_left_out_with_a_note(name: str, tmp_path: Path) -> None:
     written = Written(name, "lora", tmp_path)
     assert any(

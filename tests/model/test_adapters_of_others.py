@@ -163,7 +163,7 @@ def test_and_the_merged_model_too(variant: str, model_of: Callable[[str], Path],
     torch.testing.assert_close(merged, logits_of_peft(path, adapter), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", ["of names before transformers 5", "with ranks and scales of some"])
+@pytest.mark.parametrize("variant", sampled(["of names before transformers 5", "with ranks and scales of some"]))
 def test_answers_are_those_of_peft(variant: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
     """Packed experts are then read with their whole blocks, and the plan counts their sums."""
     from peft import PeftModel
@@ -181,6 +181,7 @@ def test_answers_are_those_of_peft(variant: str, model_of: Callable[[str], Path]
     assert [list(found[row]) for row in range(2)] == want[:, IDS.shape[1] :].tolist()
 
 
+@pytest.mark.wide
 def test_plans_of_generations_count_what_adapters_add() -> None:
     """The sum of experts' matrices and their adapters, of a block that has such, too, where another has none."""
     kind, values = CONFIGS["mixtral"]

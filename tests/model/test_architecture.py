@@ -178,6 +178,7 @@ def test_skeleton_has_real_buffers_and_meta_parameters(case: Any) -> None:
     assert skeleton.training
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

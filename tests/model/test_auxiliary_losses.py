@@ -58,7 +58,7 @@ def test_every_number_that_moves_the_auxiliary_loss_alone_is_found(kind: str) ->
     assert moved
 
 
-@pytest.mark.parametrize("kind", ["afmoe", "doge"])
+@pytest.mark.parametrize("kind", sampled(["afmoe", "doge"]))
 def test_a_switch_for_an_auxiliary_loss_that_a_model_does_not_have_is_no_obstacle(kind: str) -> None:
     config = CONFIG_MAPPING[kind](output_router_logits=True)
     assert not probe(config).has_aside_loss

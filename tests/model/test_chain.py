@@ -282,6 +282,7 @@ def test_calls_share_their_tensors_between_blocks() -> None:
     assert calls[0].kwargs["attention_mask"] is calls[-1].kwargs["attention_mask"]
 
 
+@pytest.mark.wide
 def test_packing_support_is_found_by_trying() -> None:
     names = ("llama", "qwen3", "opt", "gpt-oss", "bloom", "nemotron-h")
     support = {name: Chain.from_config(make_config(CONFIGS[name]), "float32", OPTIMIZER) for name in names}

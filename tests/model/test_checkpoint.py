@@ -154,6 +154,7 @@ def test_operations_beyond_placing(tmp_path: Path, dtype: str) -> None:
     assert_same_files(directory, out)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", sampled(["bfloat16", "float32"], ["bfloat16"]))
 def test_memory_is_bounded_by_the_unit(tmp_path: Path, dtype: str) -> None:
     config = CONFIG_MAPPING["llama"](**{**CONFIGS["llama"][1], "vocab_size": 600_000, "tie_word_embeddings": True})

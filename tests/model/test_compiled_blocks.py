@@ -28,6 +28,7 @@ def _forget_graphs() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "name", [pytest.param("qwen3", marks=pytest.mark.deep), "gpt2", pytest.param("mixtral", marks=COMPILES_EXPERTS)]
 )
@@ -35,6 +36,7 @@ def test_blocks_of_this_kind_can_be_compiled(name: str) -> None:
     check_compiles(make_config(CONFIGS[name]))
 
 
+@pytest.mark.wide
 @COMPILES_EXPERTS
 def test_router_logits_are_not_lost_after_a_model_without_them() -> None:
     """The compiler's guards do not see the hooks that catch them: one model must not run the graphs of another."""
@@ -44,6 +46,7 @@ def test_router_logits_are_not_lost_after_a_model_without_them() -> None:
         assert compare_gradients(runner, CompiledBlocks("aot_eager"), tiny_samples(runner.model)[:1]) == ""
 
 
+@pytest.mark.wide
 def test_a_loop_over_experts_is_refused() -> None:
     config = make_config(CONFIGS["mixtral"])
     runner = tiny_runner(type(config), architecture_key(config))
@@ -77,6 +80,7 @@ def test_a_compiler_that_computes_something_else_is_found_out() -> None:
     assert "gradient of " in compare_gradients(runner, wrong, tiny_samples(runner.model))
 
 
+@pytest.mark.wide
 def test_binding_other_weights_compiles_nothing() -> None:
     config = make_config(CONFIGS["llama"])
     chain = Chain.from_config(config, "float32", Optimizer())
@@ -109,6 +113,7 @@ def test_binding_other_weights_compiles_nothing() -> None:
     assert len({float(out.sum()) for out in seen}) == 3 * chain.num_blocks  # it was each block's own weights that were used
 
 
+@pytest.mark.wide
 def test_costs_name_no_operators_and_count_a_blocks_gradients_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.model.chain.check_compiler", lambda device: None)
     chain = Chain.from_config(make_config(CONFIGS["llama"]), "bfloat16", Optimizer())
@@ -132,6 +137,7 @@ def test_dropout_is_refused() -> None:
     assert chain.replayable
 
 
+@pytest.mark.wide
 def test_no_compiler_is_said_in_one_message() -> None:
     with (
         torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}),

@@ -30,6 +30,7 @@ def test_gradients_are_those_of_the_whole_model(kind: str, values: dict[str, Any
     self_check(CONFIG_MAPPING[kind](**values))
 
 
+@pytest.mark.wide
 def test_it_stays_where_a_later_block_takes_it_and_nowhere_else() -> None:
     values = json.loads(architecture_key(CONFIG_MAPPING["glm_moe_dsa"]()))
     config = CONFIG_MAPPING["glm_moe_dsa"](**{name: value for name, value in values.items() if name != "layer_types"} | PATTERN)

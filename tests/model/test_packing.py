@@ -104,6 +104,7 @@ def test_gradients_of_packed_rows_are_those_of_separate_samples(kind: str) -> No
         assert float((found - gradient).abs().max()) <= tolerance * float(gradient.abs().max()) + 1e-9, name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(BY_SAMPLES, ("qwen3_next", "deepseek_v4")))
 def test_layers_with_a_state_are_packed_sample_by_sample_and_it_is_said_why(kind: str) -> None:
     traits: Any = probe(CONFIG_MAPPING[kind]())
@@ -112,6 +113,7 @@ def test_layers_with_a_state_are_packed_sample_by_sample_and_it_is_said_why(kind
     assert "see each other" in traits.packing_reason
 
 
+@pytest.mark.wide
 def test_what_is_run_sample_by_sample_is_planned_without_replay_and_with_room_for_what_waits() -> None:
     chain = Chain.from_config(make_config(CONFIGS["nemotron-h"]), "float32", Optimizer())
     costs = profile(chain, 2, 16)

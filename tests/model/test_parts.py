@@ -111,7 +111,7 @@ def test_stored_names_may_be_those_of_the_modules(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "tied"),
-    [("mistral3", False), ("mistral3-tied", True), ("mistral3-untied", False), ("gemma3", True), ("llama4", False)],
+    sampled([("mistral3", False), ("mistral3-tied", True), ("mistral3-untied", False), ("gemma3", True), ("llama4", False)]),
 )
 def test_the_whole_model_decides_whether_the_head_is_tied(tmp_path: Path, name: str, tied: bool) -> None:
     directory, whole = save(tmp_path, name)
@@ -157,6 +157,7 @@ def test_a_whole_that_computes_something_else_from_text_is_refused(tmp_path: Pat
         check_whole(checkpoint.config, checkpoint.whole)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "kind",
     sampled(["idefics3", "internvl", "lfm2_vl", "llava_onevision", "qwen2_audio", "smolvlm"], ["qwen2_audio", "smolvlm"]),

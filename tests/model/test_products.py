@@ -231,6 +231,7 @@ def test_replayed_outputs_are_16_bit_numbers_and_change_no_gradient() -> None:
     assert all(torch.equal(got, want) for got, want in zip(kept, plain, strict=True))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("piece_bytes", [2048, 1 << 23])
 def test_the_profile_counts_what_float32_takes_and_nothing_else_changes(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch

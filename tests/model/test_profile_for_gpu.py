@@ -4,6 +4,7 @@ Run: pytest tests/model/test_profile_for_gpu.py
 """
 
 import pytest
+from tiers import sampled
 from transformers import GPT2Config, LlamaConfig
 
 from headrace.model import Chain, profile
@@ -21,11 +22,15 @@ def block(dropout: float, *, for_gpu: bool) -> BlockCosts:
     return profile(Chain.from_config(config, "bfloat16", Optimizer()), 1, LENGTH, for_gpu=for_gpu).blocks[0]
 
 
-@pytest.mark.parametrize("field", ["forward_workspace_bytes", "backward_workspace_bytes", "forward_flops", "attention_flops"])
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "field", sampled(["forward_workspace_bytes", "backward_workspace_bytes", "forward_flops", "attention_flops"])
+)
 def test_dropout_in_attention_costs_a_gpu_nothing(field: str) -> None:
     assert getattr(block(0.1, for_gpu=True), field) == getattr(block(0.0, for_gpu=True), field)
 
 
+@pytest.mark.wide
 def test_attention_is_kept_unless_it_drops() -> None:
     """What draws numbers after it would draw others if it had not run."""
     assert [operator.must_run for operator in block(0.1, for_gpu=True).operators] == [
@@ -35,6 +40,7 @@ def test_attention_is_kept_unless_it_drops() -> None:
     assert not any(operator.must_run for operator in block(0.0, for_gpu=True).operators)
 
 
+@pytest.mark.wide
 def test_the_cpu_has_all_scores_in_memory_with_dropout() -> None:
     scores_bytes = 2 * HEADS * LENGTH * LENGTH
     here, there = block(0.1, for_gpu=False), block(0.1, for_gpu=True)

@@ -48,18 +48,20 @@ def held_by_calls(chain: Chain, batch: MicroBatch) -> int:
     return sum(held.values())
 
 
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", sampled([False, True]))
 @pytest.mark.parametrize(
     ("kind", "values", "flops"),
-    [
-        ("llama", {}, 6 * 64 * 96),
-        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, 2 * 6 * 64 * 96 + 2 * 64 * 8),
-        (
-            "qwen3_moe",
-            {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "head_dim": 16},
-            4 * 6 * 64 * 32 + 2 * 64 * 16,
-        ),
-    ],
+    sampled(
+        [
+            ("llama", {}, 6 * 64 * 96),
+            ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2}, 2 * 6 * 64 * 96 + 2 * 64 * 8),
+            (
+                "qwen3_moe",
+                {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32, "head_dim": 16},
+                4 * 6 * 64 * 32 + 2 * 64 * 16,
+            ),
+        ]
+    ),
 )
 def test_operations_of_a_block_are_those_of_its_products(kind: str, values: dict[str, Any], flops: int, wide: bool) -> None:
     """Of experts those that a token goes through."""
@@ -71,8 +73,8 @@ def test_operations_of_a_block_are_those_of_its_products(kind: str, values: dict
     assert all(operator.flops > 0 for operator in costs.blocks[-1].operators)
 
 
-@pytest.mark.parametrize(("kind", "values"), [("llama", {}), ("gemma3_text", {"head_dim": 16, "sliding_window": 16})])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("kind", "values"), sampled([("llama", {}), ("gemma3_text", {"head_dim": 16, "sliding_window": 16})]))
+@pytest.mark.parametrize("rows", sampled([1, 8]))
 def test_packed_rows_have_positions_of_their_own(kind: str, values: dict[str, Any], rows: int) -> None:
     """And with them rotary tables: what blocks are called with through a whole step is planned for that."""
     chain = chain_of(kind, **values)
@@ -82,8 +84,8 @@ def test_packed_rows_have_positions_of_their_own(kind: str, values: dict[str, An
     assert planned >= held_by_calls(chain, MicroBatch(ids, ids, position_ids=positions)) > planned / 2
 
 
-@pytest.mark.parametrize("kind", ["opt", "gpt_oss"])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("kind", sampled(["opt", "gpt_oss"]))
+@pytest.mark.parametrize("rows", sampled([1, 8]))
 def test_masks_that_keep_samples_apart_are_counted(kind: str, rows: int) -> None:
     chain = chain_of(kind)
     assert chain.packs_by_masks
@@ -93,8 +95,9 @@ def test_masks_that_keep_samples_apart_are_counted(kind: str, rows: int) -> None
     assert profile(chain, rows, LENGTH).call_bytes >= held >= rows * LENGTH * LENGTH
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", ["bloom"])
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", sampled([1, 8]))
 def test_rows_of_models_that_run_them_by_samples_may_be_padded_and_have_masks(kind: str, rows: int) -> None:
     """Of every position with every other, which stay through a whole step and are attention's workspace besides."""
     chain = chain_of(kind)
@@ -119,7 +122,8 @@ def test_draws_whether_to_skip_a_block_skip_none() -> None:
     assert profile(chain, 1, LENGTH) == without
 
 
-@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.wide
+@pytest.mark.parametrize("in_float32", sampled([False, True]))
 def test_hidden_states_are_as_wide_as_blocks_leave_them(in_float32: bool) -> None:
     sizes = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16}
     shape = {key: SHAPE[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
@@ -131,6 +135,7 @@ def test_hidden_states_are_as_wide_as_blocks_leave_them(in_float32: bool) -> Non
     assert (first.forward_workspace_bytes != second.forward_workspace_bytes) == in_float32
 
 
+@pytest.mark.wide
 @LONG_ROPE_IN_A_PLAN
 def test_what_a_model_keeps_of_a_run_is_not_kept_of_a_profile() -> None:
     """Long rows take another rotary table, which the model makes when it first sees one and copies from ever after."""
@@ -156,6 +161,7 @@ def test_what_a_model_keeps_of_a_run_is_not_kept_of_a_profile() -> None:
         assert torch.equal(buffer, before[name]), name
 
 
+@pytest.mark.wide
 def test_outputs_that_a_block_writes_into_must_be_computed_again() -> None:
     clipped = profile(chain_of("olmo", clip_qkv=0.5), 1, LENGTH).blocks[0]
     plain = profile(chain_of("olmo"), 1, LENGTH).blocks[0]
@@ -165,6 +171,7 @@ def test_outputs_that_a_block_writes_into_must_be_computed_again() -> None:
     assert clipped.skippable == plain.skippable
 
 
+@pytest.mark.wide
 @CAUSAL_DOGE
 def test_a_block_that_goes_another_way_with_a_graph_is_recomputed_whole() -> None:
     found = profile(chain_of("doge", "float32"), 1, LENGTH).blocks[0]
@@ -173,6 +180,7 @@ def test_a_block_that_goes_another_way_with_a_graph_is_recomputed_whole() -> Non
     assert not found.skippable
 
 
+@pytest.mark.wide
 def test_tables_that_grow_with_the_row_cost_what_others_do() -> None:
     """Code that looks at values, but only to decide which numbers a table has; longer rows are run sample by sample."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
@@ -204,6 +212,7 @@ def test_code_that_fails_without_values_is_refused_with_the_operator_in_one_line
     assert not caplog.records  # torch writes a traceback into its log
 
 
+@pytest.mark.wide
 def test_experts_that_look_for_their_tokens_are_planned_as_if_one_got_all() -> None:
     """No more operations than there are, but for a token that each other expert gets; and memory for the worst."""
     found = profile(Chain.from_config(make_config(CONFIGS["dbrx"]), "float32", Optimizer()), 1, LENGTH).blocks[0]
@@ -213,6 +222,7 @@ def test_experts_that_look_for_their_tokens_are_planned_as_if_one_got_all() -> N
     assert routed <= found.forward_flops - found.attention_flops <= routed + of_others + 2 * LENGTH * 32 * (32 * 3 + 4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(["ernie4_5_moe", "afmoe"], ["ernie4_5_moe"]))
 def test_parameters_that_the_architecture_freezes_stop_no_profile(kind: str) -> None:
     assert profile(Chain.from_config(CONFIG_MAPPING[kind](), "bfloat16", Optimizer()), 1, 16).blocks[-1].operators

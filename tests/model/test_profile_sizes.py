@@ -18,6 +18,7 @@ from headrace.terms.optimizer import Optimizer
 LENGTH = 128
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", sampled(["llama", "gpt2", "mixtral-routed"], ["mixtral-routed"]))
 def test_another_sizes_epilogue_is_this_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, values = CONFIGS[name]
@@ -43,7 +44,7 @@ def test_another_sizes_epilogue_is_this_ones(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", sampled(sorted(CONFIGS), ["llama"]))
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", sampled([False, True]))
 def test_chunks_that_are_not_run_have_the_peaks_of_those_that_are(
     name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

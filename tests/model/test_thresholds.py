@@ -49,7 +49,8 @@ def packs_as_alone(kind: str, values: dict[str, Any], length: int) -> bool:
     return float((packed - alone).abs().max()) < 1e-4 * float(alone.abs().max())
 
 
-@pytest.mark.parametrize("floor_scale", [32, 64, 8192])
+@pytest.mark.wide
+@pytest.mark.parametrize("floor_scale", sampled([32, 64, 8192]))
 def test_rows_that_reach_a_temperature_by_the_place_in_the_row_are_run_sample_by_sample(floor_scale: int) -> None:
     """Llama 4 counts from the beginning of the row, whatever the positions say."""
     values = {**_LLAMA4, "floor_scale": floor_scale, "attn_scale": 1.0, "no_rope_layers": [1, 0, 1]}
@@ -82,14 +83,16 @@ def test_temperatures_by_position_limit_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "values", "name"),
-    [
-        ("llama4_text", {"floor_scale": 8192}, "floor_scale"),
-        ("deepseek_v32", {"index_topk": 2048}, "index_topk"),
-        ("mistral", {"sliding_window": 4096}, "sliding_window"),
-        ("doge", {"keep_window_size": 2048}, "keep_window_size"),
-        ("qwen2", {"tokens_before_it_changes": 5000}, "tokens_before_it_changes"),
-        ("qwen2", {"inner": {"tokens_before_it_changes": 5000.0}}, "tokens_before_it_changes"),
-    ],
+    sampled(
+        [
+            ("llama4_text", {"floor_scale": 8192}, "floor_scale"),
+            ("deepseek_v32", {"index_topk": 2048}, "index_topk"),
+            ("mistral", {"sliding_window": 4096}, "sliding_window"),
+            ("doge", {"keep_window_size": 2048}, "keep_window_size"),
+            ("qwen2", {"tokens_before_it_changes": 5000}, "tokens_before_it_changes"),
+            ("qwen2", {"inner": {"tokens_before_it_changes": 5000.0}}, "tokens_before_it_changes"),
+        ]
+    ),
 )
 def test_the_rows_of_the_trial_go_beyond_every_number_that_may_be_a_count_of_tokens(
     kind: str, values: dict[str, Any], name: str
@@ -153,7 +156,9 @@ def test_sizes_that_go_together_shrink_together(kind: str) -> None:
     self_check(CONFIG_MAPPING[kind]())
 
 
-@pytest.mark.parametrize("kind", [KeyError, RuntimeError, TypeError, ZeroDivisionError, StrictDataclassClassValidationError])
+@pytest.mark.parametrize(
+    "kind", sampled([KeyError, RuntimeError, TypeError, ZeroDivisionError, StrictDataclassClassValidationError])
+)
 def test_whatever_a_configuration_raises_as_it_is_shrunk_is_a_refusal(kind: type[Exception]) -> None:
     class Picky(LlamaConfig):
         """Has rules of its own, which no tiny instance meets."""

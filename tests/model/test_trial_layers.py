@@ -62,6 +62,7 @@ def kinds_of(config: Any) -> set[tuple[frozenset[str], frozenset[tuple[str, int]
     return {kind(block) for block in blocks}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", sampled(CASES, ("jamba", "recurrent-gemma", "fifth of qwen4", "dots3", "llama")))
 def test_each_kind_of_block_is_tried_in_training_and_in_generation(case: str) -> None:
     kind, values = CASES[case]

@@ -159,7 +159,7 @@ PLANS: dict[str, Make] = {
     "cluster-8B": cluster("rtx4090", LLAMA_8B, workers=4, tokens_per_step=65536, host_memory="32GiB"),
     "cluster-70B": cluster("a100-40g", LLAMA_70B, workers=8, nodes=2, link="100Gbit", tokens_per_step=131072),
 }
-# What `make test` compares: some ten seconds.
+# What `make test` (the first of them) and `make test-wide` compare: some thirty seconds.
 QUICK = {
     "train-S-256-clip-tight",
     "train-S-512-clip",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
+from tiers import sampled
 
 from headrace.plan.cluster import NODE, WORKER, Cluster, ClusterForecast, Thing, forecast_cluster
 from headrace.plan.links import Pattern
@@ -75,7 +76,7 @@ def forecast(cluster: Cluster, worker: Plan | None = None, **changes: Any) -> Cl
     return forecast_cluster(worker, node_plan(worker, **changes), cluster, tokens_per_step=128 * cluster.network.workers)
 
 
-@pytest.mark.parametrize("slow", STAGES)
+@pytest.mark.parametrize("slow", sampled(STAGES))
 def test_a_phase_lasts_as_long_as_its_slowest_stage(slow: str):
     # T12: each stage takes 10 ms for a block, one of them 40: throughput is that of the slowest, not of the sum.
     stages = dict.fromkeys(STAGES, 0.010) | {slow: 0.040}
@@ -119,8 +120,8 @@ def test_a_unit_is_updated_while_the_one_below_is_computed():
     assert len(beside) >= BLOCKS - 4
 
 
-@pytest.mark.parametrize("pattern", [Pattern.EXCHANGE, Pattern.SWITCH])
-@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("pattern", sampled([Pattern.EXCHANGE, Pattern.SWITCH]))
+@pytest.mark.parametrize("workers", sampled([1, 2, 3, 8]))
 def test_bytes_are_what_the_formula_says(pattern: Pattern, workers: int):
     found = forecast(rig(workers=workers, pattern=pattern))
     copy = sum(2 * unit.num_elements for unit in worker_plan().units)
@@ -147,6 +148,7 @@ def test_a_step_takes_what_the_closed_form_says_where_nothing_else_is_slow():
 stage_seconds = st.fixed_dictionaries({name: st.floats(0.001, 0.05) for name in STAGES})
 
 
+@pytest.mark.wide
 @given(stage_seconds, st.integers(1, 8), st.sampled_from(Pattern))
 @settings(max_examples=5)
 def test_more_drives_nodes_links_or_cores_are_never_slower(stages: dict[str, float], workers: int, pattern: Pattern):
@@ -156,6 +158,7 @@ def test_more_drives_nodes_links_or_cores_are_never_slower(stages: dict[str, flo
         assert forecast(more, SMALL).step_seconds <= now * 1.02
 
 
+@pytest.mark.wide
 @given(stage_seconds, st.sampled_from(Pattern))
 @settings(max_examples=5)
 def test_more_workers_with_as_many_tokens_each_are_never_fewer_tokens_a_second(stages: dict[str, float], pattern: Pattern):

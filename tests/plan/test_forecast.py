@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
+from tiers import sampled
 
 from headrace.plan.expert_plan import ExpertFigures, ExpertParts
 from headrace.plan.forecast import StepSeconds, forecast, redo_seconds, scoring_seconds
@@ -45,6 +46,7 @@ def large_plan(num_blocks: int = 96, micro: int = 32, elements: int = 900_000_00
     return small_plan(num_blocks, **(values | changes))
 
 
+@pytest.mark.wide
 def test_a_coarse_plan_of_units_of_several_forms_does_the_same_work() -> None:
     """Blocks of one form are merged with one another alone: frozen ones with trained ones would be trained in part."""
     plan = large_plan(update_policy="deferred", late_units=(), host_slots=96)
@@ -158,7 +160,7 @@ def test_a_cut_into_fewer_operations_keeps_time_and_bytes(profile: Ceilings) -> 
     assert coarse.ssd_bytes_written_per_step == fine.ssd_bytes_written_per_step
 
 
-@pytest.mark.parametrize("together", [1, 2, 5, 32])
+@pytest.mark.parametrize("together", sampled([1, 2, 5, 32]))
 def test_a_cut_into_fewer_operations_brings_experts_as_often(together: int) -> None:
     """Joined micro-batches were so few that an expert came for fewer groups, or for more, than in the step."""
     figures = ExpertFigures(

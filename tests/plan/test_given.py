@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from test_search import costs_of, layouts, machine, problem
+from tiers import sampled
 
 from headrace.plan.given import adopted
 from headrace.plan.search import make_plan
@@ -30,8 +31,8 @@ def checkpointed(made: Problem, checkpoint_every: int) -> Problem:
     return replace(made, workload=replace(made.workload, checkpoint_every=checkpoint_every))
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("clip", sampled([False, True]))
+@pytest.mark.parametrize("measured", sampled([False, True]))
 def test_the_own_plan_of_a_model_of_one_block_is_taken(clip: bool, measured: bool) -> None:
     """It has one block in host memory and one read ahead: there is no second one to hold."""
     made = one_block(problem(400 * MIB, clip=clip))
@@ -40,7 +41,7 @@ def test_the_own_plan_of_a_model_of_one_block_is_taken(clip: bool, measured: boo
     assert adopted(plan, made) == plan
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clip", sampled([False, True]))
 def test_the_own_plan_is_taken_whatever_the_checkpoints(clip: bool) -> None:
     """Where updates do not wait for the norm every step is a checkpoint, whatever the configuration asks for."""
     made = checkpointed(problem(400 * MIB, clip=clip), 4)

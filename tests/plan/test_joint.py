@@ -120,6 +120,7 @@ class Plain:
         ]
 
 
+@pytest.mark.wide
 @given(steps())
 @settings(max_examples=25)
 def test_as_a_plain_simulation_has_it(programs: tuple[Program, ...]):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from machines import machine
 from small_plans import small_plan
+from tiers import sampled
 
 from headrace.plan.forecast import forecast
 from headrace.plan.nominal import nominal_machine
@@ -65,7 +66,7 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", sampled(MACHINES))
 def test_steps_show_the_machine_that_ran_them(name: str) -> None:
     true, plan = MACHINES[name], streamed()
     assumed = nominal_machine(2, host_bytes=8 << 30, device_bytes=None)

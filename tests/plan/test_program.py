@@ -476,6 +476,7 @@ def test_the_first_deferred_step_updates_nothing_and_the_tail_updates_everything
     assert tail.ops[-1].verb is Verb.COMMIT
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("policy", ["immediate", "deferred"])
 def test_operations_of_many_chunks_take_no_more_memory_than_the_plan_counts(policy: str) -> None:
     """Of a unit of 500 chunks each may wait for all of them, a step later: seen as 2200 bytes for an operation."""

@@ -12,6 +12,7 @@ import pytest
 from machines import machine as small_machine
 from small_plans import small_plan
 from test_search import LENGTH, WIDTH, costs_of, machine, problem
+from tiers import sampled
 
 from headrace.plan.buffer_sizes import buffer_groups
 from headrace.plan.forecast import forecast
@@ -65,7 +66,7 @@ def test_rows_are_read_only_where_the_whole_has_no_room_and_more_memory_is_never
     assert all(after <= 1.01 * before for before, after in itertools.pairwise(seconds)), seconds
 
 
-@pytest.mark.parametrize("change", ["trained", "ranks", "not there"])
+@pytest.mark.parametrize("change", sampled(["trained", "ranks", "not there"]))
 def test_rows_are_not_read_where_they_cannot_be(change: str) -> None:
     made = frozen(900, least_device_bytes(frozen(900, 1)))
     ceilings = machine(made)
@@ -79,6 +80,7 @@ def test_rows_are_not_read_where_they_cannot_be(change: str) -> None:
         make_plan(made, ceilings)
 
 
+@pytest.mark.wide
 def test_a_given_plan_that_reads_rows_is_for_runs_that_can() -> None:
     made = frozen(900, least_device_bytes(frozen(900, 1)))
     plan = make_plan(made, machine(made))
@@ -121,6 +123,7 @@ def test_compute_waits_for_rows() -> None:
         assert found.flops_per_step == before.flops_per_step
 
 
+@pytest.mark.wide
 def test_a_frozen_head_comes_for_the_loss_only_where_the_device_is_short() -> None:
     """A head of 1 MB, and blocks that take more of the device than the loss does: what it takes is free while they run."""
 
@@ -150,6 +153,7 @@ def test_a_frozen_head_comes_for_the_loss_only_where_the_device_is_short() -> No
         adopted(tight, replace(ends, allowance=room))
 
 
+@pytest.mark.wide
 def test_a_frozen_head_comes_by_ranges_where_the_whole_has_no_room_beside_the_loss() -> None:
     """Here the loss takes more of the device than a block does, so that a head that visits spares nothing."""
 

@@ -142,6 +142,7 @@ def test_small_chunks_are_not_taken_for_faster_than_they_are(host_mib: int) -> N
     assert forecast(make_plan(made, ceilings), ceilings).step_seconds <= 1.02 * best
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("resource", sampled(["flops", "drive"], ["drive"]))
 @settings(max_examples=1, deadline=None)
 @given(factor=st.sampled_from([1.5, 4.0]), host_mib=st.integers(60, 300), clip=st.booleans())
@@ -158,6 +159,7 @@ def test_a_faster_machine_is_never_slower(resource: str, factor: float, host_mib
     assert after <= 1.03 * before
 
 
+@pytest.mark.wide
 def test_more_memory_is_never_slower() -> None:
     seconds = []
     for host_mib in (60, 160, 2000):
@@ -174,6 +176,7 @@ def seconds_of(made: Problem, ceilings: Ceilings, **asked: object) -> float:
     return min(found, plan.results.speculation.hit_seconds) if plan.results.speculation else found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("host_mib", "device_mib", "rows", "flops"),
     [(900, None, 2, 3e11), (250, 120, 1, 1e11)],  # a step took 2.8 and 1.05 times as long without clipping
@@ -191,6 +194,7 @@ class EachSimulated(StepSeconds):
         return forecast(plan, self.machine, most_operations=most_operations).step_seconds
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("host_mib", "device_mib", "clip", "every"),
     sampled(
@@ -214,6 +218,7 @@ def test_what_is_remembered_of_plans_changes_no_choice(
     assert few < len(simulated) - few
 
 
+@pytest.mark.wide
 def test_updates_behind_backward_get_a_second_gradient_buffer_where_there_is_room() -> None:
     """Otherwise small chunks, which leave the most room for kept outputs, look slow, and clipping would be faster than none."""
     made = problem(60 * MIB, clip=True)
@@ -249,6 +254,7 @@ def weighed_seconds_of(made: Problem, ceilings: Ceilings) -> float:
     return (deferred + min(deferred, hit)) / 2
 
 
+@pytest.mark.wide
 def test_ranks_that_share_a_host_copy_count_a_part_of_it_and_hold_more() -> None:
     made = problem(62 * MIB)
     of_four = replace(made, allowance=replace(made.allowance, sharers=4))
@@ -264,6 +270,7 @@ def test_ranks_that_share_a_host_copy_count_a_part_of_it_and_hold_more() -> None
     assert rows[1] | {"weights": 0} == rows[4] | {"weights": 0}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("host_mib", "expected"), [(400, "kept"), (62, "returned")])
 def test_freed_memory_is_kept_where_there_is_room(host_mib: int, expected: str) -> None:
     made = problem(host_mib * MIB)
@@ -283,6 +290,7 @@ def test_fresh_pages_slow_compute_and_are_no_part_of_the_bound() -> None:
     assert forecast(returned, on_gpu).step_seconds == pytest.approx(with_reuse.step_seconds, rel=0.05)
 
 
+@pytest.mark.wide
 def test_replay_comes_with_the_memory_for_it() -> None:
     tight, roomy = problem(60 * MIB), problem(GIB)
     slow_disk = machine(roomy, read=1e8, write=1e8, mixed=1.5e8, flops=1e10)
@@ -304,6 +312,7 @@ def test_what_does_not_fit_says_what_would() -> None:
         make_plan(problem(needed - LIBRARIES - 64 * 1024))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("clip", sampled([False, True], [True]))
 def test_space_on_the_ssds_is_a_budget_as_memory_is(clip: bool) -> None:
     """Where it is short, block inputs and gradients wait elsewhere; where even that is too much, the least need is named."""
@@ -330,6 +339,7 @@ def test_space_on_the_ssds_is_a_budget_as_memory_is(clip: bool) -> None:
         planned(least - 1)
 
 
+@pytest.mark.wide
 @settings(max_examples=2, deadline=None)
 @given(st.integers(40, 150), st.integers(0, 400), st.sampled_from([4, 8]), st.booleans())
 @example(60, 286, 16, True)
@@ -477,6 +487,7 @@ def cores(rate: float) -> dict[str, float]:
     return {"update_bytes_per_second": rate, "update_bytes_per_second_per_core": rate}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("clip", [False, True], ids=["immediate", "deferred"])
 def test_slow_update_cores_beside_a_fast_link_have_the_device_update(clip: bool) -> None:
     made = problem(400 * MIB, device_bytes=400 * MIB, clip=clip)
@@ -489,6 +500,7 @@ def test_slow_update_cores_beside_a_fast_link_have_the_device_update(clip: bool)
     assert forecast(plan, ceilings).step_seconds < 0.8 * forecast(on_host, ceilings).step_seconds
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("changes", [cores(200e9), {**cores(5e9), **SLOW_LINK}], ids=["fast-cores", "slow-link"])
 def test_where_the_host_is_faster_it_updates(changes: dict[str, float]) -> None:
     made = problem(400 * MIB, device_bytes=400 * MIB)
@@ -507,6 +519,7 @@ def test_updates_on_the_device_are_left_out_where_their_buffers_do_not_fit() -> 
     assert tight.device_update_every == 0
 
 
+@pytest.mark.wide
 def test_a_cpu_that_plays_a_device_updates_on_the_host() -> None:
     made = problem(400 * MIB, device_bytes=400 * MIB)
     ceilings = replace(machine(made, **FAST, **cores(5e9)), has_device=False, device_memory_bytes=0)
@@ -526,6 +539,7 @@ def test_compute_and_updates_get_cores_of_their_own_where_sharing_costs_more() -
     assert forecast(plan, slow).step_seconds < forecast(together, slow).step_seconds
 
 
+@pytest.mark.wide
 def test_smaller_moments_get_the_cores_that_their_arithmetic_asks_for() -> None:
     """One core moves what the memory lets all move with float32 moments, eight do with those of 8 bits."""
     eight_bits = rule_of(AdamW(moments="int8"), "bfloat16").figures
@@ -536,6 +550,7 @@ def test_smaller_moments_get_the_cores_that_their_arithmetic_asks_for() -> None:
     assert (plan.compute_threads, plan.update_threads) == (24, 8)
 
 
+@pytest.mark.wide
 def test_beside_a_gpu_updates_have_the_cores_that_their_bandwidth_asks_for() -> None:
     made = problem(400 * MIB, device_bytes=200 * MIB)
     made = replace(made, allowance=replace(made.allowance, cores=16))

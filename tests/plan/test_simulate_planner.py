@@ -77,6 +77,7 @@ def made(figures: dict[str, float], **changes: Any) -> Ceilings:
     return machine(**(figures | {"compute": figures["compute"] * 1e3} | changes))
 
 
+@pytest.mark.wide
 @settings(deadline=None, max_examples=60)
 @given(plans(), rates, improvements)
 def test_more_of_anything_never_predicts_a_slower_step(plan: Plan, figures: dict[str, float], better: tuple[str, float]):
@@ -89,6 +90,7 @@ def test_more_of_anything_never_predicts_a_slower_step(plan: Plan, figures: dict
 
 
 # Reproducible: how bad it can get is a property of the sample, and a bound that fails once a month helps nobody.
+@pytest.mark.wide
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(plans(), rates, improvements, st.floats(0.5, 1), st.floats(0.5, 1))
 def test_with_sharing_more_is_slower_by_little_at_most(
@@ -109,6 +111,7 @@ def test_with_sharing_more_is_slower_by_little_at_most(
     assert steps[1] <= steps[0] * 1.05
 
 
+@pytest.mark.wide
 @settings(deadline=None, max_examples=30)
 @given(plans(), rates)
 def test_the_planners_programs_settle(plan: Plan, figures: dict[str, float]):

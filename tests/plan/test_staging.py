@@ -35,6 +35,7 @@ def stage_plans(clip: bool) -> list[tuple[Plan, Plan]]:
     return found
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("clip", sampled([False, True], [True]))
 def test_stages_have_the_model_among_them_and_each_has_less(clip: bool) -> None:
     whole = problem(GIB, device_bytes=GIB, clip=clip, rows=8)
@@ -56,6 +57,7 @@ def test_a_placed_plan_has_the_buffers_that_were_counted(clip: bool) -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
+@pytest.mark.wide
 def test_sums_that_wait_take_four_bytes_a_parameter_of_the_blocks() -> None:
     for _, plan in stage_plans(True):
         waiting = [group for name, group in buffer_groups(plan).items() if name.startswith("parked")]
@@ -95,6 +97,7 @@ def test_sums_wait_on_the_ssd_where_memory_for_them_would_take_groups_away() -> 
     assert found == [("host", 8), ("ssd", 8)]
 
 
+@pytest.mark.wide
 def test_a_stage_reads_its_blocks_once_for_each_group_and_touches_no_others() -> None:
     for found, plan in stage_plans(True):
         assert plan.stage is not None

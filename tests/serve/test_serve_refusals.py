@@ -102,6 +102,7 @@ ANY = st.recursive(
 KEYS = ("model", "messages", "prompt", "stop", "seed", "stream", "stream_options", "max_tokens", "temperature", "tools")
 
 
+@pytest.mark.wide
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=ANY | st.dictionaries(st.sampled_from(KEYS), ANY | st.just(TALK), max_size=4), chat=st.booleans())
 def test_any_body_is_read_or_refused(body: Any, chat: bool, model: Path) -> None:

@@ -1,9 +1,10 @@
-"""A folder whose tests take more than their share of the time fails the run, on a slow machine as on a fast one."""
+"""Tests that take more than they may fail the run, all together or those of a folder, on a slow machine as on a fast one."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from time_ledger import FAILS_AT, MOST_PERCENT, MOST_TOGETHER, CpuClock, TimeLedger, overspent
+from time_ledger import ALL_FAIL_AT, FAILS_AT, MOST_PERCENT, MOST_TOGETHER, CpuClock, TimeLedger, overspent
 
 TESTS = Path(__file__).parents[1]
 
@@ -33,6 +34,24 @@ def test_a_run_that_overspends_fails(tmp_path: Path) -> None:
         ledger = TimeLedger({"a": 100, "b": most})
         assert pytest.main(arguments, plugins=[ledger, CpuClock()]) == code
         assert ledger.seconds.keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("loop_seconds", [0.01, 0.1, 0.9])
+def test_what_all_may_take_is_counted_in_loops_of_the_same_processor(loop_seconds: float) -> None:
+    for loops, fails in ((90, False), (90 * ALL_FAIL_AT, False), (115 * ALL_FAIL_AT, True)):
+        ledger = TimeLedger({"a": 100}, most_loops=100)
+        for part in (0.25, 0.75):
+            ledger.pytest_runtest_logreport(
+                SimpleNamespace(nodeid="tests/a/it::test", cpu_seconds=part * loops * loop_seconds, loop_seconds=loop_seconds)
+            )
+        assert ledger.loops == pytest.approx(loops)
+        assert ledger.fails() == fails
+
+
+def test_a_run_whose_tests_take_too_many_loops_fails(tmp_path: Path) -> None:
+    arguments = session_of(tmp_path, c="pass")
+    for most, code in ((1e9, pytest.ExitCode.OK), (0, pytest.ExitCode.TESTS_FAILED)):
+        assert pytest.main(arguments, plugins=[TimeLedger({"c": 100}, most), CpuClock()]) == code
 
 
 def test_waiting_is_not_counted_and_processes_that_were_started_are(tmp_path: Path) -> None:

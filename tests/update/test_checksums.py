@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import sampled
 from update_planes import COMPUTE_DTYPES, STEP, adamw, gradient_of, ordinary, same_planes
 
 from headrace.machine.jit import compiled
@@ -30,6 +31,7 @@ def as_written(planes, weight, states):
     return weight, content
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
 @pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
 @pytest.mark.parametrize("threads", [1, 3])
@@ -47,6 +49,7 @@ def test_they_are_those_of_the_bytes_that_are_left(compute_dtype, gradient_dtype
     assert found == (checksum_reference(weights), checksum_reference(content))
 
 
+@pytest.mark.wide
 @settings(max_examples=25, deadline=None)
 @given(
     pages=st.integers(1, 40),
@@ -68,7 +71,7 @@ def test_any_size_and_any_groups(pages, borders, compute_dtype, seed):
     assert found == (checksum_reference(weights), checksum_reference(content))
 
 
-@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+@pytest.mark.parametrize("moments", sampled(["bfloat16", "int8"]))
 def test_moments_of_fewer_bits_leave_them_to_the_store(moments):
     size, planes = UNIT_ALIGNMENT, adamw_planes("bfloat16", moments)
     weight = np.zeros(size, np.uint16)

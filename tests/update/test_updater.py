@@ -133,6 +133,7 @@ def test_an_error_in_one_share_comes_out_after_all_threads_have_stopped():
     assert rule.active == 0
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 def test_warm_up_compiles_the_gradient_type_of_the_run_and_no_other(dtype):
     class Counting(RecordingRule):
