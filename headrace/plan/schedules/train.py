@@ -115,8 +115,8 @@ class Training(Updates):
             self.commit()
 
     def fetch_early(self, block: int) -> None:
-        """Begin to read the weights of the block after those that are acquired, so that their pages need not wait behind the
-        states of updates; nothing where it has no slot in host memory, or is on the device.
+        """Begin to read the weights of the block after those that are acquired: pages need not wait behind states of updates then.
+        Nothing is read where it has no slot in host memory, or is on the device.
         """
         streams = self.paged and 0 < block <= self.blocks and block not in self.residents
         if streams and len(self.host_slots) > self.plan.prefetch + 2 and self.find(self.computed_slots, block) < 0:
