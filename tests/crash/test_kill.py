@@ -14,17 +14,18 @@ import pytest
 import torch
 import trainee
 from forked import PROCESSES
+from saved_models import save_with_tables
 from tiers import sampled
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 pytestmark = pytest.mark.process
 
 STEPS = 24
-# The last eight: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
-# subspaces that change, of adapters, of row tables, of a mixture whose experts come one at a time, and of embeddings by
-# rows, frozen and trained.
+# The last nine: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
+# subspaces that change, of adapters, of row tables, of a mixture whose experts come one at a time, of embeddings by rows,
+# frozen and trained, and of tables in blocks by rows.
 POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp", "adapters", "tables", "experts", "embedding"]
-POLICIES += ["trained embedding"]
+POLICIES += ["trained embedding", "tables in blocks"]
 # Where a run of subspaces is killed. The first step fits 3 blocks of 7 matrices, later ones are checks of a block each.
 FIT = "headrace.update.wires.subspace:Subspace.fit"
 MOMENTS = {
@@ -71,6 +72,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(3)
         config.tie_word_embeddings = False
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path / name)
+    save_with_tables(path / "tables", torch.bfloat16)
     return path / "dense"
 
 
@@ -81,6 +83,8 @@ def start(
     (folder / "ready").unlink(missing_ok=True)
     if policy == "experts":  # whose steps have ten times the operations
         model, steps = model.parent / "mixture", min(steps, 6)
+    if policy == "tables in blocks":
+        model, steps = model.parent / "tables", min(steps, 8)
     arguments = (str(model), str(folder / "run"), str(folder / "out"), steps, policy, optimizer, moment)
     process = PROCESSES.Process(target=trainee.main, args=arguments)
     process.start()

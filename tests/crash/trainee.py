@@ -14,14 +14,15 @@ from forked import kill_at
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
+from headrace.model import block_tables
 from headrace.plan.plan import Plan
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import PlanInfeasible
 from headrace.testing import GroupedCodec, RowWire, item_rules
 
 
-def batch(seed: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, 384, (4, 24), generator=torch.Generator().manual_seed(seed))
+def batch(seed: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, vocabulary, (4, 24), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -83,6 +84,7 @@ WAYS = {
     "trained embedding": {"gradient": "rows"},
     "tables": {"adapter": "table:rows=64,layers=0+2,top=4"},
     "experts": {"device_memory": "1GiB"},
+    "tables in blocks": {"adapter": "lora:rank=4"},
 }
 
 
@@ -92,6 +94,8 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
         kill_at(moment)
     torch.set_num_threads(1)
     run_directory = Path(run)
+    if policy == "tables in blocks":
+        block_tables.LEAST_BYTES = 0  # each is large
     # Frozen weights that are coded, with a trained family beside them; or everything trained in place.
     seams = {"rows": Seams(RowWire(), GroupedCodec()), "experts": Seams(parted=True)}.get(policy)
     if (run_directory / "commit.0").exists():
@@ -113,12 +117,14 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
         if policy == "parts":
             options = in_parts(model, options)
         engine = Engine.open(model, options, adjust_plan=ADJUST.get(policy), seams=seams)
-        assert (engine.plan is not None and engine.plan.parts is not None) == (policy == "parts")
+        assert engine.plan is not None
+        assert (engine.plan.parts is not None) == (policy == "parts")
+        assert len(engine.plan.results.tables) == 2 * (policy == "tables in blocks")
     with engine:
         (run_directory.parent / "ready").touch()
         while engine.step_index < steps:
             seed = engine.step_index
-            engine.step(batch(seed), position={"next": seed + 1})
+            engine.step(batch(seed, engine.chain.config.vocab_size), position={"next": seed + 1})
             if policy == "plans":
                 assert engine.plan is not None
                 assert engine.take_plan(another(engine.plan, seed))

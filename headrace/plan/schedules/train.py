@@ -115,7 +115,7 @@ class Training(Updates):
             self.commit()
 
     def fetch_early(self, block: int) -> None:
-        """Begin to read the weights of the block after those that are acquired: pages need not wait behind states of updates then.
+        """Begin to read the weights of the block after those that are acquired: pages need not wait behind states then.
         Nothing is read where it has no slot in host memory, or is on the device.
         """
         streams = self.paged and 0 < block <= self.blocks and block not in self.residents
