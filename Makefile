@@ -50,7 +50,7 @@ quick: $(STAMP)  ## some tests of each room, for the inner loop (a minute; the f
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" $(QUICK)
 
 test: $(STAMP)  ## the usual tests: of each promise one case (six minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" --time-ledger --durations=12 --durations-min=5
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" --ignore=tests/style --time-ledger --durations=12 --durations-min=5
 
 test-wide: $(STAMP)  ## what `test` has one case of, more widely: further values, models, pairs (a quarter of an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not deep and not process and $(USUAL)" --durations=12 --durations-min=5

@@ -196,6 +196,7 @@ def test_the_headline_on_the_rig_of_luwu(tmp_path: Path):
     assert speeds[1] >= speeds[0]
 
 
+@pytest.mark.wide
 def test_a_span_of_workers_is_planned_at_both_ends(model: Path) -> None:
     words = ["plan", str(model), "--machine", "a100-40g", "--tokens-per-step", "8192", "--sequence-length", "512", "--json"]
     found = json.loads(run_headrace(*words, "--workers", "1:4").stdout)

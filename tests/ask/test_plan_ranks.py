@@ -96,6 +96,7 @@ def test_a_rank_counts_its_share_of_the_host_copy(model: Path) -> None:
     assert found["100Gbit"][0] == found["100Gbit"][1]
 
 
+@pytest.mark.wide
 def test_programs_of_one_process_are_left_alone(plan: Plan) -> None:
     (program, *_) = programs_of(plan, durable=True)
     assert of_rank(program, 1) is program

@@ -38,6 +38,7 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.wide
 def test_a_streamed_run_has_the_bits_of_one_whose_data_are_tokenised_beforehand(world: World) -> None:
     whole, streamed = world.folder / "whole", world.folder / "streamed"
     assert ran(world.train_words(*ORDERED, max_steps=4, output=whole)) == 0

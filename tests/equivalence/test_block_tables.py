@@ -80,6 +80,7 @@ def life(model: Path, folder: Path) -> list[Any]:
     return [*said, (folder / "final" / "adapter_model.safetensors").read_bytes()]
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_where_it_was(model: Path, large: Callable[[bool], None], tmp_path: Path) -> None:
     """A resumed run reads rows if it began so, whatever counts as large by then; its files may not have changed."""
     large(False)
@@ -123,6 +124,7 @@ def same(one: Any, other: Any) -> bool:
     return one[0] == other[0] and one[1].keys() == other[1].keys() and all(map(torch.equal, one[1].values(), other[1].values()))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("case", sampled(CASES, ("adapters", "a device")))
 def test_rows_train_as_the_whole_table(case: str, model: Path, large: Callable[[bool], None], tmp_path: Path) -> None:
     """Three steps of LoRA, each of three micro-batches: forward and recompute read the rows that they ask for, each once."""
@@ -137,6 +139,7 @@ def test_rows_train_as_the_whole_table(case: str, model: Path, large: Callable[[
     assert read == [2 * count * WIDTH * 2 for count in asked]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(("padded", "packed"), ("packed",)))
 def test_rows_of_several_samples(kind: str, model: Path, large: Callable[[bool], None], tmp_path: Path) -> None:
     """Samples of a packed row run by themselves, and each asks for rows of its own n-grams."""

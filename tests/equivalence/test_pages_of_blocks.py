@@ -73,7 +73,7 @@ def same(path: Path, tmp_path: Path, change: dict[str, Any], **options: Any) -> 
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
 
 
-@pytest.mark.parametrize("interpreter", ["lanes", "plain"])
+@pytest.mark.parametrize("interpreter", sampled(["lanes", "plain"]))
 @pytest.mark.parametrize("name", sampled(("llama-tied", "gpt2-dropout", "gemma3", "phi3", "mixtral-aux"), ("llama-tied",)))
 def test_weights_in_pages_change_no_bit(name: str, interpreter: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
     same(model_dir(name, "bfloat16"), tmp_path, {}, **({"interpreter": "plain"} if interpreter == "plain" else {}))
@@ -85,6 +85,7 @@ def test_pages_go_with(way: str, model_dir: Callable[..., Path], tmp_path: Path)
     same(model_dir("llama", "bfloat16"), tmp_path, change, **options)
 
 
+@pytest.mark.wide
 def test_a_run_with_pages_goes_on_and_evaluates(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     path, batches = model_dir("llama-tied", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
     more: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "device_memory": "1GiB"}

@@ -80,6 +80,7 @@ CASES = [(name, 0) for name in ("llama", "gemma3", "deepseek-v3", "gpt-oss", "ma
 CASES += [(name, 8) for name in ("llama", "gemma3", "gpt-oss")]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "chunk"), sampled(CASES, [("gemma3", 0), ("llama", 8)]))
 def test_no_micro_batch_costs_more_than_is_planned_for(name: str, chunk: int) -> None:
     chain = Chain.from_config(make_config(CONFIGS[name]), "float32", Optimizer())
@@ -135,6 +136,7 @@ def test_rows_that_are_asked_for_stay() -> None:
     assert planned(tuple(range(1, 61)), rows=4).shapes is None
 
 
+@pytest.mark.wide
 def test_prompts_of_one_length_are_planned_as_ever() -> None:
     lengths = (64,) * 24
     assert planned(lengths).to_json() == make_generation_plan(asked(lengths)).to_json()
@@ -170,6 +172,7 @@ def test_short_prompts_have_more_rows_and_the_bits_of_generate(
             assert set(tokens[len(found[index]) :]) <= {0}
 
 
+@pytest.mark.wide
 def test_a_killed_job_of_mixed_prompts_ends_with_the_same_bytes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +192,7 @@ def test_a_killed_job_of_mixed_prompts_ends_with_the_same_bytes(
     assert whole == killed
 
 
+@pytest.mark.wide
 def test_what_a_job_fixes_reaches_other_ranks() -> None:
     shape = Shape(12, NEW, 0, {"few_rows": FewRows(packed=False, narrow=True), "attention": "device", "shapes": SHAPES})
     assert Shape.from_json(json.loads(json.dumps(shape.to_json()))) == shape

@@ -12,6 +12,7 @@ import pytest
 import torch
 from saved_models import save_with_tables
 from some_prompts import prompts
+from tiers import sampled
 
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import MicroBatch
@@ -44,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_with_tables(tmp_path_factory.mktemp("tables"), torch.float32)
 
 
-@pytest.mark.parametrize("device", [None, "64MiB"])
+@pytest.mark.parametrize("device", sampled([None, "64MiB"]))
 def test_bits_are_those_of_the_whole_table(device: str | None, model: Path, stock: Callable[..., Any]) -> None:
     """32 greedy tokens of two rows, whose n-grams reach from one pass into the next."""
     with Generator.open(model, Budget(host="4GiB", device=device), compute_dtype="float32") as generator:
@@ -62,6 +63,7 @@ def test_bits_are_those_of_the_whole_table(device: str | None, model: Path, stoc
     assert all(0 < each <= 2 * (12 + NEW_TOKENS) * 16 * 4 * 4 for each in read)
 
 
+@pytest.mark.wide
 def test_a_table_in_its_file_is_in_no_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What modules keep from pass to pass counts as a block's cache; a table that stands elsewhere is not kept."""
     machine = load_profile("rtx4090-4ssd")
@@ -78,6 +80,7 @@ def test_a_table_in_its_file_is_in_no_cache(model: Path, monkeypatch: pytest.Mon
     assert not any("stays in the model's files" in note for note in whole.results.notes)
 
 
+@pytest.mark.wide
 def test_a_file_that_was_cut_is_named(tmp_path: Path) -> None:
     path = save_with_tables(tmp_path / "model", torch.float32)
     with Generator.open(path, Budget(host="4GiB")) as generator:
