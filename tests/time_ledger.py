@@ -15,9 +15,9 @@ from pathlib import PurePosixPath
 import pytest
 from cpu_work import a_loop, seconds_of
 
-# The most that all tests may take, in loops: six minutes of two ordinary cores, but for what collecting tests and waiting take.
+# The most that all tests may take, in loops: six to seven minutes of two ordinary cores, but for what collecting tests and waiting take.
 # What is more is marked `wide`.
-MOST_LOOPS = 5000
+MOST_LOOPS = 6500
 ALL_FAIL_AT = 2.0  # times that: loops are of the core alone, tests wait for memory, too
 LOOP_AFTER_SECONDS = 8.0  # of processors: as often is a loop timed
 
@@ -26,39 +26,39 @@ LOOP_AFTER_SECONDS = 8.0  # of processors: as often is a loop timed
 MOST_TOGETHER = 130
 FAILS_AT = 1.5  # times its share
 MOST_PERCENT = {
-    "ask": 6.5,
+    "ask": 7.5,
     "architectures": 0.2,
-    "bench": 2,
-    "cli": 9.5,
-    "codec": 3.5,
-    "compress": 8,
+    "bench": 1.5,
+    "cli": 9,
+    "codec": 2,
+    "compress": 7.5,
     "crash": 0.5,
-    "data": 8,
+    "data": 6,
     "demo": 0.5,
-    "equivalence": 25,
-    "generation": 9.5,
-    "integrations": 2.5,
+    "equivalence": 24,
+    "generation": 18,
+    "integrations": 2,
     "files": 1,
-    "flow": 2,
+    "flow": 1,
     "gpu": 0.5,
-    "local_steps": 2,
+    "local_steps": 1.5,
     "losses": 0.5,
     "machine": 0.5,
-    "measure": 2,
+    "measure": 1.5,
     "memory": 0.7,
     "migrate": 0.5,
-    "model": 11,
+    "model": 10.5,
     "namespaces": 0.4,
     "net": 0.5,
     "packaging": 0.1,
-    "plan": 13,
-    "report": 2,
+    "plan": 15,
+    "report": 3,
     "runs": 4.5,
-    "serve": 2,
+    "serve": 1.5,
     "store": 2,
-    "style": 4,
-    "terms": 0.5,
-    "update": 4,
+    "style": 0.5,
+    "terms": 1,
+    "update": 4.5,
 }
 
 

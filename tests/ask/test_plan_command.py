@@ -38,6 +38,7 @@ def run(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+@pytest.mark.wide
 def test_json_has_what_scripts_ask_for(model: Path) -> None:
     result = run("plan", model, "--machine", "rtx3090-1ssd", "--tokens-per-step", 1024, "--sequence-length", 512, "--json")
     assert result.exit_code == 0, result.output

@@ -164,6 +164,7 @@ def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceiling
         assert alternative.step_seconds > 0
 
 
+@pytest.mark.wide
 def test_too_little_ssd_space_is_found_here_and_not_in_the_run(small: Path, rig: Ceilings) -> None:
     drive = replace(rig.drives[0], capacity_bytes=50 << 20)
     found = plan_model(small, Options(machine=replace(rig, drives=(drive,)), tokens_per_step=1024), here=False)

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from forked import run_headrace
+from tiers import sampled
 
 from headrace.cli import main
 from headrace.report import MetricsFile
@@ -79,7 +80,7 @@ def test_what_is_no_run_is_refused_in_one_line(options: list[str], tmp_path: Pat
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--out", "--trace", "--svg"])
+@pytest.mark.parametrize("option", sampled(["--svg", "--trace", "--out"]))
 def test_what_goes_to_stdout_is_all_there_is_on_it(option: str, run_directory: Path) -> None:
     done = run_headrace("report", run_directory, option, "/dev/stdout")
     assert done.returncode == 0, done.stderr

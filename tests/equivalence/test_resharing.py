@@ -114,6 +114,7 @@ def test_killed_meanwhile_it_is_still_the_run(
     assert len(list(output.glob("headrace-*"))) == 1, "no data of another store are left"
 
 
+@pytest.mark.wide
 def test_a_part_that_is_not_here_is_named(model: Path, tmp_path: Path) -> None:
     _, plan = alone(model, tmp_path / "local")
     output = tmp_path / "ranks"

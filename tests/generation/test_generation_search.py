@@ -228,6 +228,7 @@ def test_decoding_is_in_the_forecast(by_experts: bool, device: int | None) -> No
         assert again == found["nf4"].forecast, "the device's own figures count"
 
 
+@pytest.mark.wide
 @settings(max_examples=15)
 @given(st.integers(90, 300), st.integers(0, 120), st.sampled_from([1, 5, 40]))
 def test_of_mixtures_more_memory_is_never_slower(host_mib: int, more_mib: int, prompts: int) -> None:
@@ -291,6 +292,7 @@ def test_what_widening_takes_is_in_the_forecast() -> None:
     assert weights / 2.5e9 / 2 < last.pass_seconds
 
 
+@pytest.mark.wide
 def test_a_plan_that_reads_says_what_twice_the_memory_would_give(tmp_path: Path) -> None:
     LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, dtype="bfloat16").save_pretrained(tmp_path)
     how = {"prompts": 1, "prompt_length": 64, "new_tokens": 8, "here": False}

@@ -189,6 +189,7 @@ def test_attention_is_where_it_is_fastest(rate: float, device: int) -> None:
     assert seconds(plan, asked) <= seconds(elsewhere, asked), "where it does not pay it is left out"
 
 
+@pytest.mark.wide
 @settings(max_examples=10, deadline=None)
 @given(st.integers(80, 300), st.integers(0, 150), st.sampled_from([2, 8, 24]), st.sampled_from([2e9, 30e9]))
 def test_with_attention_on_the_host_more_memory_is_never_slower(device: int, more: int, prompts: int, rate: float) -> None:

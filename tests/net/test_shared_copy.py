@@ -48,6 +48,9 @@ def copies(machines: Sequence[Sequence[int]]) -> Iterator[list[Pair]]:
             each.close()
 
 
+MACHINES = [((0, 1),), ((0, 1), (2, 3)), ((0, 1, 2), (3,))]
+
+
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """Count bytes by sender and receiver."""
@@ -62,7 +65,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     return moved
 
 
-@pytest.mark.parametrize("machines", [((0, 1),), ((0, 1), (2, 3)), ((0, 1, 2), (3,))])
+@pytest.mark.parametrize("machines", [pytest.param(each, marks=pytest.mark.wide if len(each) > 1 else []) for each in MACHINES])
 def test_all_see_the_whole_and_each_part_comes_to_a_machine_once(
     machines: Sequence[Sequence[int]], counted: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +90,7 @@ def test_all_see_the_whole_and_each_part_comes_to_a_machine_once(
         assert all(count == part for count in came.values()), "each part comes once"
 
 
+@pytest.mark.wide
 def test_nobody_writes_before_all_have_done_with_a_place() -> None:
     with copies(((0, 1, 2),)) as pairs:
         memories = of_all([lambda copy=copy: copy.map(1 << 16) for _, copy in pairs])
