@@ -5,6 +5,7 @@ Asked for the least budget (`host_bytes` null), it lets the planner refuse until
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import headrace
 import headrace.ask.planner
 from headrace.engine.trainer import Engine
 from headrace.machine.host_memory import anonymous_bytes
+from headrace.plan.paging import paged
+from headrace.plan.plan import Plan
 from headrace.terms.errors import PlanInfeasible
 from headrace.testing import item_rules
 
@@ -40,6 +43,7 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
                     tokens_per_step=case["tokens"],
                     sequence_length=case["length"],
                 ),
+                adjust_plan=in_pages if case["in_pages"] else None,
             )
             return engine, host_bytes
         except PlanInfeasible as refusal:
@@ -47,6 +51,13 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
                 raise
             host_bytes = refusal.needed_bytes + BETWEEN_OPENINGS_BYTES
     raise AssertionError(f"the planner refuses the {host_bytes} bytes that it asked for")
+
+
+def in_pages(plan: Plan) -> Plan:
+    """Let weights of blocks come in pages, one row at a time, and their inputs be read from drives early."""
+    rows = plan.micro_batch_sequences * plan.num_micro_batches
+    single = replace(plan, micro_batch_sequences=1, num_micro_batches=rows, accumulate=True)
+    return paged(replace(single, stash_tiers=("ssd",) * plan.num_blocks, stash_slots=2), lean=True)
 
 
 def litter() -> None:
@@ -85,6 +96,7 @@ def main() -> None:
         if case["exported"]:
             engine.save_pretrained(Path(case["run"]).with_name("exported"))
     assert plan is not None
+    assert plan.batch.pages or not case["in_pages"]
     rows = {tier: plan.results.peak_bytes[tier] for tier in plan.results.peak_bytes if tier != "ssd"}
     print(
         json.dumps({"host_bytes": host_bytes, "rows": rows, "opened_bytes": opened_bytes, "in_parts": plan.parts is not None})

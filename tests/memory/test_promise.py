@@ -40,6 +40,7 @@ class Case:
     optimizer: str = "adamw"
     adapter: str | None = None
     in_parts: bool = False  # whole blocks have no room on the device
+    in_pages: bool = False  # weights of blocks come in pages between micro-batches
     littered: bool = False  # the search for a plan leaves 128 MiB in reference cycles
 
 
@@ -170,6 +171,10 @@ def test_a_process_stays_inside_its_plan(case: Case, models: Path, tmp_path: Pat
 def test_a_process_whose_blocks_come_in_parts_stays_inside_its_plan(models: Path, tmp_path: Path) -> None:
     """Of whole blocks it would need 294 MiB of the device, in parts 178."""
     check(Case("thick", 1024, device_mib=200, clip=1.0, in_parts=True), models, tmp_path)
+
+
+def test_a_process_whose_weights_come_in_pages_stays_inside_its_plan(models: Path, tmp_path: Path) -> None:
+    check(Case("thick", 1536, tokens=1024, device_mib=600, in_pages=True), models, tmp_path)
 
 
 @pytest.mark.deep
