@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 import pytest
 from cpu_work import a_loop, seconds_of
 
-# The most that all tests may take, in loops: six to seven minutes of two ordinary cores, but for what collecting tests and waiting take.
+# The most that all tests may take, in loops: some six minutes of two ordinary cores, but for collecting tests, and waiting.
 # What is more is marked `wide`.
 MOST_LOOPS = 6500
 ALL_FAIL_AT = 2.0  # times that: loops are of the core alone, tests wait for memory, too
