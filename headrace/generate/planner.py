@@ -76,6 +76,19 @@ class Passes:
     chunks: tuple[int, ...] = PREFILL_CHUNKS
 
 
+class Fixed(TypedDict, total=False):
+    """What is fixed of micro-batches, as by a job that goes on. Where `lengths` of prompts are known, and rows are not fixed,
+    micro-batches of short prompts have more rows.
+    """
+
+    rows: int | None
+    prefill_chunk: int | None
+    few_rows: FewRows | None
+    attention: str | None
+    lengths: PromptLengths | None
+    shapes: SeatShapes | None
+
+
 class GenerationPlanner:
     """Plans generations of `chain`, which is ready for them, under `options`, on `machine`, or in a `Place` elsewhere."""
 
@@ -112,19 +125,11 @@ class GenerationPlanner:
         prompt_length: int,
         new_tokens: int,
         kept_copies: int = 0,
-        *,
-        rows: int | None = None,
-        prefill_chunk: int | None = None,
-        few_rows: FewRows | None = None,
-        attention: str | None = None,
-        lengths: PromptLengths | None = None,
-        shapes: SeatShapes | None = None,
+        **fixed: Unpack[Fixed],
     ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
         With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
-        `rows`, `prefill_chunk`, `few_rows`, `attention` and `shapes` are fixed where they are given. Where `lengths` of prompts
-        are known, and rows are not asked for, micro-batches of short prompts have more rows.
 
         Raises:
             PlanInfeasible: a budget is too small.
@@ -132,7 +137,7 @@ class GenerationPlanner:
             StorageError: an SSD directory cannot be written to.
         """
         reason = not_by_inputs = ""
-        few_rows = few_rows or FewRows()
+        few_rows = fixed.get("few_rows") or FewRows()
 
         def costs_of(rows: int, *chunk: int, length: int = prompt_length) -> GenerationCosts:
             found: GenerationCosts = self._costs(rows * max(1, kept_copies), length, *chunk)
@@ -147,10 +152,10 @@ class GenerationPlanner:
         self._check_code(costs_of(1), kept_copies, reason)
         notes: list[str] = []
         places = self._places_of_attention(
-            attention or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
+            fixed.get("attention") or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
         )
         chunks = [] if kept_copies else [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
-        unchunked = why_not_chunked(self._chain.config) if chunks else ""
+        unchunked, chunk = why_not_chunked(self._chain.config) if chunks else "", fixed.get("prefill_chunk")
         question = GenerationQuestion(
             units=self._units.figures,
             num_blocks=self._chain.num_blocks,
@@ -162,18 +167,18 @@ class GenerationPlanner:
             new_tokens=new_tokens,
             allowance=allowance,
             ceilings=self._ceilings,
-            rows=self._options.rows or rows,
+            rows=self._options.rows or fixed.get("rows"),
             seats=self._options.seats,
             most_rows=self._most_rows,
             experts=self._units.experts,
             has_drives=self._has_drives,
             kept_copies=kept_copies,
-            prefill_chunks=(0, *([] if unchunked else chunks)) if prefill_chunk is None else (prefill_chunk,),
+            prefill_chunks=(0, *([] if unchunked else chunks)) if chunk is None else (chunk,),
             packed=self._options.packed_products if few_rows.packed is None else few_rows.packed,
             narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
             attention=places,
-            lengths=None if kept_copies else lengths,
-            shapes=shapes,
+            lengths=None if kept_copies else fixed.get("lengths"),
+            shapes=fixed.get("shapes"),
         )
         plan = make_generation_plan(question)
         notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []
