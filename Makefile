@@ -55,7 +55,7 @@ test: $(STAMP)  ## the usual tests: of each promise one case (seven minutes)
 test-wide: $(STAMP)  ## what `test` has one case of, more widely: further values, models, pairs (a quarter of an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not deep and not process and $(USUAL)" --durations=12 --durations-min=5
 
-test-processes: $(STAMP)  ## tests whose processes are killed or measured (under four minutes)
+test-processes: $(STAMP)  ## tests whose processes are killed or measured (a quarter of an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "process and not deep and $(USUAL)" --durations=12 --durations-min=5
 
 deep: $(STAMP)  ## what `test` and `test-wide` have a sample of, whole: all architectures, full products (most of an hour); TRL: see test-trl
