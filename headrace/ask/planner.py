@@ -51,8 +51,8 @@ class PlannedModel:
     `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
     `experts` are those that are parts. So many ranks of this machine are `sharers` of one host copy. `warm_up` loads and
     compiles what a run will have loaded, so that this process can be measured. Rows of the `embedding` can be read one by one
-    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it
-    here. `cuts` says how blocks can come in parts.
+    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it here. `cuts` says how blocks can
+    come in parts.
     """
 
     chain: Chain

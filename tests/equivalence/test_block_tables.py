@@ -4,7 +4,6 @@ Run: pytest tests/equivalence/test_block_tables.py
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, packed
-from saved_models import save_with_tables
+from saved_models import save_with_tables, touched
 from short_run import short_run
 from tiers import sampled
 from transformers import AutoModelForCausalLM
@@ -92,14 +91,8 @@ def test_a_run_goes_on_where_it_was(model: Path, large: Callable[[bool], None], 
         assert sum(len(rows_within(block)) for block in engine.chain.runner.blocks) == 2
         assert engine.plan is not None
         assert Plan.from_json(json.loads(json.dumps(engine.plan.to_json()))) == engine.plan
-    shard = next(model.glob("*.safetensors"))
-    times = shard.stat().st_atime_ns, shard.stat().st_mtime_ns
-    os.utime(shard, ns=(times[0], times[1] + 1))
-    try:
-        with pytest.raises(RunDirectoryError, match="changed since the run began"):
-            Engine.resume(tmp_path / "rows" / "run")
-    finally:
-        os.utime(shard, ns=times)
+    with touched(model), pytest.raises(RunDirectoryError, match="changed since the run began"):
+        Engine.resume(tmp_path / "rows" / "run")
 
 
 def distinct_ids(model: Path, batches: list[torch.Tensor]) -> list[int]:

@@ -1,7 +1,6 @@
 """Rows of a frozen embedding that a step reads in the model's files give the bits of the whole table, wherever things live."""
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from saved_models import touched
 from tiers import sampled
 
 import headrace
@@ -118,14 +118,8 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..
     assert whole.embedding is None
     assert by_rows.embedding is not None
     assert found == expected
-    shard = next(path.glob("*.safetensors"))
-    times = shard.stat().st_atime_ns, shard.stat().st_mtime_ns
-    os.utime(shard, ns=(times[0], times[1] + 1))
-    try:
-        with pytest.raises(RunDirectoryError, match="changed since the run began"):
-            Engine.resume(tmp_path / "rows" / "run")
-    finally:
-        os.utime(shard, ns=times)
+    with touched(path), pytest.raises(RunDirectoryError, match="changed since the run began"):
+        Engine.resume(tmp_path / "rows" / "run")
 
 
 def opened(path: Path, output: Path, device: int | str, plan: Plan | None = None, **options: Any) -> Plan:

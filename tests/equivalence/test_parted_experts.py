@@ -1,6 +1,5 @@
 """Frozen experts that come one at a time give the bits of whole blocks, wherever things live."""
 
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from saved_models import touched
 from tiers import sampled
 
 import headrace
@@ -162,14 +162,8 @@ def test_a_run_goes_on_where_it_was_and_is_read_unfinished(model_dir: Callable[.
         found.append(said)
     assert found[0] == found[1]
     Generator.open(tmp_path / "parted", opened=GenerationModel.of_store).close()
-    shard = next(path.glob("*.safetensors"))
-    times = shard.stat().st_atime_ns, shard.stat().st_mtime_ns
-    os.utime(shard, ns=(times[0], times[1] + 1))
-    try:
-        with pytest.raises(RunDirectoryError, match="changed since the run began"):
-            Engine.resume(tmp_path / "parted")
-    finally:
-        os.utime(shard, ns=times)
+    with touched(path), pytest.raises(RunDirectoryError, match="changed since the run began"):
+        Engine.resume(tmp_path / "parted")
 
 
 @pytest.mark.parametrize("stays", [True, False])
