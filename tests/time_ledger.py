@@ -1,10 +1,9 @@
-"""A ledger of the time that tests take. A run fails if its tests take far more than they may together, or those of a folder far
-more than their share.
+"""A ledger of the time that tests take. It names, at a run's end, the folders that took more than their share, and says whether
+all tests took more than they may together. It fails no run: processors differ in which work is slow on them, and kernels that
+are not yet compiled count as the tests that come first.
 
 Loops and shares, not seconds: a slow machine is slow in its loops (`cpu_work.a_loop`) and in all rooms. Time of processors and
-not of the clock: what else runs for a while makes that room look slow which is at work then. Cold caches and other processors
-still move a room by a third. So a room is named from its share on, and fails the run from `FAILS_AT` times its share on. Only
-`make test` asks for it.
+not of the clock: what else runs for a while makes that room look slow which is at work then. Only `make test` asks for it.
 """
 
 import resource
@@ -18,13 +17,11 @@ from cpu_work import a_loop, seconds_of
 # The most that all tests may take, in loops: some six minutes of two ordinary cores, but for collecting tests, and waiting.
 # What is more is marked `wide`.
 MOST_LOOPS = 7000
-ALL_FAIL_AT = 2.0  # times that: loops are of the core alone, tests wait for memory, too
 LOOP_AFTER_SECONDS = 8.0  # of processors: as often is a loop timed
 
 # The most that each folder may take of the time of all tests, in percent: together some more than 100, as no two runs are the
 # same, and at most `MOST_TOGETHER`. Who needs more takes it from another room, or marks tests `wide`.
 MOST_TOGETHER = 130
-FAILS_AT = 1.5  # times its share
 MOST_PERCENT = {
     "ask": 7.5,
     "architectures": 0.2,
@@ -62,15 +59,15 @@ MOST_PERCENT = {
 }
 
 
-def overspent(seconds: Mapping[str, float], most_percent: Mapping[str, float], times: float = 1) -> list[str]:
-    """Return a line for each folder that took more than so many `times` its share, or has none."""
+def overspent(seconds: Mapping[str, float], most_percent: Mapping[str, float]) -> list[str]:
+    """Return a line for each folder that took more than its share, or has none."""
     total = sum(seconds.values()) or 1.0
     lines = []
     for folder, spent in sorted(seconds.items()):
         percent = 100 * spent / total
         if folder not in most_percent:
             lines.append(f"{folder} has no share: it took {percent:.1f} %; give it one in tests/time_ledger.py")
-        elif percent > times * most_percent[folder]:
+        elif percent > most_percent[folder]:
             lines.append(f"{folder} took {percent:.1f} % of {total:.0f} s, its share is {most_percent[folder]} %")
     return lines
 
@@ -103,7 +100,7 @@ class CpuClock:
 
 
 class TimeLedger:
-    """A plugin that adds up what the tests of each folder take, shows it at the end, and fails a run that overspent by far."""
+    """A plugin that adds up what the tests of each folder take, and shows it at the end."""
 
     def __init__(self, most_percent: Mapping[str, float], most_loops: float = MOST_LOOPS) -> None:
         self.seconds: Counter[str] = Counter()
@@ -113,14 +110,6 @@ class TimeLedger:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[PurePosixPath(report.nodeid).parts[1]] += report.cpu_seconds
         self.loops += report.cpu_seconds / report.loop_seconds
-
-    def fails(self) -> bool:
-        return self.loops > ALL_FAIL_AT * self.most_loops or bool(overspent(self.seconds, self.most_percent, FAILS_AT))
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and self.fails():
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         total = sum(self.seconds.values()) or 1.0
