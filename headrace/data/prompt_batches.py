@@ -32,12 +32,12 @@ class Prompt:
 def read_prompts(
     entries: Sequence[str | DataSource], cache: Path, prompts: Prompts, most_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """Return the prompts of all sources that have at most so many tokens, and how many have more.
+    """Return the prompts of all sources that have at most `most_tokens`, and how many have more.
 
     Raises:
         DataError: a sample has no prompt, or it cannot be read; or all prompts are too long.
     """
-    found, too_long = list[Prompt](), 0
+    found, lengths = list[Prompt](), list[int]()
     for source in find_sources(entries, cache):
         for row in read_with(source, ("prompt",), _EXPECTED):
             given = row.values["prompt"]
@@ -46,13 +46,16 @@ def read_prompts(
             except DataError as error:
                 raise DataError(f"{row.place}: {error}") from error
             if len(ids) > most_tokens:
-                too_long += 1
+                lengths.append(len(ids))
                 continue
             columns = {name: value for name, value in row.values.items() if name != "prompt"}
             found.append(Prompt(tuple(ids), given, columns))
     if not found:
-        raise DataError(f"data: all {too_long} prompts have more than {most_tokens} tokens; give a longer sequence_length")
-    return found, too_long
+        raise DataError(
+            f"data: all {len(lengths)} prompts are too long: the shortest has {min(lengths)} tokens, and beside a completion "
+            f"there is room for {most_tokens}; give a longer sequence_length"
+        )
+    return found, len(lengths)
 
 
 class PromptBatches:

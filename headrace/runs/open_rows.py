@@ -38,7 +38,7 @@ def _open_prompts(config: RunOptions, loss: Grpo) -> PromptBatches:
             f"{loss.max_completion_length}; give more, or a shorter completion"
         )
     day = (config.template_date or date.today().isoformat()) if asks_for_time(tokenizer) else None
-    prompts = Prompts(tokenizer, day=day)
+    prompts = Prompts(tokenizer, raw=True, day=day)  # as TRL: texts as they are, messages by the template
     found, too_long = read_prompts(config.data, config.cache, prompts, room)
     spec = DataSpec(
         paths=config.data,

@@ -41,7 +41,7 @@ def refuse_packed_pairs(options: Declared) -> None:
     """
     given = vars(options)
     if given["loss"] is not None and given["packing"]:
-        raise ConfigError("loss and packing: a loss of pairs takes one completion a row; leave packing out")
+        raise ConfigError("loss and packing: such a loss takes one completion a row; leave packing out")
 
 
 def refuse_without_rewards(options: Declared) -> None:

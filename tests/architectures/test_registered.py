@@ -40,7 +40,15 @@ def test_no_row_says_that_something_is_wrong() -> None:
     assert not wrong
 
 
+def without_reason(outcome: str) -> str:
+    """Return an outcome, of a refusal its first two parts: the words of a reason are no outcome."""
+    return ":".join(outcome.split(":")[:2])
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", DEEP)
 def test_an_architecture_has_its_outcomes(kind: str, tmp_path: Path) -> None:
-    assert outcomes_of(kind, tmp_path) == TABLE["outcomes"][kind]
+    found, wanted = outcomes_of(kind, tmp_path), TABLE["outcomes"][kind]
+    assert {way: without_reason(text) for way, text in found.items()} == {
+        way: without_reason(text) for way, text in wanted.items()
+    }

@@ -14,9 +14,9 @@ SLACK = 1.02
 MORE_STEPS = 5
 
 
-def bytes_of_a_run(folder: Path, steps: int, stage_dtype: str | None) -> int:
-    """Return what stage 0 sends and receives in a run of so many steps."""
-    output = folder / f"run-{steps}-{stage_dtype}"
+def bytes_of_a_run(folder: Path, runs: Path, steps: int, stage_dtype: str | None) -> int:
+    """Return what stage 0 sends and receives in a run of so many steps, on the model and data of a folder."""
+    output = runs / f"run-{steps}-{stage_dtype}"
     with Network(2) as network:
         stages = ["--stages", ",".join(f"{network.address(number)}:29500" for number in range(2))]
         common = [*stages, "--secret", str(folder / "secret")]
@@ -45,6 +45,12 @@ def test_a_cut_carries_what_the_formula_says(stage_dtype: str | None, tmp_path: 
     write_model(tmp_path, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2)
     write_texts(tmp_path, samples=1000)
     (tmp_path / "secret").write_text("of this test")
-    found = bytes_of_a_run(tmp_path, 1 + MORE_STEPS, stage_dtype) - bytes_of_a_run(tmp_path, 1, stage_dtype)
     wanted = CUT_BYTES * (0.5 + 2 / HIDDEN if stage_dtype else 1)  # 8 bits, and a scale of 4 bytes for each token
-    assert wanted <= found / MORE_STEPS <= SLACK * wanted
+    for attempt in range(3):  # the least counts: what a busy machine makes TCP send again is no byte of ours
+        folder = tmp_path / str(attempt)
+        longer, shorter = (bytes_of_a_run(tmp_path, folder, steps, stage_dtype) for steps in (1 + MORE_STEPS, 1))
+        found = (longer - shorter) / MORE_STEPS
+        assert wanted <= found
+        if found <= SLACK * wanted:
+            return
+    raise AssertionError((found, wanted))

@@ -11,7 +11,9 @@ import pytest
 import torch
 from node_processes import write_model
 
-from headrace.data.prompt_batches import Prompt, PromptBatches
+from headrace.data.open_data import open_tokenizer
+from headrace.data.prompt_batches import Prompt, PromptBatches, read_prompts
+from headrace.data.prompts import Prompts
 from headrace.data.values import Batch, DataSpec
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
@@ -198,6 +200,19 @@ def test_a_function_that_is_not_there_is_refused_before_anything_is_made(tmp_pat
     with pytest.raises(ConfigError, match="there is no such file"):
         train(RunOptions.of({**given, "output": tmp_path / "run", "cache": tmp_path / "cache"}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_text_is_taken_as_it_is_and_messages_get_the_template(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    tokenizer = open_tokenizer(tmp_path / "model", None)
+    tokenizer.chat_template = "{% for m in messages %}the {{ m['content'] }} {% endfor %}"
+    (tmp_path / "p.jsonl").write_text('{"prompt": "water"}\n{"prompt": [{"role": "user", "content": "water"}]}\n')
+    (text, chat), too_long = read_prompts([str(tmp_path / "p.jsonl")], tmp_path, Prompts(tokenizer, raw=True), 64)
+    assert list(text.ids) == tokenizer("water")["input_ids"]
+    assert list(chat.ids) == tokenizer("the water ", add_special_tokens=False)["input_ids"]
+    assert too_long == 0
+    with pytest.raises(DataError, match=rf"all 2 prompts are too long: the shortest has {len(text.ids)} tokens.* room for 0"):
+        read_prompts([str(tmp_path / "p.jsonl")], tmp_path, Prompts(tokenizer, raw=True), 0)
 
 
 def test_engine_and_generator_have_half_of_the_memory_each(tmp_path: Path) -> None:
