@@ -71,12 +71,18 @@ def live_words(result: StepResult, *, total_steps: int, remaining_seconds: float
 
 
 # The words of a step in the order of importance, for a line that may be too narrow. A skipped step has a line of its own.
-_MATTERS = ("step", "left", "loss", "ssd", "rate", "seconds", "grad norm", "lr", "loss scale")
+# Of what a loss measures beside itself, what people watch, and its word.
+_WATCHED = {"reward": "reward", "rewards/accuracies": "accuracy"}
+_MATTERS = ("step", "left", *_WATCHED, "loss", "ssd", "rate", "seconds", "grad norm", "lr", "loss scale")
 
 
 def _words(result: StepResult, total_steps: int, remaining_seconds: float) -> dict[str, str]:
     """Return the words of a step, by name, in the order of the lines of a log."""
-    words = {"step": f"step {result.step:>{len(str(total_steps))}}/{total_steps}", "loss": f"loss {result.loss:.4f}"}
+    words = {
+        "step": f"step {result.step:>{len(str(total_steps))}}/{total_steps}",
+        "loss": f"loss {round(result.loss, 4) + 0.0:.4f}",
+    }
+    words |= {name: f"{word} {result.metrics[name]:.3g}" for name, word in _WATCHED.items() if name in result.metrics}
     if result.grad_norm is not None:
         words["grad norm"] = f"grad norm {result.grad_norm:.3g}"
     words["lr"] = f"lr {result.learning_rate:.3g}"

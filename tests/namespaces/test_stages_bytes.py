@@ -8,8 +8,8 @@ from node_processes import write_model, write_texts
 
 HIDDEN, ROWS, LENGTH = 512, 64, 128
 CUT_BYTES = 4 * ROWS * LENGTH * HIDDEN  # 16 MiB
-# Headers of packets, acknowledgements, heartbeats.
-SLACK = 1.02
+# Headers of packets, acknowledgements, heartbeats: as many whatever the type of a cut.
+SLACK_BYTES = CUT_BYTES / 50
 # Who waits for stage 0 to begin asks for it again and again; many steps make that small on a slow machine, too.
 MORE_STEPS = 5
 
@@ -51,6 +51,6 @@ def test_a_cut_carries_what_the_formula_says(stage_dtype: str | None, tmp_path: 
         longer, shorter = (bytes_of_a_run(tmp_path, folder, steps, stage_dtype) for steps in (1 + MORE_STEPS, 1))
         found = (longer - shorter) / MORE_STEPS
         assert wanted <= found
-        if found <= SLACK * wanted:
+        if found <= wanted + SLACK_BYTES:
             return
     raise AssertionError((found, wanted))

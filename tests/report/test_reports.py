@@ -254,6 +254,16 @@ class TestProgress:
             assert words in line
         assert "ssd 14 GB read 12 GB written" in line
 
+    def test_a_line_has_the_reward_or_the_accuracy_of_a_loss_that_measures_one(self) -> None:
+        stream = io.StringIO()
+        progress = LineProgress(stream, total_steps=10)
+        progress(step(2, loss=-1e-9, metrics={"reward": 0.59375, "reward_std": 0.4}))
+        progress(step(3, metrics={"rewards/accuracies": 0.75}))
+        first, second = stream.getvalue().splitlines()
+        assert "loss 0.0000  reward 0.594  grad norm" in first
+        assert "reward_std" not in first
+        assert "  accuracy 0.75  " in second
+
     def test_skipped_steps_and_notices_are_stated(self) -> None:
         stream = io.StringIO()
         progress = LineProgress(stream, total_steps=10)
