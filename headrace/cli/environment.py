@@ -3,8 +3,11 @@
 Invariant: a user's own setting is never overruled. Call it before torch is imported, because OpenMP reads its settings once.
 """
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.machine.control_groups import quota_cores
@@ -44,6 +47,25 @@ def set_process_defaults() -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     sys.setswitchinterval(min(_SWITCH_SECONDS, sys.getswitchinterval()))
+
+
+@contextmanager
+def heavy_imports() -> Iterator[None]:
+    """While entered, a command imports torch: no garbage is looked for, and no later search looks at what was imported.
+
+    Such searches took a fifth of the import, and then a quarter of a second each. A process that has torch has objects of its
+    own, which are left alone.
+    """
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 def launched() -> Launch | None:

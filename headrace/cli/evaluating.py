@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment import cache_directory
+from headrace.cli.environment import cache_directory, heavy_imports
 from headrace.cli.generating import ceilings_of, say
 from headrace.cli.plain_errors import INTERRUPTED, leave
 from headrace.cli.screen import show
@@ -24,7 +24,8 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
     if options.tasks is not None:
         _run_tasks(Path(model), options, as_json=as_json)
         return
-    from headrace.generate.evaluating import Scoring, evaluate  # late: it brings torch
+    with heavy_imports():
+        from headrace.generate.evaluating import Scoring, evaluate
 
     shown = 0
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.cli.environment import machine_profile_path
+from headrace.cli.environment import heavy_imports, machine_profile_path
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave
 from headrace.plan.machine_profiles import load_profile
 from headrace.terms.ceilings import Ceilings
@@ -48,9 +48,10 @@ def generate(model: str, options: GenerateOptions, launch: Launch | None = None)
         prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompt: standard input is no {error.encoding} at byte {error.start}; convert it") from error
-    from headrace.generate.answering import Talk  # late: it brings torch
-    from headrace.generate.measured import Measured
-    from headrace.generate.whose_weights import open_generator
+    with heavy_imports():
+        from headrace.generate.answering import Talk
+        from headrace.generate.measured import Measured
+        from headrace.generate.whose_weights import open_generator
 
     measured = Measured(say)
     try:
@@ -89,9 +90,10 @@ def _answer_in_ranks(model: str, options: GenerateOptions, launch: Launch) -> No
 
 def _answer_file(model: str, options: GenerateOptions, helpers: Any = None) -> None:
     """Answer a file; the exit code is 1 if a line could not be answered."""
-    from headrace.generate.jobs import JobProgress, run_job
-    from headrace.generate.measured import Measured
-    from headrace.generate.whose_weights import open_generator  # late: it brings torch
+    with heavy_imports():
+        from headrace.generate.jobs import JobProgress, run_job
+        from headrace.generate.measured import Measured
+        from headrace.generate.whose_weights import open_generator
 
     measured, tokens = Measured(say), 0
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.environment import heavy_imports
 from headrace.cli.generating import ceilings_of, say, tell_plan
 from headrace.terms.errors import ConfigError
 from headrace.terms.serve_options import ServeOptions
@@ -18,7 +19,8 @@ def serve_model(model: str, given: Mapping[str, Any]) -> None:
     """
     options = ServeOptions.of(given)
     try:
-        from headrace.serve.server import Serving, serve  # late: it brings torch
+        with heavy_imports():
+            from headrace.serve.server import Serving, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client", "anyio"):
             raise

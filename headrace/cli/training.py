@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.cli.environment import heavy_imports
 from headrace.cli.first_look import look_at_choices, look_at_words, with_model_here
 from headrace.cli.plain_errors import REFUSED, leave
 from headrace.terms.errors import PeerLost, StepFailed
@@ -40,7 +41,8 @@ def begin(
         config = config_of(words, given, RunOptions)
         look_at_choices(config)
         config = with_model_here(config)
-        from headrace.cli.runs import start
+        with heavy_imports():
+            from headrace.cli.runs import start
 
         start(config, launch)
     else:
@@ -56,7 +58,8 @@ def resume(run_directory: Path, launch: Launch | None, *, secret: Path | None, s
     elif launch is not None and launch.rank:
         _follow(launch)
     else:
-        from headrace.cli.runs import go_on
+        with heavy_imports():
+            from headrace.cli.runs import go_on
 
         go_on(run_directory, launch)
 

@@ -129,6 +129,7 @@ _ROWS = (
         bits=4 + 16 / 128,
         needs_data=True,
         stock_loads=True,
+        on_all_cores=True,
         target=_late("targets", "Int4Target"),
         codec=_late("published", "PackQuantized", 128),
         decoded_per_second=3.0e9,

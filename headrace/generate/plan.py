@@ -24,7 +24,7 @@ _NARROW_ROW_TIMES, _NARROW_TIMES = 1.3, 3.0
 _PACKED_TIMES = 3.0
 # Up to so many rows products with packed weights are faster than with decoded ones; more where these are widened.
 PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
-# Packing takes as long as is saved in so many passes of one row.
+# With fewer passes bits stay those of decoded weights. Packing is repaid by two passes of one row (docs/log/first-token.md).
 LEAST_PACKED_PASSES = 13
 
 

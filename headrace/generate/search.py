@@ -270,9 +270,9 @@ def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> I
 
 
 def _packed(plan: GenerationPlan, question: GenerationQuestion) -> Iterator[GenerationPlan]:
-    """Yield `plan` with packed weights, if it can have them, and they are asked for or have passes enough to pay."""
-    pays = rounds_of(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES
-    packed = plan.with_packed() if question.packed or (question.packed is None and pays) else None
+    """Yield `plan` with packed weights, if it can have them, and they are asked for or have passes enough."""
+    enough = rounds_of(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES
+    packed = plan.with_packed() if question.packed or (question.packed is None and enough) else None
     if packed is not None and (question.packed or plan.rows <= packed.packed_rows):
         yield with_peaks(packed, question.allowance)
 

@@ -1,7 +1,9 @@
 """Products of few rows with four-bit weights that stay packed: torch's kernel reads a quarter of the bytes of bfloat16.
 
-Packing a matrix takes as long as decoding it some seventeen times, so it is done once, for weights that stay in memory. The
-layout of packed weights depends on the processor's instructions: it is made here, and never stored.
+Packing takes less time than decoding, or than reading packed weights from a drive would. So it is done once, for weights that
+stay in memory, and packed ones are never stored. Their layout depends on torch's kernel and on the processor's instructions.
+The loop that packs (`model/packed_loops.py`) is first compared with torch's own packing, which takes twenty times as
+long. Where they differ, torch packs.
 
 Invariant: the way of a product follows from the plan and from its shape alone. It has other bits than the product with decoded
 weights, for the kernel adds up in another order.
@@ -10,22 +12,26 @@ weights, for the kernel adds up in another order.
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 
 from headrace.codec import Parts
 from headrace.codec.int4 import unpack
 from headrace.codec.published import PackQuantized
+from headrace.codec.row_pieces import on_all_cores
 from headrace.model.decoding import Decoding
 from headrace.model.in_place import StoredUnit
 from headrace.model.own_linear import OwnLinear
+from headrace.model.packed_loops import pack_blocks
 
 _aten = torch.ops.aten
 _GROUPS = (32, 64, 128, 256)
 _ROWS_MULTIPLE = 16  # the kernel takes outputs in such multiples
-# The kernel packs so many outputs, or a divisor of that, by themselves; so pieces of that many give the bytes of the whole.
-_BLOCK_ROWS = 64
+# The kernel takes so many outputs at a time, by the processor's instructions. Pieces of the most give the bytes of the whole.
+_BLOCKS = (64, 32)
+_BLOCK_ROWS = max(_BLOCKS)
 _PIECE_ELEMENTS = 1 << 18
-_PACKING_BYTES_OF_AN_ELEMENT = 10  # a code as int32, as uint8 twice while it is unpacked, and packed twice
+_PACKING_BYTES_OF_AN_ELEMENT = 10  # by torch: a code as int32, as uint8 twice while it is unpacked, and packed twice
 _INNER_TILES = 2  # the kernel for CPUs takes this argument of the one for GPUs, and ignores it
 
 
@@ -36,12 +42,14 @@ class PackedMatrix:
         words, scales = parts["weight_packed"], parts["weight_scale"]
         self.outputs, self.inputs, self.group = outputs, inputs, _ = len(words), scales.shape[1] * group, group
         self._packed = torch.empty((outputs, inputs // 2), dtype=torch.uint8)
-        step = _rows_of_a_piece(inputs)
-        for start in range(0, outputs, step):
-            codes = unpack(words[start : start + step], inputs).to(torch.int32)
-            self._packed[start : start + step] = _aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
-        # A code stands for (code - 8) * scale + zero.
-        self._sides = torch.stack([scales.T, torch.zeros_like(scales.T)], dim=-1).contiguous()
+        if block := _block_of_loop():
+            _pack_by_loop(words, block, self._packed)
+        else:
+            _pack_by_torch(words, self._packed)
+        # A code stands for (code - 8) * scale + zero. Torch's own copy would wait for its threads, which others use.
+        sides = np.zeros((scales.shape[1], outputs, 2), np.int16)
+        sides[:, :, 0] = scales.view(torch.int16).numpy().T
+        self._sides = torch.from_numpy(sides).view(torch.bfloat16)
 
     @property
     def num_bytes(self) -> int:
@@ -120,11 +128,12 @@ def packable(unit: StoredUnit) -> Sequence[Decoding]:
 def packed_bytes(unit: StoredUnit, dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of a unit's packed matrices, and the most that packing one takes besides, for a moment.
 
-    They are 0 where nothing is packed: no kernel here, or compute in another dtype than bfloat16.
+    They are 0 where nothing is packed: no kernel here, or compute in another dtype than bfloat16. The loop takes nothing more.
     """
     found = packable(unit) if dtype == torch.bfloat16 and has_kernel() else ()
     kept = sum(each.rows * each.columns // 2 + 4 * each.rows * (each.columns // _group(each)) for each in found)
-    making = max((min(each.rows, _rows_of_a_piece(each.columns)) * each.columns for each in found), default=0)
+    pieces = () if not found or _block_of_loop() else found
+    making = max((min(each.rows, _rows_of_a_piece(each.columns)) * each.columns for each in pieces), default=0)
     return kept, _PACKING_BYTES_OF_AN_ELEMENT * making
 
 
@@ -138,6 +147,39 @@ def has_kernel() -> bool:
 def _group(decoding: Decoding) -> int:
     assert isinstance(decoding.codec, PackQuantized), "asked of these alone"
     return decoding.codec.group or decoding.columns
+
+
+@cache
+def _block_of_loop() -> int:
+    """Return the outputs that torch's kernel takes at a time here; 0 where the loop does not pack as torch does."""
+    rows = _BLOCK_ROWS + 16  # whole blocks, then 16, 32 or 48 outputs
+    for block in _BLOCKS:
+        found = []
+        for outputs in (rows, rows + 16, rows + 32):
+            words = torch.randint(-(1 << 31), 1 << 31, (outputs, 20), generator=torch.Generator().manual_seed(outputs)).int()
+            ways = torch.empty((2, outputs, 80), dtype=torch.uint8)
+            _pack_by_torch(words, ways[0])
+            _pack_by_loop(words, block, ways[1])
+            found.append(torch.equal(*ways))
+        if all(found):
+            return block
+    return 0
+
+
+def _pack_by_torch(words: torch.Tensor, into: torch.Tensor) -> None:
+    """Pack codes (`codec/int4.py`) into a matrix (outputs, inputs / 2) uint8, by torch's own function."""
+    inputs = 2 * into.shape[1]
+    step = _rows_of_a_piece(inputs)
+    for start in range(0, len(words), step):
+        codes = unpack(words[start : start + step], inputs).to(torch.int32)
+        into[start : start + step] = _aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
+
+
+def _pack_by_loop(words: torch.Tensor, block: int, into: torch.Tensor) -> None:
+    """Pack likewise by the loop, on all cores."""
+    codes, out = words.contiguous().view(torch.uint8).numpy(), into.view(-1).numpy().view(np.uint64)
+    outputs, width = into.shape
+    on_all_cores(lambda first, last: pack_blocks(codes, block, first, last, out), -(-outputs // block), 2 * width * block)
 
 
 def _rows_of_a_piece(columns: int) -> int:

@@ -4,6 +4,7 @@ Run: pytest tests/cli
 """
 
 import errno
+import gc
 import json
 import os
 import re
@@ -23,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.cli import main, runs
 from headrace.cli.configuration import config_of
-from headrace.cli.environment import SPIN_COUNT, cache_directory, set_process_defaults
+from headrace.cli.environment import SPIN_COUNT, cache_directory, heavy_imports, set_process_defaults
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.plain_errors import plainly
 from headrace.cli.samples import marked
@@ -414,3 +415,21 @@ class TestData:
 def test_clean_says_when_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("clean", tmp_path) == 0
     assert capsys.readouterr().out == "0 leftovers removed, 0 B freed\n"
+
+
+def test_imports_of_torch_are_not_searched_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gc.get_freeze_count()
+    with heavy_imports():
+        assert gc.isenabled(), "this process has torch, and objects of its own"
+    assert gc.get_freeze_count() == before
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with pytest.raises(KeyboardInterrupt), heavy_imports():
+            raise KeyboardInterrupt
+        assert (gc.isenabled(), gc.get_freeze_count()) == (True, before)
+        with heavy_imports():
+            assert not gc.isenabled()
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()

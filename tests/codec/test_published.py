@@ -42,6 +42,18 @@ class TestPackQuantized(PackedReference):
     codec: Codec = PackQuantized(32)
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_several_cores_decode_the_same(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, rows, columns = PackQuantized(32, symmetric=symmetric), 41, 64
+    parts = codec.encode(torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).bfloat16())
+    alone, together = torch.empty(2, rows - 3, columns, dtype=torch.bfloat16)
+    codec.decode(parts, alone, range(3, rows))
+    monkeypatch.setattr("headrace.codec.row_pieces._LEAST_WEIGHTS", 64)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 3)
+    codec.decode(parts, together, range(3, rows))
+    assert torch.equal(alone, together)
+
+
 class TestPackQuantizedRows(PackedReference):
     codec = PackQuantized(0, "float32")
 

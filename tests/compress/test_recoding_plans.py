@@ -108,7 +108,7 @@ def test_all_cores_decode_and_a_device_needs_none() -> None:
     one, many = machine(1e9, cores=1), machine(1e9, cores=4)
     weights = 1 << 30
     assert making_like(((TO, weights),), many) == pytest.approx(making_like(((TO, weights),), one) / 4, rel=0.01)
-    assert making_like((("pack", weights),), many) == making_like((("pack", weights),), one)
+    assert making_like((("trits", weights),), many) == making_like((("trits", weights),), one)
     device = load_profile("rtx4090-4ssd")
     assert making_like(((TO, weights),), device) == 0
     assert why_no_gain(TO, device) == ""

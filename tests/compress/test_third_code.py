@@ -30,7 +30,7 @@ class Marked(Int4Target):
 
 
 THIRD = dataclasses.replace(
-    CODES["int4"], name="third", kind="third", bits=11.0, target=Marked, decoded_per_second=7e7, experts_alone=False
+    CODES["int4"], name="third", kind="third", bits=11.0, target=Marked, decoded_per_second=7e7, on_all_cores=False
 )
 READ = dataclasses.replace(THIRD, target=None)
 COUNTS = {"prompts": 1, "prompt_length": 8, "new_tokens": 4}

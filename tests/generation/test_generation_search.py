@@ -211,14 +211,14 @@ def coded(kind: str, ratio: float, by_experts: bool, device_bytes: int | None = 
 @pytest.mark.parametrize("device", [None, 80 * MIB])
 def test_decoding_is_in_the_forecast(by_experts: bool, device: int | None) -> None:
     """A core decodes 4e7 weights of NF4 a second: that is the pass; and a profile that knows better is believed."""
-    slow, fast = (coded(kind, 3.8, by_experts, device) for kind in ("nf4", "pack"))
-    found = {kind: make_generation_plan(asked) for kind, asked in (("nf4", slow), ("pack", fast))}
+    slow, fast = (coded(kind, 3.8, by_experts, device) for kind in ("nf4", "ternary"))
+    found = {kind: make_generation_plan(asked) for kind, asked in (("nf4", slow), ("ternary", fast))}
     made = sum(unit.num_elements for unit in found["nf4"].units[1:-1]) / BLOCKS
     rate = slow.machine.make_bytes_per_second / 144 if device else 4e7
     assert found["nf4"].forecast is not None
-    assert found["pack"].forecast is not None
+    assert found["ternary"].forecast is not None
     assert found["nf4"].forecast.pass_seconds > made / rate
-    assert found["pack"].forecast.pass_seconds < 0.9 * found["nf4"].forecast.pass_seconds  # Python takes as long in both
+    assert found["ternary"].forecast.pass_seconds < 0.9 * found["nf4"].forecast.pass_seconds  # Python takes as long in both
     assert slow.ceilings is not None
     better = replace(slow, ceilings=replace(slow.ceilings, decoded_per_second={"nf4": 3e9}))
     again = make_generation_plan(better).forecast

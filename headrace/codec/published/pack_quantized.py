@@ -18,7 +18,7 @@ from headrace.codec.grids import Int4Grid
 from headrace.codec.int4 import pack, unpack
 from headrace.codec.on_device import int4_to_bfloat16, triton_kernels
 from headrace.codec.rounding import nearest
-from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
+from headrace.codec.row_pieces import on_all_cores, piece_bytes, pieces, refuse_no_numbers
 from headrace.machine.jit import compiled
 from headrace.terms.coding import Part
 
@@ -80,17 +80,27 @@ class PackQuantized:
         if fast and (kernels := triton_kernels(into.device)) is not None:
             int4_to_bfloat16(kernels, words, scales, parts.get("weight_zero_point"), into, rows)
             return
-        fast = fast and into.device.type == "cpu"
+        if fast and into.device.type == "cpu":
+            self._decode_on_host(parts, into, rows)
+            return
         for here, there in pieces(rows, columns):
             zeros = self._zeros(parts, here, scales)
-            if fast:
-                codes = words[here].view(torch.uint8).numpy()
-                bits = into[there].view(torch.int16).numpy().view(np.uint16)
-                _decode_bfloat16(codes, scales[here].float().numpy(), zeros.numpy(), bits)
-                continue
             signed = unpack(words[here], columns).view(codes_shape(here, scales, columns)).to(torch.int8) - zeros[..., None]
             values = signed.to(scales.dtype) * scales[here][..., None]
             into[there].copy_(values.view(-1, columns))
+
+    def _decode_on_host(self, parts: Parts, into: Tensor, rows: range) -> None:
+        """Fill `into` with these rows, on all cores; weights and scales are bfloat16."""
+        codes, out = parts["weight_packed"].view(torch.uint8).numpy(), into.view(torch.int16).numpy().view(np.uint16)
+        scales = parts["weight_scale"]
+
+        def decode(start: int, stop: int) -> None:
+            for here, there in pieces(range(rows.start + start, rows.start + stop), into.shape[1]):
+                zeros = self._zeros(parts, here, scales).numpy()
+                place = out[start + there.start : start + there.stop]
+                _decode_bfloat16(codes[here], scales[here].float().numpy(), zeros, place)
+
+        on_all_cores(decode, len(rows), into.shape[1])
 
     def _zeros(self, parts: Parts, rows: slice, scales: Tensor) -> Tensor:
         """Return the zero points (rows, groups) int8 of these rows."""
