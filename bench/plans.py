@@ -2,8 +2,10 @@
 
     python bench/plans.py                             # print
     python bench/plans.py --output docs/plans.md      # write
+    python bench/plans.py --kept answers.jsonl        # in pieces: what a killed run has answered is not asked again
 
-Each cell is what `headrace plan` says for a profile of the package with another amount of memory; no weights, no GPU. Minutes.
+Each cell is what `headrace plan` says for a profile of the package with another amount of memory; no weights, no GPU. Half an
+hour of a processor. Answers are kept by cell alone: begin a new file after a change of the planner.
 Cells in which more SSDs, memory or tokens per second go the
 wrong way are listed on stderr: they are faults of the planner.
 """
@@ -126,14 +128,19 @@ def answer(config: Path, cell: Cell) -> Answer:
     return report.to_json()
 
 
-def answers_of(section: Section, folder: Path) -> list[tuple[Cell, Answer]]:
-    """Return the answers of a section's cells."""
+def answers_of(section: Section, folder: Path, kept: Path | None = None) -> list[tuple[Cell, Answer]]:
+    """Return the answers of a section's cells; those in the file `kept` are not asked again, and others are appended there."""
     config = Path(tempfile.mkdtemp(dir=folder))
     section.config.save_pretrained(config)
+    lines = kept.read_text(encoding="utf-8").splitlines() if kept is not None and kept.exists() else []
+    known = {(title, Cell(**cell)): got for title, cell, got in map(json.loads, lines)}
     answers = []
     for cell in section.cells:
-        answers.append((cell, answer(config, cell)))
-        found = answers[-1][1]
+        found = known.get((section.title, cell)) or answer(config, cell)
+        answers.append((cell, found))
+        if kept is not None and (section.title, cell) not in known:
+            with kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([section.title, vars(cell), found]) + "\n")
         took = f"{found['step_seconds']:.0f} s a step" if found["fits"] else "does not fit"
         print(f"{section.title}: {cell.words}: {took}", file=sys.stderr, flush=True)
     return answers
@@ -257,9 +264,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="write the page here instead of printing it")
     parser.add_argument("--json", type=Path, help="write all answers here besides")
+    parser.add_argument("--kept", type=Path, help="take answers from this file, and append others to it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = [(section, answers_of(section, Path(folder))) for section in SECTIONS]
+        found = [(section, answers_of(section, Path(folder), arguments.kept)) for section in SECTIONS]
     page = page_of(found)
     if arguments.json is not None:
         values = [{"section": section.title, "cell": vars(cell), **got} for section, got_all in found for cell, got in got_all]

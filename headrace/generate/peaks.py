@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from headrace.generate.block_tables import held_bytes
 from headrace.generate.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes, working_bytes
-from headrace.generate.plan import GenerationPlan, generation_buffers
+from headrace.generate.plan import GenerationPlan, generation_buffers, weight_buffers
 from headrace.plan.allowance import Allowance
 from headrace.plan.results import Results
 from headrace.plan.weight_sizes import peak_rows
@@ -61,3 +61,12 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     if on_drives := sum(drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
         rows["ssd"] = {"cache": plan.seats * on_drives}
     return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowance.of(rows), notes=plan.results.notes))
+
+
+def with_weights(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
+    """Return `plan`, whose peaks were found for other numbers of slots or cached experts, with those of its own."""
+    rows = {tier: dict(purposes) for tier, purposes in plan.results.peak_bytes.items()}
+    groups = weight_buffers(plan).values()
+    for tier in {group.tier for group in groups}:
+        rows[tier]["weights"] = sum(group.total_bytes for group in groups if group.tier == tier)
+    return replace(plan, results=replace(plan.results, peak_bytes=rows, allowed_bytes=allowance.of(rows)))

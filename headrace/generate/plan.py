@@ -4,13 +4,14 @@ Invariant: memory is the sum of the buffers below and of what compute makes, and
 """
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from headrace.codec.table import code_of_kind
 from headrace.generate.cache_plan import HOST, SSD, CachePlan, cache_buffers
 from headrace.generate.seat_shapes import SeatShapes
 from headrace.plan.expert_plan import ExpertPlan, expert_buffers
-from headrace.plan.placement import Placement
+from headrace.plan.placement import Placement, WeightSizes, weight_sizes_of
 from headrace.plan.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.costs import FEW_ROWS, GenerationCosts
 from headrace.terms.plain_figures import plain_figure
@@ -122,6 +123,12 @@ class GenerationPlan(Placement):
         rest = max(0, dense - self.planes.weight.num_bytes(sum(weights for _, weights in figures.decodes)))
         return self.multiplied_bytes(rest, rows) + round(figures.packed_bytes * max(1.0, _PACKED_TIMES / self.compute_threads))
 
+    def bytes_of_blocks(self, rows: int) -> int:
+        """Return the sum of `block_bytes` of all blocks; where none is packed, alike ones are counted together."""
+        if rows <= self.packed_rows:
+            return sum(self.block_bytes(block, rows) for block in range(1, self.num_blocks + 1))
+        return sum(count * self.multiplied_bytes(num_bytes, rows) for num_bytes, count in self.weight_sizes.slots)
+
     def with_packed(self) -> "GenerationPlan | None":
         """Return the plan with packed weights; None unless each block stays in the slot where it is decoded, on the host."""
         blocks = self.units[1 : self.num_blocks + 1]
@@ -148,6 +155,11 @@ class GenerationPlan(Placement):
     def page_bytes(self, unit: int) -> int:
         """See `Placement.page_bytes`: there are as many pages as seats, unless small."""
         return self.page_of(unit, self.seats)
+
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """See `Placement.weight_sizes`: found once for all plans of a search that have the same units."""
+        return _sizes_of(_SameUnits(self))
 
     def holds(self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0) -> bool:
         """Return whether its buffers suffice for another batch, whose rows have no more tokens."""
@@ -280,14 +292,39 @@ class GenerationPlan(Placement):
         return lines
 
 
-def generation_buffers(plan: GenerationPlan) -> dict[str, BufferGroup]:
-    """Return by name the groups of buffers that take anything; the engine takes these and no others."""
-    groups = weight_groups(plan)
+class _SameUnits:
+    """A plan that is equal to others of the very same units; it keeps these alive."""
+
+    def __init__(self, plan: GenerationPlan) -> None:
+        self.plan = plan
+        self._key = id(plan.units), plan.compute_dtype, plan.num_blocks
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameUnits) and self._key == other._key
+
+
+@lru_cache(maxsize=8)
+def _sizes_of(same: _SameUnits) -> WeightSizes:
+    return weight_sizes_of(same.plan)
+
+
+def weight_buffers(plan: GenerationPlan) -> dict[str, BufferGroup]:
+    """Return by name the groups of buffers for weights, experts among them."""
+    groups, sizes = weight_groups(plan), plan.weight_sizes
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
     # Resident units come through host memory, once: through the blocks' slots, if these are large enough.
-    coming, slots = max(map(plan.stored_bytes, plan.resident_units)), groups["host_weights"]
-    if plan.separate_device or any(plan.units[unit].is_made for unit in plan.resident_units):
-        groups["coming"] = BufferGroup("host", "weights", 1, max(0, coming - slots.count * slots.num_bytes))
+    slots = groups["host_weights"]
+    if plan.separate_device or sizes.resident_is_made:
+        groups["coming"] = BufferGroup("host", "weights", 1, max(0, sizes.coming - slots.count * slots.num_bytes))
+    return groups
+
+
+def generation_buffers(plan: GenerationPlan) -> dict[str, BufferGroup]:
+    """Return by name the groups of buffers that take anything; the engine takes these and no others."""
+    groups = weight_buffers(plan)
     groups |= cache_buffers(plan.caches, plan.most_costs, plan.new_tokens, plan.seats, separate_device=plan.separate_device)
     return {name: group for name, group in groups.items() if group.total_bytes}

@@ -179,6 +179,7 @@ class GenerationPlanner:
             attention=places,
             lengths=None if kept_copies else fixed.get("lengths"),
             shapes=fixed.get("shapes"),
+            widens=self._chain.wide_products,
         )
         plan = make_generation_plan(question)
         notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []

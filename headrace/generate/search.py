@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from headrace.generate.block_tables import with_waits
 from headrace.generate.cache_plan import cache_choices, with_inputs
 from headrace.generate.expert_search import ways_of_experts, with_cached_experts
-from headrace.generate.peaks import ATTENDING_OPERATIONS, with_peaks
+from headrace.generate.peaks import ATTENDING_OPERATIONS, with_peaks, with_weights
 from headrace.generate.plan import LEAST_PACKED_PASSES, GenerationPlan
 from headrace.generate.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
 from headrace.generate.seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
@@ -21,6 +21,7 @@ from headrace.plan.nominal import nominal_machine
 from headrace.plan.rates import Rates
 from headrace.plan.refusal import refusal
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.collector import without_collection
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import UnitFigures
@@ -52,7 +53,7 @@ class GenerationQuestion:
     given rows, and a chunk that is not 0. `packed`: whether few rows are multiplied with packed weights; None: where that is
     faster. `narrow_rows` is as in the plan. `attention`: which of attending on the host (true) and where blocks are computed
     are tried. Where `lengths` of prompts are known, and rows are not fixed, short prompts may have more rows; with `shapes`
-    these are fixed. `costs_of` is then given a length.
+    these are fixed. `costs_of` is then given a length. `widens` is as in `nominal_machine`.
     """
 
     units: tuple[UnitFigures, ...]
@@ -77,13 +78,14 @@ class GenerationQuestion:
     attention: tuple[bool, ...] = (False,)
     lengths: PromptLengths | None = None
     shapes: SeatShapes | None = None
+    widens: bool = False
 
     @property
     def machine(self) -> Ceilings:
         """The machine that is planned for."""
         allowance = self.allowance
         return self.ceilings or nominal_machine(
-            allowance.cores, host_bytes=allowance.host_bytes, device_bytes=allowance.device_bytes
+            allowance.cores, host_bytes=allowance.host_bytes, device_bytes=allowance.device_bytes, widens=self.widens
         )
 
 
@@ -98,6 +100,7 @@ class _Seating:
     most: GenerationCosts | None = None
 
 
+@without_collection()
 def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     """Return the fastest plan that fits.
 
@@ -303,11 +306,12 @@ def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPl
             tier = "device" if on_device and plan.separate_device else "host"
             if (allowed := plan.results.allowed_bytes.get(tier)) is None:
                 continue
-            more = (allowed - filled.peak(tier)) // filled.largest(filled.slot_bytes if on_device else filled.stored_bytes)
+            sizes = filled.weight_sizes
+            more = (allowed - filled.peak(tier)) // (sizes.slot if on_device else sizes.stored)
             slots = min(plan.num_blocks, getattr(filled, name) + more)
-            filled = with_peaks(replace(filled, **{name: slots}), allowance)
+            filled = with_weights(replace(filled, **{name: slots}), allowance)
         if filled.experts is not None and allowance.host_bytes is not None:
-            filled = with_peaks(with_cached_experts(filled, allowance.host_bytes), allowance)
+            filled = with_weights(with_cached_experts(filled, allowance.host_bytes), allowance)
         yield filled
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from headrace.generate.cache_plan import COMPUTE, SSD, moved_bytes, touched_bytes, whole_bytes
+from headrace.generate.cache_plan import COMPUTE, SSD, moved_bytes, touched_bytes
 from headrace.generate.expert_search import rough_expert_seconds
 from headrace.generate.plan import GenerationPlan, PassForecast
 from headrace.generate.schedule import build_pass
@@ -76,34 +76,38 @@ def _wear(written_bytes: int, ceilings: Ceilings) -> str:
 
 def rough_seconds(plan: GenerationPlan, rates: Rates) -> float:
     """Return the seconds per token of all passes, by the lane that alone takes longest."""
-    blocks = range(1, plan.num_blocks + 1)
+    costs, sizes, homes = plan.costs, plan.weight_sizes, plan.caches.homes or (COMPUTE,) * plan.num_blocks
     held = max(plan.host_slots, plan.device_slots if plan.makes_slots or plan.separate_device else 0)
     missing = (plan.num_blocks - held + 1) / plan.num_blocks if held < plan.num_blocks else 0.0
-    read = missing * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.SSD_READ]
+    read = missing * sizes.stored_of_blocks / rates.bytes_per_second[Lane.SSD_READ]
     sent = 0.0
     if plan.separate_device:
         part = max(0, plan.num_blocks - plan.device_slots + 1) / plan.num_blocks
-        sent = part * sum(plan.stored_bytes(unit) for unit in blocks) / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
+        sent = part * sizes.stored_of_blocks / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
     if plan.makes_slots:
         left = (plan.num_blocks - plan.device_slots + 1) / plan.num_blocks if plan.device_slots < plan.num_blocks else 0.0
-        made = sum(max(plan.slot_bytes(unit) + plan.stored_bytes(unit), plan.units[unit].making_like) for unit in blocks)
+        made = sum(
+            max(plan.slot_bytes(unit) + plan.stored_bytes(unit), plan.units[unit].making_like)
+            for unit in range(1, plan.num_blocks + 1)
+        )
         sent = max(sent, left * made / rates.bytes_per_second[Lane.MAKE])
-    caches = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens // 2, block) for block in blocks}
-    read += sum(caches[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_READ]
+    each = [*zip(costs.cache_bytes, costs.cache_token_bytes, strict=True)]
+    caches = [plan.seats * (prompt + plan.new_tokens // 2 * token) for prompt, token in each]
     # Keys and values of new tokens go to the drives, and to the host, spread over all tokens.
-    new = {block: plan.seats * whole_bytes(plan.costs, plan.new_tokens, block) / plan.new_tokens for block in blocks}
-    read += sum(new[block] for block in plan.caches.blocks(SSD)) / rates.bytes_per_second[Lane.SSD_WRITE]
-    away = sum(caches[block] for block in blocks if plan.caches.home(block) != COMPUTE)
+    new = [plan.seats * (prompt + plan.new_tokens * token) / plan.new_tokens for prompt, token in each]
+    read += sum(size for size, home in zip(caches, homes, strict=True) if home == SSD) / rates.bytes_per_second[Lane.SSD_READ]
+    read += sum(size for size, home in zip(new, homes, strict=True) if home == SSD) / rates.bytes_per_second[Lane.SSD_WRITE]
+    away = sum(size for size, home in zip(caches, homes, strict=True) if home != COMPUTE)
     attending = away / rates.bytes_per_second[Lane.ATTENTION] if plan.caches.attends and plan.separate_device else 0.0
     if plan.separate_device and not attending:
         sent += away / rates.bytes_per_second[Lane.HOST_TO_DEVICE]
     touched = (
-        sum(plan.block_bytes(block, plan.rows) for block in blocks)
+        plan.bytes_of_blocks(plan.rows)
         + plan.multiplied_bytes(plan.head_bytes, plan.rows)
-        + sum(plan.costs.next.waited_bytes)
-        + (sum(touched_bytes(plan.costs, caches[block], block) for block in blocks) - (3 * away if attending else 0))
+        + sum(costs.next.waited_bytes)
+        + (sum(touched_bytes(costs, size, block) for block, size in enumerate(caches, 1)) - (3 * away if attending else 0))
         / plan.seats
     )
-    flops = sum(plan.costs.next.flops) + plan.costs.head_flops
-    computing = plan.seats * rates.compute_seconds(flops, touched, sum(plan.costs.next.calls))
+    flops = sum(costs.next.flops) + costs.head_flops
+    computing = plan.seats * rates.compute_seconds(flops, touched, sum(costs.next.calls))
     return rounds_of(plan) * (max(read, sent, computing, attending) + rough_expert_seconds(plan, rates))

@@ -19,10 +19,12 @@ from headrace.model.cost_meter import AttentionOfGpus
 from headrace.model.runner import left_as_found
 from headrace.model.shape_costs import costs_on_shapes
 from headrace.model.skip import skippable
+from headrace.terms.collector import without_collection
 from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
 
+@without_collection()
 def profile(
     chain: Chain,
     sequences: int,

@@ -25,6 +25,7 @@ from headrace.model.stored_layer import can_be_called_again, keys_and_values, wi
 from headrace.model.stored_rows import rows_within
 from headrace.model.taps import BlockCall, Kept, Taps
 from headrace.model.tiered_cache import TieredLayer, can_be_tiered, tier_layers, token_bytes_of
+from headrace.terms.collector import without_collection
 from headrace.terms.costs import CALLS_OF_EXPERT, CodedCaches, GenerationCosts, PassCosts, RecomputeCosts, touched
 from headrace.terms.embedding_rows import BlockRows
 from headrace.terms.errors import refusing
@@ -33,6 +34,7 @@ from headrace.terms.errors import refusing
 _COPIES_OF_LOGITS = 8
 
 
+@without_collection()
 def generation_costs(
     chain: Chain, rows: int, prompt_length: int, chunk: int = 0, code: CacheCode | None = None
 ) -> GenerationCosts:

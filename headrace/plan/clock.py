@@ -23,25 +23,35 @@ _MOST_ROUNDS = 12
 _Value = TypeVar("_Value")
 
 
+# Where among `count` lanes those of a set are.
+_Places = tuple[int, ...]
+
+
 class _Known(dict[int, _Value]):
     """What was found for a set of lanes, by bit mask. An event asks for a few sets, and a known one costs no call."""
 
-    def __init__(self, find: Callable[[int], _Value]) -> None:
+    def __init__(self, count: int, find: Callable[[_Places], _Value]) -> None:
         super().__init__()
-        self._find = find
+        self._count, self._find = count, find
 
     def __missing__(self, mask: int) -> _Value:
-        value = self[mask] = self._find(mask)
+        value = self[mask] = self._find(tuple(place for place in range(self._count) if mask >> place & 1))
         return value
+
+
+def _themselves(places: _Places) -> _Places:
+    return places
 
 
 class Clock:
     """The event loop. At most one operation per lane is under way, so scanning the few lanes is faster than a heap.
 
     A set of lanes is a bit mask of their places among the lanes that the programs use; only sets that occur are examined.
+    `speeds_among` returns the speed of each of the lanes in some places, at most 1, while all of them are busy. It does not
+    know the clock: so a clock goes with its programs as soon as nobody has it any longer, without a collection of cycles.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, speeds_among: Callable[[_Places], tuple[tuple[int, float], ...]]) -> None:
         self.programs: list[Program] = []
         self.done: list[bytearray] = []
         self.left: list[int] = []
@@ -49,8 +59,8 @@ class Clock:
         self.stop: list[list[float]] = []
         self.finish: list[float] = []
         self.now = 0.0
-        self.places_of = _Known(lambda mask: tuple(place for place in range(count) if mask >> place & 1))
-        self.speeds_of = _Known(lambda busy: self.speeds_among(self.places_of[busy]))
+        self.places_of = _Known(count, _themselves)
+        self.speeds_of = _Known(count, speeds_among)
         self.all_lanes = (1 << count) - 1
         self.work: list[list[float]] = []  # by program and operation: the seconds that it takes alone
         self.queue: list[list[tuple[int, Op]]] = [[] for _ in range(count)]
@@ -67,10 +77,6 @@ class Clock:
 
     def alone_seconds(self, op: Op) -> float:
         """Return the seconds that `op` takes if nothing else runs."""
-        raise NotImplementedError
-
-    def speeds_among(self, places: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-        """Return the speed of each of the lanes in these places, at most 1, while all of them are busy."""
         raise NotImplementedError
 
     def admit(self, program: Program) -> None:

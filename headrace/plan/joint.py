@@ -12,6 +12,7 @@ their number. Invariant: that is exact (tests simulate each).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter
 
@@ -147,7 +148,7 @@ class _JointClock(Clock):
         self.all_rates, self.network, self.transfer_seconds = rates, network, transfer_seconds
         self.members = len(rates)
         self.come: dict[tuple[int, int], list[int]] = {}  # by meeting not begun: places of lanes that wait
-        super().__init__(len(self.seats))
+        super().__init__(len(self.seats), partial(_speeds_among, self.seats, rates, network))
 
     def place_of(self, op: Op) -> int:
         return self.place[_rank(op), op.lane]
@@ -156,21 +157,6 @@ class _JointClock(Clock):
         if _meets(op):
             return self.transfer_seconds + op.bytes / self.network.alone_bytes_per_second(op.lane)
         return self.all_rates[_rank(op)].alone_seconds(op)
-
-    def speeds_among(self, places: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-        """Return speeds: what meets goes as fast as links allow, and as the slowest machine of the meeting."""
-        speeds: dict[int, float] = {}
-        for rank in range(self.members):
-            here = [place for place in places if self.seats[place][0] == rank]
-            found = self.all_rates[rank].speeds(tuple([self.seats[place][1] for place in here]))
-            speeds |= {place: found[self.seats[place][1]] for place in here}
-        transfers = [lane for lane in _TRANSFERS if any(self.seats[place][1] is lane for place in places)]
-        shares = self.network.bytes_per_second(transfers) if transfers else {}
-        for lane in transfers:
-            ends = [place for place in places if self.seats[place][1] is lane]
-            speed = shares[lane] / self.network.alone_bytes_per_second(lane) * min(speeds[place] for place in ends)
-            speeds |= dict.fromkeys(ends, speed)
-        return tuple((place, speeds[place]) for place in places)
 
     def _ready(self, place: int) -> bool:
         return not self.busy >> place & 1 and super()._ready(place)
@@ -187,6 +173,24 @@ class _JointClock(Clock):
             for each in self.come.pop((number, op.meeting)):
                 self.blocked[each] = NOTHING
                 super()._begin(each)
+
+
+def _speeds_among(
+    seats: Sequence[tuple[int, Lane]], rates: Sequence[Rates], network: Network, places: tuple[int, ...]
+) -> tuple[tuple[int, float], ...]:
+    """Return speeds: what meets goes as fast as links allow, and as the slowest machine of the meeting."""
+    speeds: dict[int, float] = {}
+    for rank, own in enumerate(rates):
+        here = [place for place in places if seats[place][0] == rank]
+        found = own.speeds(tuple([seats[place][1] for place in here]))
+        speeds |= {place: found[seats[place][1]] for place in here}
+    transfers = [lane for lane in _TRANSFERS if any(seats[place][1] is lane for place in places)]
+    shares = network.bytes_per_second(transfers) if transfers else {}
+    for lane in transfers:
+        ends = [place for place in places if seats[place][1] is lane]
+        speed = shares[lane] / network.alone_bytes_per_second(lane) * min(speeds[place] for place in ends)
+        speeds |= dict.fromkeys(ends, speed)
+    return tuple((place, speeds[place]) for place in places)
 
 
 def _rank(op: Op) -> int:

@@ -1,5 +1,6 @@
 """What every plan says about weights, in training and in generation: how large units are, and how they come to compute."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
@@ -11,6 +12,27 @@ from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
 
 # Pages of weights are at least this large.
 LEAST_PAGE_BYTES = MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSizes:
+    """Bytes of a plan's weights that follow from its units.
+
+    `slot`, `stored` and `source` are the most that a block has, `stored_of_blocks` is the sum of all blocks. `streamed` is the
+    most that any unit has that is fetched. `resident` is the sum of units that stay, and `coming` the most that one of these
+    has as it is stored. Those of `trained` families are by unit; `slots` say how many blocks have slots of a size.
+    """
+
+    slot: int
+    stored: int
+    stored_of_blocks: int
+    source: int
+    streamed: int
+    resident: int
+    coming: int
+    resident_is_made: bool
+    trained: tuple[tuple[int, int], ...]
+    slots: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +157,11 @@ class Placement:
         """Bytes of a piece in which a block's weights cross the link, where `count` are enough; small ones are joined."""
         return max(LEAST_PAGE_BYTES, round_up(-(-self.sent_bytes(unit) // count), PAGE_BYTES))
 
+    @property
+    def weight_sizes(self) -> WeightSizes:
+        """What follows from units alone."""
+        return weight_sizes_of(self)
+
     def largest(self, of: Callable[[int], int]) -> int:
         """Return the most that `of(unit)` is for any block."""
         return max(map(of, range(1, self.num_blocks + 1)))
@@ -166,3 +193,20 @@ class Placement:
         """Return the plan as plain JSON values; what every plan has is under `placement`."""
         values = asdict(self) | {"results": self.results.to_json()}
         return {"placement": {shared.name: values.pop(shared.name) for shared in fields(Placement)}, **values}
+
+
+def weight_sizes_of(plan: Placement) -> WeightSizes:
+    """Return the bytes of a plan's weights that follow from its units."""
+    residents = plan.resident_units
+    return WeightSizes(
+        slot=plan.largest(plan.slot_bytes),
+        stored=plan.largest(plan.stored_bytes),
+        stored_of_blocks=sum(map(plan.stored_bytes, range(1, plan.num_blocks + 1))),
+        source=plan.largest(plan.source_bytes),
+        streamed=max(map(plan.stored_bytes, plan.streamed_units), default=0),
+        resident=sum(map(plan.resident_bytes, residents)),
+        coming=max(map(plan.stored_bytes, residents), default=0),
+        resident_is_made=any(plan.units[unit].is_made for unit in residents),
+        trained=tuple((unit, plan.completing_bytes(unit)) for unit in plan.units_with_family),
+        slots=tuple(Counter(map(plan.slot_bytes, range(1, plan.num_blocks + 1))).items()),
+    )

@@ -35,6 +35,7 @@ from headrace.plan.refusal import refusal
 from headrace.plan.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
 from headrace.plan.spared_ends import no_more_than_needed, spared
 from headrace.terms.ceilings import Ceilings
+from headrace.terms.collector import without_collection
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.lanes import Lane
 
@@ -51,6 +52,7 @@ _Found = TypeVar("_Found")
 _BALANCED, _CLOSE = 3, 1.1
 
 
+@without_collection()
 @in_parts_if_needed
 def make_plan(problem: Problem, ceilings: Ceilings | None = None, seconds_of: StepSeconds | None = None) -> Plan:
     """Return the plan that fits and is fastest in the simulator on a machine with `ceilings` (None: a nominal machine).
@@ -128,13 +130,23 @@ def _or_paged(plan: Plan, problem: Problem, seconds_of: StepSeconds) -> Plan:
     if not may_page(problem, plan, seconds_of):
         return plan
     problem, policy = replace(problem, paged=True), plan.updates.policy
-    choices = (
-        choice for thrift in THRIFTS for choice in placements_of(problem, policy, thrift) if choice.is_like(plan.updates)
-    )
-    placements = [choice for choice in dict.fromkeys(choices) if plan_of(problem, choice).fits]
+    placements = _like(plan, problem)
     if not placements:
         return plan
     return _or_faster(plan, lambda: _plan_under(problem, policy, placements, seconds_of, measured=True), seconds_of)
+
+
+def _like(plan: Plan, problem: Problem) -> list[Choice]:
+    """Return the placements that fit and pass as many states through memory as `plan`. If none fits, or none passes so many,
+    they are those that pass most of fewer.
+    """
+    choices = (choice for thrift in THRIFTS for choice in placements_of(problem, plan.updates.policy, thrift))
+    kinds: dict[int, list[Choice]] = {}
+    for choice in dict.fromkeys(choices):
+        if choice.state_elements <= plan.updates.chunk_elements * plan.updates.state_slots:
+            kinds.setdefault(choice.state_elements, []).append(choice)
+    fitting = ([choice for choice in kinds[size] if plan_of(problem, choice).fits] for size in sorted(kinds, reverse=True))
+    return next(filter(None, fitting), [])
 
 
 def _or_faster(plan: Plan, make: Callable[[], Plan], seconds_of: StepSeconds) -> Plan:

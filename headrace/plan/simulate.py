@@ -140,19 +140,20 @@ class _LaneClock(Clock):
 
     def __init__(self, rates: Rates, programs: Sequence[Program]) -> None:
         used = {op.lane for program in {id(program): program for program in programs}.values() for op in program.ops}
-        self.rates, self.lanes = rates, tuple(lane for lane in Lane if lane in used)
-        self.place = {lane: place for place, lane in enumerate(self.lanes)}
-        super().__init__(len(self.lanes))
+        lanes = tuple(lane for lane in Lane if lane in used)
+        self.rates, self.place = rates, {lane: place for place, lane in enumerate(lanes)}
+
+        def speeds_among(places: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+            speeds = rates.speeds(tuple([lanes[place] for place in places]))
+            return tuple((place, speeds[lanes[place]]) for place in places)
+
+        super().__init__(len(lanes), speeds_among)
 
     def place_of(self, op: Op) -> int:
         return self.place[op.lane]
 
     def alone_seconds(self, op: Op) -> float:
         return self.rates.alone_seconds(op)
-
-    def speeds_among(self, places: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
-        speeds = self.rates.speeds(tuple([self.lanes[place] for place in places]))
-        return tuple((place, speeds[self.lanes[place]]) for place in places)
 
 
 def _measured(clock: Clock, repeats: bool) -> int:

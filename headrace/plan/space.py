@@ -178,9 +178,10 @@ class Choice:
         """The kind of its buffers: forecasts of choices of one kind have the same error."""
         return self.lean, self.chunk_elements, self.state_slots
 
-    def is_like(self, updates: Updates) -> bool:
-        """Return whether as many states pass through memory at a time."""
-        return self.chunk_elements * self.state_slots == updates.chunk_elements * updates.state_slots
+    @property
+    def state_elements(self) -> int:
+        """Elements whose states pass through memory at a time."""
+        return self.chunk_elements * self.state_slots
 
 
 def placements_of(problem: Problem, policy: str, thrift: int) -> Iterator[Choice]:

@@ -33,24 +33,17 @@ class BufferGroup:
 def weight_groups(plan: Placement) -> dict[str, BufferGroup]:
     """Return by name the groups for weights. The compute tier is `device` where that is separate, else `host`."""
     compute_tier = "device" if plan.separate_device else "host"
-    stored = max(map(plan.stored_bytes, plan.streamed_units), default=0)
+    sizes = plan.weight_sizes
     groups = {
-        "host_weights": BufferGroup("host", "weights", plan.host_slots, stored, is_shared=True),
-        "resident_weights": BufferGroup(
-            compute_tier,
-            "weights",
-            1,
-            sum(map(plan.resident_bytes, plan.resident_units)),
-            is_shared=not plan.separate_device,
-        ),
+        "host_weights": BufferGroup("host", "weights", plan.host_slots, sizes.streamed, is_shared=True),
+        "resident_weights": BufferGroup(compute_tier, "weights", 1, sizes.resident, is_shared=not plan.separate_device),
     }
     if plan.separate_device or plan.makes_slots:
-        slot_bytes = plan.largest(plan.slot_bytes)
-        groups["device_weights"] = BufferGroup(compute_tier, "weights", plan.device_slots, slot_bytes)
-    if plan.separate_device and (sources := plan.largest(plan.source_bytes)):
-        groups["sources"] = BufferGroup("device", "weights", SOURCE_SLOTS, sources)
-    for unit in plan.units_with_family:
-        groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, plan.completing_bytes(unit), is_shared=True)
+        groups["device_weights"] = BufferGroup(compute_tier, "weights", plan.device_slots, sizes.slot)
+    if plan.separate_device and sizes.source:
+        groups["sources"] = BufferGroup("device", "weights", SOURCE_SLOTS, sizes.source)
+    for unit, num_bytes in sizes.trained:
+        groups[f"trained.{unit}"] = BufferGroup("host", "weights", 1, num_bytes, is_shared=True)
     return groups
 
 

@@ -97,9 +97,31 @@ def test_what_python_takes_is_measured() -> None:
     assert 0 < operator < turn
 
 
+# Measured seconds of a token of one row on two cores: bytes of blocks and head, operators, seconds (generation-forecast).
+MEASURED = {"SmolLM2": (269_000_000, 2400, 0.055), "1.35 B": (2_700_000_000, 1924, 0.19)}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_machine_without_a_profile_is_not_taken_to_be_faster_than_one_was(name: str) -> None:
+    num_bytes, calls, measured = MEASURED[name]
+    nominal = nominal_machine(2, host_bytes=1 << 34, device_bytes=None)
+    found = Rates(nominal, "bfloat16", 2, None).compute_seconds(num_bytes, num_bytes, calls) + nominal.turn_seconds
+    assert found == pytest.approx(measured, rel=0.3)
+
+
+def test_a_machine_without_a_profile_goes_through_weights_with_all_cores() -> None:
+    """Up to what memory gives; where it has no products of bfloat16, plans count what widening takes."""
+    one, two, many = (nominal_machine(cores, host_bytes=1 << 34, device_bytes=None) for cores in (1, 2, 64))
+    rates = [Rates(each, "bfloat16", each.cores, None).memory_bytes_per_second for each in (one, two, many)]
+    assert rates == [pytest.approx(rates[0]), pytest.approx(2 * rates[0]), many.host_memory_bytes_per_second]
+    widening = nominal_machine(2, host_bytes=1 << 34, device_bytes=None, widens=True)
+    assert Rates(widening, "bfloat16", 2, None).memory_bytes_per_second == widening.host_memory_bytes_per_second
+
+
 def test_weights_come_for_a_row_as_fast_as_was_measured() -> None:
     here = nominal_machine(2, host_bytes=1 << 30, device_bytes=None)
     op = Op(index=0, verb=Verb.FORWARD, lane=Lane.COMPUTE, bytes=10**9)
+    here = replace(here, row_product_bytes_per_second=None)
     slower = replace(here, row_product_bytes_per_second=here.host_memory_bytes_per_second / 3)
     alone = [Rates(machine, "bfloat16", 2, None).alone_seconds(op) - here.launch_seconds for machine in (here, slower)]
     assert alone[1] == pytest.approx(3 * alone[0])

@@ -280,7 +280,8 @@ def test_a_generation_is_planned_without_weights(model: Path, tmp_path: Path, ca
 
 def test_what_widening_takes_is_in_the_forecast() -> None:
     """A core widens 2.5 GB of weights a second; for few rows it multiplies 9 GB a second as they are."""
-    narrow = replace(question(1 << 30, 64), rows=1, seats=1)
+    here = nominal_machine(2, host_bytes=1 << 34, device_bytes=None, widens=True)  # weights come as memory gives them
+    narrow = replace(question(1 << 30, 64), rows=1, seats=1, ceilings=here)
     few = replace(narrow, costs_of=lambda rows: replace(costs_of(rows), widens=True))
     many = replace(few, rows=8)
     one, other, last = (make_generation_plan(asked).forecast for asked in (narrow, few, many))

@@ -410,6 +410,22 @@ def test_the_largest_micro_batches_are_chosen_for_any_number_of_rows() -> None:
     assert chosen == {8: 8, 9: 5, 16: 8, 17: 6}
 
 
+@pytest.mark.parametrize("more", [0, 400])
+def test_pages_are_looked_for_however_far_ahead_states_are_read(more: int) -> None:
+    """With balanced updates a plan may pass more states through memory than any placement without."""
+    made = problem(512 * MIB, device_bytes=256 * MIB)
+    plan = plan_of(made, next(placements_of(made, "immediate", 0)))
+    plan = plan.with_updates(state_slots=plan.updates.state_slots + more)
+    found = search._like(plan, replace(made, paged=True))
+    assert found
+    assert {choice.state_elements for choice in found} == {states_of(made, 0)}
+
+
+def states_of(made: Problem, thrift: int) -> int:
+    """Return the elements whose states pass through memory at a time under a thrift."""
+    return next(placements_of(made, "immediate", thrift)).state_elements
+
+
 def test_a_separate_device_has_its_own_budget() -> None:
     made = problem(400 * MIB, device_bytes=80 * MIB)
     plan = make_plan(made, None)
