@@ -19,7 +19,7 @@ from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
-from headrace.model.block_tables import is_large, tables_of, take_tables
+from headrace.model.block_tables import is_large, tables_of, take_tables, trained_tables_of
 from headrace.plan.endurance import endurance
 from headrace.plan.forecast import Forecast, forecast
 from headrace.plan.given import load_plan
@@ -37,6 +37,7 @@ from headrace.update import optimizer_of, rule_of
 from headrace.update.forms import notes_on
 from headrace.update.stored_codes import StoredCodes, stored_codes
 from headrace.update.wires import wire_of
+from headrace.update.wires.rows import RowsWire
 
 # Bytes of a weight where the configuration names no dtype.
 _WEIGHT_BYTES = 2
@@ -122,6 +123,8 @@ def open_question(
     parameters = chain.num_parameters
     if not _trains_all(options) and wire_of(options).is_beside:
         take_tables(chain, [table for table in tables_of(chain, weights) if is_large(table)])
+    elif isinstance(wire_of(options), RowsWire):
+        take_tables(chain, trained_tables_of(chain, weights))
     stored = stored_codes(chain, weights, rule.planes) if weights else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
@@ -157,7 +160,7 @@ def open_question(
 
 def _trains_all(options: Options) -> bool:
     """Return whether no weight stays as its file has it, so that nothing depends on how small codes make the file."""
-    return options.adapter is None and options.gradient in ("dense", "rows") and options.train == ALL
+    return options.adapter is None and options.gradient.partition(":")[0] in ("dense", "rows") and options.train == ALL
 
 
 def _unfit(

@@ -12,13 +12,13 @@ from typing import Any
 
 from headrace.ask.plan_report import Alternative
 from headrace.ask.question import Question
-from headrace.ask.tables import with_embedding
+from headrace.ask.tables import with_block_tables, with_embedding
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
 from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters import Adapters
 from headrace.model.block_parts import block_parts
-from headrace.model.block_tables import by_rows, is_large, tables_of, take_as, take_tables
+from headrace.model.block_tables import by_rows, is_large, tables_of, take_as, take_tables, trained_tables_of
 from headrace.model.embedding_rows import has_own_head, head_range_bytes, rows_of
 from headrace.model.stored_experts import NotStoredSingly
 from headrace.plan.expert_plan import note_on_parts
@@ -45,7 +45,7 @@ from headrace.update.forms import Coding, forms_under
 from headrace.update.stored_codes import StoredCodes, stored_codes
 from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire
-from headrace.update.wires.rows import rows_in_place_of
+from headrace.update.wires.rows import BLOCKS, RowsWire, rows_in_place_of
 
 # Forecasts that are only compared with one another may be coarse.
 COARSE_OPERATIONS = 1000
@@ -144,10 +144,15 @@ class ModelPlans:
         Raises:
             ConfigError: that is not possible.
         """
-        several = question.place is not None or (self._measured is not None and ranks_on(self._measured) > 1)
-        if several or self._embedding is None:
+        if question.place is not None or self._several or self._embedding is None:
             raise ConfigError("gradient: rows: the embedding is no plain table, or several machines train; give dense")
-        return replace(question, wire=rows_in_place_of(question.wire, self._chain, question.optimizer))
+        wire = rows_in_place_of(question.wire, self._chain, question.optimizer, question.workload.gradient_sum)
+        return replace(question, wire=wire)
+
+    @property
+    def _several(self) -> bool:
+        """Whether ranks share the run."""
+        return self._measured is not None and ranks_on(self._measured) > 1
 
     def _parted(self, question: Question) -> "tuple[ModelPlans, Question]":
         """Return plans with experts as parts, and the question for them.
@@ -160,7 +165,7 @@ class ModelPlans:
         beside = isinstance(wire.adapters, Adapters)
         if question.place is not None:
             raise NotStoredSingly("several machines take whole blocks")
-        if not (beside or isinstance(wire, DenseWire)):
+        if not (beside or isinstance(wire, DenseWire | RowsWire)):
             raise NotStoredSingly(f"{wire.name} takes whole blocks")
         chain = self._another_chain(question)
         take_as(self._chain, chain, self._weights)
@@ -175,15 +180,21 @@ class ModelPlans:
         return self._plans_of(chain, replace(question, wire=wire), base)
 
     def _by_tables(self, question: Question) -> "tuple[ModelPlans, Question] | None":
-        """Return plans with all tables in blocks read by rows, and the question for them; None where none is in a block still,
-        or they are trained.
+        """Return plans with all tables in blocks read by rows, and the question for them; None where none is in a block still
+        that need not be.
         """
-        if question.place is not None or not question.wire.is_beside:
+        if question.place is not None or (not (beside := question.wire.is_beside) and self._several):
             return None
         chain = self._another_chain(question)
-        found = tables_of(chain, self._weights)
+        found = (tables_of if beside else trained_tables_of)(chain, self._weights)
         if len(found) == len(by_rows(self._chain)):
             return None
+        if not beside:
+            try:
+                wire = rows_in_place_of(question.wire, chain, question.optimizer, question.workload.gradient_sum, BLOCKS)
+            except ConfigError:
+                return None
+            question = replace(question, wire=wire)
         take_tables(chain, found)
         return self._plans_of(chain, question, None)
 
@@ -273,7 +284,7 @@ class ModelPlans:
         costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
         problem = question.problem(forms, costs_of, rule, own)
         head: dict[str, Any] = {"own_head": self._own_head, "head_range_bytes": head_range_bytes(self._chain)}
-        head["tables"] = by_rows(self._chain)
+        problem = with_block_tables(problem, by_rows(self._chain))
         return with_embedding(replace(problem, experts=self._experts, cuts=cuts, **head), self._embedding)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.ask.place import Place, runtime_here
 from headrace.ask.question import Question
-from headrace.ask.tables import with_embedding
+from headrace.ask.tables import with_block_tables, with_embedding
 from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import return_pieces
 from headrace.machine.protocol import Machine
@@ -225,9 +225,8 @@ class RunPlanner:
         problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
         model = self._model
         head: dict[str, Any] = {"own_head": model.own_head, "head_range_bytes": head_range_bytes(self._chain)}
-        return with_embedding(
-            replace(problem, experts=model.experts, cuts=model.cuts, tables=by_rows(self._chain), **head), model.embedding
-        )
+        problem = with_block_tables(problem, by_rows(self._chain))
+        return with_embedding(replace(problem, experts=model.experts, cuts=model.cuts, **head), model.embedding)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.plan.allowance import Allowance
+from headrace.plan.block_tables import asked_tables
 from headrace.plan.space import Problem
 from headrace.plan.workload import Workload
-from headrace.terms.embedding_rows import EmbeddingRows
+from headrace.terms.embedding_rows import BlockRows, EmbeddingRows
 from headrace.terms.forms import Form
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update.table_rows import row_layout
@@ -22,6 +23,24 @@ def with_embedding(problem: Problem, embedding: EmbeddingRows | None) -> Problem
         return replace(problem, embedding=embedding)
     layout = row_layout(table.rows, table.width, rule.planes)
     return replace(problem, embedding=replace(embedding, stored_bytes=2 * layout.page_bytes, learns=True), by_rows=True)
+
+
+def with_block_tables(problem: Problem, tables: tuple[BlockRows, ...]) -> Problem:
+    """Return a problem in which `tables` of blocks are read by rows; host memory holds the rows of trained ones for a step."""
+    rule, workload, asked = problem.own_rule, problem.workload, list[BlockRows]()
+    for each in tables:
+        if (table := problem.forms[each.unit].table) is not None and rule is not None and each.table.learns:
+            page_bytes = row_layout(table.rows, table.width, rule.planes).page_bytes
+            each = replace(each, table=replace(each.table, stored_bytes=2 * page_bytes))  # both places of its page are read
+        asked.append(each)
+    problem = replace(problem, tables=tuple(asked))
+    if rule is None or not any(each.table.learns for each in asked):
+        return problem
+    forms = list(problem.forms)
+    for each in asked_tables(asked, problem.costs_of(1)):
+        if (table := forms[each.unit].table) is not None:
+            forms[each.unit] = replace(forms[each.unit], table=replace(table, top=each.ids))
+    return replace(problem, allowance=with_tables(problem.allowance, forms, rule, workload))
 
 
 def with_tables(allowance: Allowance, forms: Sequence[Form], own_rule: RuleFigures | None, workload: Workload) -> Allowance:

@@ -17,7 +17,8 @@ from headrace.engine.replanning import REPLANS_LEFT
 from headrace.engine.resharing import taken_up
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.sharing import introduce, planned_options, refuse_without_stages, share_of_step, shared_plan
-from headrace.engine.subject import Subject, tune
+from headrace.engine.subject import Subject
+from headrace.engine.tuning import tune
 from headrace.files import Beside, file_systems
 from headrace.flow.buffers import Buffers
 from headrace.flow.coming_head import ComingHead
@@ -29,6 +30,7 @@ from headrace.machine.host_memory import Bytes, keep_freed_memory
 from headrace.machine.protocol import Machine
 from headrace.model.block_parts import cut_blocks
 from headrace.model.stored_experts import NotStoredSingly
+from headrace.plan.block_tables import most_rows_of
 from headrace.plan.buffer_sizes import scratch_bytes
 from headrace.plan.expert_plan import note_on_parts
 from headrace.plan.machine_profiles import load_profile
@@ -90,7 +92,7 @@ class Run:
         subject.chain.take_head_by(plan.batch.head_rows)
         subject.embedding.place(plan)
         if self.rows is not None:
-            self.rows.most_held = max(form.table.touched(plan.batch.tokens_per_step) for form in subject.forms if form.table)
+            self.rows.most_held = most_rows_of(plan, [form.table for form in subject.forms if form.table])
         buffers, source = Buffers(plan, subject.machine, self._shared), self._source
         return Parts(
             plan=plan,
@@ -303,7 +305,8 @@ def _planned(
     enough, experts become parts, if they can be; if not, the embedding is trained by rows, if it can be.
     """
     given = ways.given
-    if given is not None and given.results.tables and subject.take_tables():
+    takes = ways.may_learn_rows or subject.seams.wire.is_beside
+    if given is not None and given.results.tables and takes and subject.take_tables():
         planner = RunPlanner(options, subject.planned, ways)
     if subject.parted is None and (subject.seams.parted or (given is not None and given.experts is not None)):
         subject.part_experts()
@@ -314,7 +317,7 @@ def _planned(
     try:
         return planner, plan_by(planner)
     except PlanInfeasible as refusal:
-        if given is None and subject.take_tables():
+        if given is None and takes and subject.take_tables():
             return _planned(subject, RunPlanner(options, subject.planned, ways), options, ways, plan_by)
         if subject.parted is not None:
             raise

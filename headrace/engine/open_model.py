@@ -173,7 +173,7 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         wire = seams.wire
         if not wire.has_whole_state:
             raise RunDirectoryError(
-                f"{run_directory}: it updates rows of the embedding one by one, and its units lack them. Export the run "
+                f"{run_directory}: it updates rows of tables one by one, and its units lack them. Export the run "
                 "(`headrace export`), and read the result"
             )
 

@@ -13,7 +13,8 @@ from typing import Any
 from headrace.ask.planner import RunPlanner
 from headrace.engine.fleet import VERSIONS, Fleet
 from headrace.engine.sharing import introduce, share_of_step
-from headrace.engine.subject import Subject, tune
+from headrace.engine.subject import Subject
+from headrace.engine.tuning import tune
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.plan.plan import Plan
 from headrace.plan.serving import grouping_of

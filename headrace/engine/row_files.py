@@ -46,6 +46,7 @@ def open_rows(
             history = tuple((session, update) for session, update in record["histories"].get(str(unit), ()))
             file = _file(store, number, unit, row_layout(family.rows, family.width, rule.planes).file_bytes, history)
             more: dict[str, Any] = {"gradient_dtype": getattr(torch, family.gradient_dtype or gradient_dtype)}
+            more |= {"whole": family.whole, "name": family.name}
             if family.stored and first is not None:
                 more["first"] = first(unit)
             found[unit] = Table.on(file, lazy, family.rows, family.width, history, **more)

@@ -20,8 +20,9 @@ from headrace.engine.lane_diary import LaneDiary, ops_of
 from headrace.engine.replanning import LaneTotals
 from headrace.engine.seams import seams_of
 from headrace.engine.sharing import Introduction, be_introduced, own_part, planned_options
-from headrace.engine.subject import Subject, tune
+from headrace.engine.subject import Subject
 from headrace.engine.trainer import Engine
+from headrace.engine.tuning import tune
 from headrace.flow.step_batch import StepBatch, checked_batch, with_idle_rows
 from headrace.flow.step_state import StepState
 from headrace.flow.steps import Schedule, Steps

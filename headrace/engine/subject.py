@@ -20,7 +20,7 @@ from headrace.engine.lent_base import PARTED, LentBase, check_lent, marks_of
 from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.row_files import open_rows
 from headrace.engine.seams import Seams, forms_of
-from headrace.files import Beside, file_systems, measured_weights
+from headrace.files import Beside, measured_weights
 from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.completing import read_trained
 from headrace.flow.expert_loads import ExpertLoads
@@ -43,7 +43,6 @@ from headrace.plan.plan import Plan
 from headrace.store import ShardStore, StateStore, StoreRequest
 from headrace.store.committed import ReadableState
 from headrace.terms.block_parts import BlockParts
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
@@ -53,7 +52,7 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 from headrace.update import Updater, optimizer_of, rule_of
 from headrace.update.stored_codes import stored_codes
-from headrace.update.table_rows import TableRows
+from headrace.update.table_rows import FirstRows, TableRows
 from headrace.update.wire import Content, Wire
 from headrace.update.wires.rows import rows_in_place_of
 
@@ -66,7 +65,7 @@ class Subject:
 
     Attributes:
         parted, experts: experts that are parts, and what reads them once there is a store; None where blocks come whole.
-        tables: tables in blocks whose rows are read in the model's files; `tables`: all of them are, or large ones alone.
+        tables: tables in blocks; `tables`: whether rows of all come one by one (None: as a run begins).
         lent: the units whose frozen weights are read in the model's files; `lends` is asked whether they may be.
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
         stored: which of its blocks the files already hold coded.
@@ -89,7 +88,7 @@ class Subject:
         lends: Callable[[Sequence[Path]], bool] = lambda files: False,
         *,
         parted: bool = False,
-        tables: bool = False,
+        tables: bool | None = None,
     ) -> None:
         self.directory = directory
         self._sequence_length = options.sequence_length if options.tokens_per_step else None
@@ -117,7 +116,7 @@ class Subject:
         self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
         alone = seams.fleet is None and seams.site is None and seams.workers is None
         self.embedding = Embedding(self.chain, self.weights, alone=alone)
-        self.tables = Tables(self.chain, self.weights, frozen=alone and seams.wire.is_beside, every=tables)
+        self.tables = Tables(self.chain, self.weights, seams.wire, alone=alone, every=tables)
         self.parted: PartedUnits | None = None
         self.experts: ExpertSource | None = None
         self.own_updater: Updater | None = None
@@ -126,7 +125,7 @@ class Subject:
         self._find_forms()
         if parted:
             self.part_experts()
-        if any(family.stored for family in seams.wire.row_families.values()):
+        if (embedding := seams.wire.row_families.get(0)) and embedding.stored:
             self.embedding.refuse_whole()
         self.cores = torch.get_num_threads()
         # It gets the plan's threads as soon as there is a plan.
@@ -163,10 +162,11 @@ class Subject:
         self._find_forms()
 
     def take_tables(self) -> bool:
-        """Return whether tables were still in their blocks; their rows are read from here on, before there is a store."""
-        if found := self.tables.take_rest():
+        """Return whether tables were still in their blocks. Their rows come one by one from here on; there is no store yet."""
+        if wire := self.tables.take_rest(self.seams.wire, self.optimizer, self._gradient_sum):
+            self.seams = replace(self.seams, wire=wire)
             self._find_forms()
-        return found
+        return wire is not None
 
     @property
     def kept(self) -> Chain:
@@ -196,7 +196,7 @@ class Subject:
         Raises:
             ConfigError: that is not possible; nothing has changed.
         """
-        wire = rows_in_place_of(self.seams.wire, self.chain, self.optimizer)
+        wire = rows_in_place_of(self.seams.wire, self.chain, self.optimizer, self._gradient_sum)
         self.embedding.refuse_whole()
         self.use_wire(wire)
 
@@ -288,11 +288,15 @@ class Subject:
     def open_rows(self, store: StateStore, closers: ExitStack) -> TableRows | None:
         """Return the rows of the run's tables, whose files `closers` close; None if it has none. See `open_rows`."""
         rule = self.own_updater.rule if self.own_updater else None
-        rows = open_rows(self.seams.wire, store, rule, self.embedding.first_rows, self._gradient_dtype)
+        rows = open_rows(self.seams.wire, store, rule, self._first_rows, self._gradient_dtype)
         if rows is not None:
             closers.callback(rows.close)
             self.embedding.learn(rows)
+            self.tables.learn(rows)
         return rows
+
+    def _first_rows(self, unit: int) -> FirstRows:
+        return self.tables.first_rows(unit) if unit else self.embedding.first_rows(unit)
 
     @property
     def importing(self) -> str:
@@ -330,7 +334,7 @@ class Subject:
         """
         exact = exact_units(self.kept, self.weights)
         readers = partial(UnitReader, store, self.maker, self.seams.site, exact), partial(read_trained, store)
-        chain = self.embedding.whole(self.parted.whole(self.chain) if self.parted else self.chain)
+        chain = self.tables.whole(self.embedding.whole(self.parted.whole(self.chain) if self.parted else self.chain))
         self.seams.wire.export(Content(self.checkpoint, chain, self.weights, *readers, notes), directory)
 
     def settles(self, verdict: Verdict) -> bool:
@@ -389,10 +393,3 @@ class Subject:
         self.updater.close()
         if self.own_updater is not None:
             self.own_updater.close()
-
-
-def tune(store: StateStore, options: Options) -> None:
-    """Let `store` move its bytes as it was measured to be best for the drives, if somebody measured."""
-    if isinstance(options.machine, Ceilings):
-        drives = set(file_systems(store.manifest.directories))
-        store.keep_in_flight(options.machine.in_flight(len(drives)))

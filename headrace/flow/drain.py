@@ -40,7 +40,9 @@ def drain(state: StepState, op: Op) -> None:
         parts.experts.finish(op, len(state.batch.micro_batches))
         state.sums.delivered[op.unit] |= parts.experts.names(op.unit)
     _zero_the_rest(state, op.unit, gradient)
-    state.square_sums[op.unit] = square_sum(gradient)
+    rows, form = parts.rows, parts.forms[op.unit]
+    with_table = rows.square_sum_with(op.unit, form.layout, gradient) if rows is not None and form.in_place else None
+    state.square_sums[op.unit] = square_sum(gradient) if with_table is None else with_table
 
 
 def _convert(state: StepState, total: torch.Tensor, into: torch.Tensor) -> None:

@@ -1,31 +1,27 @@
-"""Tables within blocks, such as an embedding of n-grams, whose rows stay in the file: a block reads those that it asks for.
+"""Tables within blocks, such as an embedding of n-grams, out of their units: a block reads the rows that it asks for.
 
 A table is an embedding in a block that nothing else uses; that is tried on a tiny instance. A pass asks for few of its rows, so
-its block comes without it. Invariant: hidden states have the bits of the whole table (`stored_rows`).
+its block comes without it. Rows of a frozen one stay in the file; those of a trained one are a run's (`learned_rows`).
+Invariant: hidden states have the bits of the whole table (`stored_rows`), and so have gradients.
 """
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.core_model_loading import Concatenate
 
 from headrace.model.binding import parameter_owners
 from headrace.model.chain import Chain
-from headrace.model.instance import tiny_samples
+from headrace.model.learned_rows import LearnedRows
 from headrace.model.matching import WeightMap
-from headrace.model.probe import tiny_runner
 from headrace.model.safetensors_file import StoredTensor
 from headrace.model.stored_experts import without
 from headrace.model.stored_rows import ROW_DTYPES, StoredRows, rows_within
-from headrace.model.thresholds import architecture_key
+from headrace.model.table_check import is_table, place_of, why_not_trained, why_whole_tables
 from headrace.terms.embedding_rows import BlockRows, EmbeddingRows
-from headrace.terms.errors import in_one_line
-from headrace.terms.layout import lay_out
+from headrace.terms.layout import FROZEN, PARAMETER_ALIGNMENT, realigned
 from headrace.terms.sizes import GIB
 
 # From so many bytes on, in the dtype of compute, a table never comes with its block. To read so much of a drive takes as long
@@ -37,13 +33,14 @@ LEAST_BYTES = GIB
 class BlockTable:
     """An embedding in the block of `unit`, whose weight is the parameter `name`, (rows, width) in the dtype of compute.
 
-    `stored` says where its rows lie (see `RowReader`); None: no files were asked.
+    `stored` says where its rows lie (see `RowReader`); None: no files were asked. If it `learns`, they are trained.
     """
 
     unit: int
     name: str
     figures: EmbeddingRows
     stored: tuple[StoredTensor, ...] | None
+    learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ def tables_of(chain: Chain, weights: WeightMap | None) -> tuple[BlockTable, ...]
     for unit, layout in enumerate(chain.layouts[1 : chain.num_blocks + 1], start=1) if chain.replayable else ():
         for spec in layout.parameters:
             (module, _), *others = owners[spec.name]
-            if others or not _is_table(module):
+            if others or not is_table(module):
                 continue
             stored = None if weights is None else _stored(weights, spec.name)
             if stored is not None and not stored:
@@ -89,6 +86,17 @@ def tables_of(chain: Chain, weights: WeightMap | None) -> tuple[BlockTable, ...]
             figures = EmbeddingRows(rows=rows, stored_bytes=stored_bytes, computed_bytes=computed_bytes)
             found.append(BlockTable(unit, spec.name, figures, stored))
     return () if not found or why_whole_tables(chain.config) else tuple(found)
+
+
+def trained_tables_of(chain: Chain, weights: WeightMap | None) -> tuple[BlockTable, ...]:
+    """Return those of `tables_of` that can be trained by rows: of each block the largest. The unit keeps its other ones."""
+    found = dict[int, BlockTable]()
+    for table in sorted(tables_of(chain, weights), key=lambda each: each.figures.whole_bytes):
+        specs = {spec.name: spec for spec in chain.layouts[table.unit].parameters}
+        module = chain.model.get_submodule(table.name.rpartition(".")[0])
+        if specs[table.name].kind != FROZEN and not (module.scale_grad_by_freq or module.sparse):
+            found[table.unit] = replace(table, learns=True)
+    return () if not found or why_not_trained(chain.config) else tuple(found[unit] for unit in sorted(found))
 
 
 def take_tables(chain: Chain, tables: Sequence[BlockTable]) -> TakenTables:
@@ -105,26 +113,16 @@ def by_rows(chain: Chain) -> tuple[BlockRows, ...]:
 def take_as(known: Chain, chain: Chain, weights: WeightMap | None) -> None:
     """Read by rows in `chain` what is so read in `known`, another chain of the model."""
     found = tables_of(chain, weights)
-    places = [_place(known.model, table.name) for table in found]
-    taken = [isinstance(parent._modules[attribute], StoredRows) for parent, attribute in places]
-    take_tables(chain, [table for table, is_taken in zip(found, taken, strict=True) if is_taken])
-
-
-def why_whole_tables(config: Any) -> str:
-    """Return why tables of the architecture of `config` come with their block; "" where their rows can be read."""
-    return _table_check(cast(Hashable, type(config)), architecture_key(config))
-
-
-def _is_table(module: nn.Module) -> bool:
-    """Return whether a module is a plain table, and nothing is computed beside it."""
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Embedding and module.max_norm is None and not hooked
+    places = [place_of(known.model, table.name) for table in found]
+    taken = [parent._modules[attribute] for parent, attribute in places]
+    kept = [(table, rows) for table, rows in zip(found, taken, strict=True) if isinstance(rows, StoredRows)]
+    take_tables(chain, [replace(table, learns=rows.learns) for table, rows in kept])
 
 
 def _taken(chain: Chain, table: BlockTable) -> StoredRows:
     """Put rows in the place of a table."""
     layouts, unit = chain.layouts, table.unit
-    parent, attribute = _place(chain.model, table.name)
+    parent, attribute = place_of(chain.model, table.name)
     module, whole = parent._modules[attribute], layouts[unit]
     assert isinstance(module, nn.Embedding), "it is a table"
 
@@ -132,16 +130,24 @@ def _taken(chain: Chain, table: BlockTable) -> StoredRows:
         parent._modules[attribute] = module
         chain.lay_out((*chain.layouts[:unit], whole, *chain.layouts[unit + 1 :]))
 
-    rows = StoredRows(module, table.stored, chain.dtype, whole, taking_back)
+    names = frozenset({table.name})
+    if table.learns:
+        rows: StoredRows = LearnedRows(module, chain.dtype, whole, taking_back, (unit, table.name))
+        rest = realigned(whole, PARAMETER_ALIGNMENT, names)
+    else:
+        rows, rest = StoredRows(module, table.stored, chain.dtype, whole, taking_back), without(whole, names)
     parent._modules[attribute] = rows
-    chain.lay_out((*layouts[:unit], without(whole, frozenset({table.name})), *layouts[unit + 1 :]))
+    chain.lay_out((*layouts[:unit], rest, *layouts[unit + 1 :]))
     return rows
 
 
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds the module of a parameter, and by which attribute."""
-    outer, _, attribute = name.rpartition(".")[0].rpartition(".")
-    return model.get_submodule(outer), attribute
+def stored_rows_of(weights: WeightMap, name: str) -> Iterator[tuple[str, int, int]]:
+    """Yield which rows of the table `name` each tensor has that it is stored as, or is a copy of it: from row, up to row."""
+    start = 0
+    for part in _stored(weights, name):
+        yield part.key, start, start + part.shape[0]
+        start += part.shape[0]
+    yield from ((copy.key, 0, start) for copy in weights.copies.get(name, ()))
 
 
 def _stored(weights: WeightMap, name: str) -> tuple[StoredTensor, ...]:
@@ -154,52 +160,3 @@ def _stored(weights: WeightMap, name: str) -> tuple[StoredTensor, ...]:
     found = tuple(weights.checkpoint.tensors[key] for key in keys)
     plain = all(each.coded is None and each.dtype in ROW_DTYPES and len(each.shape) == 2 for each in found)
     return found if plain and len({each.dtype for each in found}) == 1 else ()
-
-
-@lru_cache(maxsize=64)
-def _table_check(config_class: type, key: str) -> str:
-    runner = tiny_runner(config_class, key)
-    model = runner.model
-    inside = {id(module) for block in runner.blocks for module in block.modules() if _is_table(module)}
-    names = [f"{name}.weight" for name, module in model.named_modules() if id(module) in inside]
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    samples = tiny_samples(model)
-    try:
-        expected = [_results(model, sample.input_ids) for sample in samples]
-        for name in names:
-            parent, attribute = _place(model, name)
-            parent._modules[attribute] = _TriedRows(cast(nn.Embedding, parent._modules[attribute]))
-        made = [_results(model, sample.input_ids) for sample in samples]
-    except Exception as error:  # whatever code raises that reads the weight itself
-        return in_one_line(error)
-    for one, other in zip(expected, made, strict=True):
-        if one.keys() != other.keys() or not all(torch.equal(one[name], other[name]) for name in one):
-            return "its results differ where rows of tables are read"
-    return ""
-
-
-class _TriedRows(StoredRows):
-    """Rows of a table in memory. The weight that other code finds has no numbers."""
-
-    def __init__(self, table: nn.Embedding) -> None:
-        super().__init__(table, None, table.weight.dtype, lay_out("", []), lambda: None)
-        self._numbers, self._weight = self._weight, self._weight.to("meta")
-
-    @property
-    def _has_numbers(self) -> bool:
-        return True
-
-    def _looked_up(self, wanted: Tensor, places: Tensor, device: torch.device) -> Tensor:
-        return self._numbers[wanted][places.view(-1)].view(*places.shape, -1).to(device)
-
-
-def _results(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return the logits of a row, and the gradients of all that has one."""
-    out = model(input_ids=ids, use_cache=False).logits
-    out.backward(torch.cos(out.detach()))
-    found = {"": out.detach()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name], parameter.grad = parameter.grad, None
-    return found

@@ -32,6 +32,7 @@ from headrace.terms.sizes import format_bytes
 
 UnitPlanes = tuple[np.ndarray, np.ndarray | None]
 ReadUnit = Callable[[int], UnitPlanes | None]
+ReadRows = Callable[[], Iterator[UnitPlanes]]
 
 # What is copied from a model directory: everything that is no weight in any framework's format.
 _COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".spm", ".py")
@@ -53,7 +54,8 @@ class Exporter:
 
     `read_unit(unit)` returns the flat weight plane of a unit, and the plane that completes its master (or None). It returns
     None for a unit whose tensors stay exactly as they came. The arrays are used until the next call. A shard holds about
-    `shard_bytes` (decimal gigabytes are usual). `notes` are the texts of further files, by file name.
+    `shard_bytes` (decimal gigabytes are usual). `notes` are the texts of further files, by file name. Stored tensors of `rows`
+    are made of their own planes, some rows at a time.
     """
 
     def __init__(
@@ -65,8 +67,9 @@ class Exporter:
         *,
         shard_bytes: int = _SHARD_BYTES,
         notes: Mapping[str, str] = MappingProxyType({}),
+        rows: Mapping[str, ReadRows] = MappingProxyType({}),
     ) -> None:
-        self._weights = chain.attach(checkpoint)
+        self._weights, self._rows = chain.attach(checkpoint), rows
         self._chain = chain
         self._out = Path(out_dir)
         self._read_unit = read_unit
@@ -100,11 +103,13 @@ class Exporter:
         writer = ShardWriter(directory, plan_shards(tensors, self._shard_bytes))
         try:
             for unit, layout in enumerate(layouts):
-                planes = self._read_unit(unit)
+                planes = self._read_unit(unit) if any(key not in self._rows for key in keys[unit]) else None
                 made: dict[str, np.ndarray] = {}
                 for source, key in stored_keys(weights, layout):
                     stored = weights.checkpoint.tensors[key]
-                    if planes is None:
+                    if key in self._rows:
+                        writer.write(key, (take(*some, stored.dtype) for some in self._rows[key]()))
+                    elif planes is None:
                         writer.write(key, read_bytes(stored))
                     elif isinstance(source, Piece):
                         writer.write(key, _encode(layout, source, stored, planes))

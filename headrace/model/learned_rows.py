@@ -1,4 +1,5 @@
-"""An embedding that is trained by rows: a pass reads those of its tokens from a source, and hands their gradients over to it.
+"""Tables that are trained by rows, the embedding and those in blocks: a pass gets the rows that it asks for from a source, and
+hands it their gradients.
 
 Invariant: hidden states and gradients have the bits of the whole table's. A row is rounded as the table would be, and the
 library adds the gradients of its tokens in the order in which it does for the whole table.
@@ -6,7 +7,7 @@ library adds the gradients of its tokens in the order in which it does for the w
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from torch.nn import functional as F
 
 from headrace.model.chain import Chain
 from headrace.model.embedding_rows import put_rows, rows_of
-from headrace.model.stored_rows import StoredRows
+from headrace.model.stored_rows import StoredRows, rows_within
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout
 from headrace.terms.row_table import TableFigures
+from headrace.terms.split_master import upper_half
 
 
 class RowSource(Protocol):
@@ -33,31 +35,43 @@ class RowSource(Protocol):
 
 
 class LearnedRows(StoredRows):
-    """Stands in the place of an embedding whose rows `source` has. Where gradients are taken, it gets those of rows."""
+    """Stands in the place of a table, whose rows its source has once it is served; until then nothing is run.
+
+    Where gradients are taken, the source gets those of rows. `place` is its unit, and the parameter that it is of a block.
+    """
+
+    learns: ClassVar[bool] = True
 
     def __init__(
         self,
         table: nn.Embedding,
-        source: RowSource,
         dtype: torch.dtype,
         whole: UnitLayout,
         taking_back: Callable[[], None],
+        place: tuple[int, str] = (0, ""),
     ) -> None:
         super().__init__(table, None, dtype, whole, taking_back)
-        self._source, self._padding = source, table.padding_idx
+        self._source: RowSource | None = None
+        self._unit, self.name = place
+        self._padding = table.padding_idx
+
+    def serve(self, source: RowSource) -> None:
+        """Take rows from `source` from here on."""
+        self._source = source
 
     @property
     def _has_numbers(self) -> bool:
-        return True
+        return self._source is not None
 
     def _looked_up(self, wanted: torch.Tensor, places: torch.Tensor, device: torch.device) -> torch.Tensor:
-        source, ids = self._source, wanted.numpy()
-        rows = torch.from_numpy(source.gather(0, ids)).to(device, self._dtype)
+        source, unit, ids = self._source, self._unit, wanted.numpy()
+        assert source is not None, "the caller looked"
+        rows = _as_computed(torch.from_numpy(source.gather(unit, ids)), self._dtype).to(device)
         if torch.is_grad_enabled():
 
             def hand_over(found: torch.Tensor) -> None:
                 assert found.grad is not None, "it was just accumulated"
-                source.add(0, ids, found.grad.float().cpu().numpy())
+                source.add(unit, ids, found.grad.float().cpu().numpy())
                 found.grad = None
 
             rows.requires_grad_().register_post_accumulate_grad_hook(hand_over)  # type: ignore[no-untyped-call]
@@ -69,10 +83,15 @@ class LearnedRows(StoredRows):
 
 @dataclass(frozen=True, slots=True)
 class LearnedTable:
-    """The embedding of a chain as a table: its `figures`, the factor of the learning rate, and the weight decay."""
+    """A table that is trained by rows: its `figures`, the factor of the learning rate, and the weight decay.
+
+    It is the parameter `name`, in a block one of those that `whole` lays out. An embedding is all of its unit.
+    """
 
     figures: TableFigures
     group: tuple[float, float]
+    name: str
+    whole: UnitLayout | None = None
 
     @classmethod
     def of(cls, chain: Chain) -> "LearnedTable":
@@ -91,15 +110,42 @@ class LearnedTable:
                 f"gradient: rows: the embedding ({type(table).__name__}) is no plain table that is all of its unit; give dense"
             )
         layout = chain.layouts[0]
-        group = layout.groups[layout.parameters[0].group]
         figures = TableFigures(rows=found.rows, width=int(table.weight.shape[1]), top=1)
-        return cls(figures, (group.learning_rate_scale, group.weight_decay))
+        name = layout.parameters[0].name
+        return cls(figures, _group_of(layout, name), name=name)
+
+    @classmethod
+    def in_blocks(cls, chain: Chain) -> "dict[int, LearnedTable]":
+        """Return the tables in blocks whose rows `chain` takes from a source, by unit. What a token asks for is left open."""
+        found = {}
+        for unit, block in enumerate(chain.runner.blocks, start=1):
+            for rows in rows_within(block):
+                if isinstance(rows, LearnedRows):
+                    figures = TableFigures(rows=rows.weight.shape[0], width=rows.weight.shape[1], top=0)
+                    found[unit] = cls(figures, _group_of(rows.whole, rows.name), rows.name, rows.whole)
+        return found
 
 
 def learn_rows(chain: Chain, source: RowSource) -> LearnedRows:
     """Take the rows of a chain's embedding from `source` from here on: unit 0 is without it. Return what takes them."""
 
     def make(table: nn.Embedding, whole: UnitLayout, taking_back: Callable[[], None]) -> LearnedRows:
-        return LearnedRows(table, source, chain.dtype, whole, taking_back)
+        return LearnedRows(table, chain.dtype, whole, taking_back)
 
-    return put_rows(chain, make)
+    rows = put_rows(chain, make)
+    rows.serve(source)
+    return rows
+
+
+def _as_computed(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows as compute reads them. In bfloat16 they are the upper halves of their masters (`terms.split_master`)."""
+    if dtype != torch.bfloat16:
+        return master.to(dtype)
+    high: torch.Tensor = upper_half(master.view(torch.int32))
+    return high.to(torch.int16).view(torch.bfloat16)
+
+
+def _group_of(layout: UnitLayout, name: str) -> tuple[float, float]:
+    """Return the factor of the learning rate and the weight decay of a parameter."""
+    group = layout.groups[next(spec.group for spec in layout.parameters if spec.name == name)]
+    return group.learning_rate_scale, group.weight_decay

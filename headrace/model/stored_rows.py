@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from io import BufferedIOBase, RawIOBase
 from itertools import accumulate
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -83,8 +84,11 @@ class StoredRows(nn.Module):
     """Stands in the place of an embedding, without a parameter. `weight` has the table's shape, and no numbers.
 
     `whole` is the layout of the unit with the table, and `taking_back` puts the table in its place again. `stored` says where
-    rows lie (see `RowReader`); None: nothing is run. `asked` counts the ids of calls that ask for shapes alone.
+    rows lie (see `RowReader`); None: nothing is run. `asked` counts the ids of calls that ask for shapes alone. Where rows are
+    trained, it `learns`.
     """
+
+    learns: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class StoredRows(nn.Module):
             rows=self.weight.shape[0],
             stored_bytes=self.weight.shape[1] * (self._stored_dtype or self._dtype).itemsize,
             computed_bytes=self.weight.shape[1] * self._dtype.itemsize,
+            learns=self.learns,
         )
 
     @property
@@ -136,7 +141,7 @@ class StoredRows(nn.Module):
             return ids.new_zeros(shape, dtype=self._dtype)
         if ids.is_meta or type(ids) is not torch.Tensor or not self._has_numbers:  # shapes alone are asked for
             self.asked += ids.numel()
-            return ids.new_empty(shape, dtype=self._dtype)
+            return ids.new_empty(shape, dtype=self._dtype, requires_grad=self.learns and torch.is_grad_enabled())
         wanted, places = torch.unique(ids.detach().cpu(), return_inverse=True)
         return self._looked_up(wanted, places.view(ids.shape), ids.device)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 
-from headrace.plan.block_tables import read_table_bytes, with_waits
+from headrace.plan.block_tables import read_table_bytes, with_waits, written_table_bytes
 from headrace.plan.bound import least_seconds
 from headrace.plan.coarse import coarsened, launch_flops
 from headrace.plan.ledger import Snapshot
@@ -95,7 +95,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
         + plan.read_embedding_bytes
         + read_table_bytes(plan)
         + _read_head_bytes(plan),
-        ssd_bytes_written_per_step=written_bytes + plan.written_embedding_bytes,
+        ssd_bytes_written_per_step=written_bytes + plan.written_embedding_bytes + written_table_bytes(plan),
         bottleneck=timeline.bottleneck,
         explanation=timeline.explanation,
         utilisation={lane: use.utilisation for lane, use in timeline.lanes.items()},

@@ -61,7 +61,11 @@ def _trained(options: Mapping[str, Any]) -> str:
     if options.get("adapter"):
         return f"adapters (`{options['adapter']}`) beside frozen weights"
     what = "every parameter" if options["train"] == ALL else "the matrices of blocks"
-    return what if options["gradient"] in ("dense", "rows") else f"{what}, in what `{options['gradient']}` keeps of gradients"
+    return (
+        what
+        if options["gradient"].partition(":")[0] in ("dense", "rows")
+        else f"{what}, in what `{options['gradient']}` keeps of gradients"
+    )
 
 
 def _results(records: Sequence[Record], evaluations: Sequence[Record]) -> list[str]:

@@ -82,6 +82,12 @@ class BlockRows:
         called `said` tokens, where rows are those of a pass.
         """
         size, rows, tokens_said = format_bytes(self.table.whole_bytes), self.rows(tokens), said or tokens
+        if self.table.learns:
+            return (
+                f"a table of {size} in block {self.unit} is trained by rows, to the same bits: a micro-batch reads up to "
+                f"{rows} rows, {format_bytes(self.read_bytes(tokens))} in pages, {format_seconds(rows * SECONDS_PER_ROW)}. To "
+                "generate, export the run first"
+            )
         return (
             f"a table of {size} in block {self.unit} stays in the model's files: each pass reads up to {rows} rows of "
             f"{tokens_said} tokens, {format_bytes(self.read_bytes(tokens))} in pages, {format_seconds(rows * SECONDS_PER_ROW)}"

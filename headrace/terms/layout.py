@@ -242,10 +242,11 @@ def lay_out(
     return UnitLayout(name, tuple(placed), tuple(groups), offset)
 
 
-def realigned(layout: UnitLayout, parameter_alignment: int) -> UnitLayout:
-    """Return the same parameters, in the same order and groups, laid out with another alignment."""
+def realigned(layout: UnitLayout, parameter_alignment: int, without: frozenset[str] = frozenset()) -> UnitLayout:
+    """Return the same parameters, in the same order and groups, laid out with another alignment, `without` those so named."""
     keys = [(group.learning_rate_scale, group.weight_decay) for group in layout.groups]
-    parameters = [(parameter.name, parameter.shape, keys[parameter.group]) for parameter in layout.parameters]
+    kept = (parameter for parameter in layout.parameters if parameter.name not in without)
+    parameters = [(parameter.name, parameter.shape, keys[parameter.group]) for parameter in kept]
     return lay_out(layout.name, parameters, parameter_alignment, layout.kinds)
 
 

@@ -29,9 +29,9 @@ class MethodOptions(Declared):
     gradient: str = option(
         "dense",
         Text(),
-        "`dense` and `rows` train full weights, `rows` with less memory for the embedding; `lsp` trains subspaces.",
-        row="`dense` trains full weights; so does `rows`, which updates those rows of the embedding that a step touches. "
-        "`lsp` trains low-dimensional subspaces of the blocks' matrices (LSP-Offload), with settings as in the table below. "
+        "`dense` and `rows` train full weights, `rows` with less memory for tables; `lsp` trains subspaces.",
+        row="`dense` trains full weights; so does `rows`, which updates those rows of embeddings that a step touches. "
+        "`lsp` trains low-dimensional subspaces of the blocks' matrices (LSP-Offload). Settings are in the table below. "
         "Fixed for a run",
         plan=True,
         group=Group.METHOD,

@@ -79,7 +79,7 @@ def _refuse_shared(options: Options, who: str) -> None:
 
 def _refuse_rows(options: Options, why: str) -> None:
     """Refuse tables whose rows are updated one by one: the embedding, or adapters."""
-    if options.gradient == Rows.name:
+    if options.gradient.partition(":")[0] == Rows.name:
         raise ConfigError(f"gradient: rows: {why}; give dense, or train on one machine")
     if options.adapter and isinstance(table := adapter_of(options.adapter), Table) and table.policy != DENSE:
         raise ConfigError(f"adapter: table: {why}; give policy=dense, or train on one machine")

@@ -9,7 +9,7 @@ record; what no record names does not count (`store.row_store`).
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from headrace.files import BlockFile
 from headrace.store.row_store import History, RowLayout, RowStore
-from headrace.terms.layout import PlaneSet
+from headrace.terms.layout import PlaneSet, UnitLayout, part
 from headrace.update.lazy_rows import AppliedUpdates, LazyRows, Rows
-from headrace.update.norm import BLOCK_ELEMENTS, add_block_sums, block_square_sums
+from headrace.update.norm import PlacedSquares
 from headrace.update.rule import StepScalars
 
 ROWS = "rows"
@@ -32,7 +32,6 @@ FirstRows = Callable[[Ids], NDArray[np.float32]]
 """Reads the first weights (n, width) of rows, which ascend."""
 
 _PIECE_BYTES = 8 << 20  # rows of an export that are read together
-_BLOCKS_AT_ONCE = 1024  # of a norm: some 8 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class RowFamily:
 
     Rows that it does not `replay` stay as they are until a step touches them. Where it is `stored`, its first weights are those
     of the model's files; if not, zeros. Gradients have `gradient_dtype` once a step has summed them in float32; None: that of
-    the run.
+    the run. Where other parameters of its unit are trained beside it, `whole` is the layout of both, and it is called `name`.
     """
 
     rows: int
@@ -51,6 +50,8 @@ class RowFamily:
     replay: bool = True
     stored: bool = False
     gradient_dtype: str | None = "float32"
+    whole: UnitLayout | None = None
+    name: str = ""
 
 
 def row_layout(num_rows: int, width: int, planes: PlaneSet) -> RowLayout:
@@ -87,7 +88,8 @@ class _Held:
 @dataclass(slots=True)
 class Table:
     """One table: where its rows lie, and how they are updated. `updated` are rows that no commit has written yet, by the number
-    of their update. `first` reads rows that no update has changed; without it they are zeros.
+    of their update. `first` reads rows that no update has changed; without it they are zeros. Where it is the parameter `name`
+    of a unit that has others, `whole` is the layout of all.
     """
 
     file: BlockFile
@@ -97,6 +99,8 @@ class Table:
     planes: PlaneSet
     first: FirstRows | None = None
     gradient_dtype: torch.dtype = torch.float32
+    whole: UnitLayout | None = None
+    name: str = ""
     held: _Held = field(init=False)
     updated: dict[int, tuple[Ids, Rows]] = field(default_factory=dict)
 
@@ -108,6 +112,11 @@ class Table:
         """Return the table in `file`; a new file holds none of its rows."""
         planes = lazy.planes
         return cls(file, RowStore(file, row_layout(num_rows, width, planes), history), lazy, width, planes, **more)
+
+    @property
+    def start(self) -> int:
+        """Where its first element lies in its unit."""
+        return next(each.offset for each in self.whole.parameters if each.name == self.name) if self.whole else 0
 
     def forget(self) -> None:
         """Hold no rows."""
@@ -147,21 +156,9 @@ class Table:
         rounded: NDArray[np.float32] = torch.from_numpy(sums).to(self.gradient_dtype).float().numpy()
         return rounded
 
-    def square_sum(self) -> float:
-        """Return the sum of squares of the gradient: that of the whole table's, in which rows without one are zeros."""
-        ids, gradient, total = self.held.ids[self.held.summed], self.gradient.reshape(-1), 0.0
-        places = (ids[:, None] * self.width + np.arange(self.width)).reshape(-1)
-        blocks, starts = np.unique(places // BLOCK_ELEMENTS, return_index=True)
-        for begin in range(0, blocks.size, _BLOCKS_AT_ONCE):
-            some = blocks[begin : begin + _BLOCKS_AT_ONCE]
-            stop = starts[begin + some.size] if begin + some.size < blocks.size else places.size
-            at = slice(starts[begin], stop)
-            flat = np.zeros(some.size * BLOCK_ELEMENTS, np.float32)
-            flat[np.searchsorted(some, places[at] // BLOCK_ELEMENTS) * BLOCK_ELEMENTS + places[at] % BLOCK_ELEMENTS] = gradient[
-                at
-            ]
-            total = add_block_sums(block_square_sums(flat), total)
-        return total
+    def add_squares(self, squares: PlacedSquares) -> None:
+        """Add the squares of the gradient; rows without one are zeros."""
+        squares.add_rows(self.start, self.held.ids[self.held.summed], self.gradient)
 
     def _rows(self, content: NDArray[np.uint8], seen: Ids | None = None) -> Rows:
         start, planes = 0, []
@@ -218,9 +215,23 @@ class TableRows:
             held.summed[at] = True
 
     def square_sums(self) -> list[float]:
-        """Return the sums of squares of the gradients, by table."""
+        """Return the sums of squares of the gradients, by table that is all of its unit."""
         with self._lock:
-            return [table.square_sum() for table in self._tables.values()]
+            alone = [table for table in self._tables.values() if table.whole is None]
+            return [_square_sum(table, ()) for table in alone]
+
+    def square_sum_with(self, unit: int, layout: UnitLayout, gradient: NDArray[np.generic]) -> float | None:
+        """Return the sum of squares of a unit's `gradient`, which `layout` lays out, and of the table among its parameters.
+
+        It has the bits of the whole unit's. None: there is no such table.
+        """
+        table = self._tables.get(unit)
+        if table is None or table.whole is None:
+            return None
+        own = {spec.name: spec for spec in layout.parameters}
+        others = [(spec.offset, part(gradient, own[spec.name])) for spec in table.whole.parameters if spec.name in own]
+        with self._lock:
+            return _square_sum(table, others)
 
     def conclude(self, scalars_of: Callable[[int], StepScalars] | None) -> None:
         """Update the rows that have gradients by what their unit's update is given; None for a step that is skipped.
@@ -266,15 +277,26 @@ class TableRows:
         for table in self._tables.values():
             table.file.close()
 
-    def weights(self, unit: int) -> Iterator[NDArray[np.float32]]:
-        """Yield the newest weights of a whole table, some rows at a time."""
+    def weights(self, unit: int, begin: int = 0, end: int | None = None) -> Iterator[NDArray[np.float32]]:
+        """Yield the newest weights of a table's rows from `begin` up to `end`, some rows at a time; None: up to the last."""
         layout = self._tables[unit].store.layout
-        at_once = max(1, _PIECE_BYTES // layout.row_bytes)
-        for start in range(0, layout.num_rows, at_once):
-            ids = np.arange(start, min(start + at_once, layout.num_rows))
+        at_once, end = max(1, _PIECE_BYTES // layout.row_bytes), layout.num_rows if end is None else end
+        for start in range(begin, end, at_once):
+            ids = np.arange(start, min(start + at_once, end))
             with self._lock:
                 found: NDArray[np.float32] = self._tables[unit].read(ids, self.applied).weight
             yield found
+
+
+def _square_sum(table: Table, others: Sequence[tuple[int, NDArray[np.generic]]]) -> float:
+    """Return the sum of squares of a table's gradient and of those of `others`, each with its place in the unit."""
+    squares, before = PlacedSquares(), sum(start < table.start for start, _ in others)
+    for start, flat in others[:before]:
+        squares.add(start, flat)
+    table.add_squares(squares)
+    for start, flat in others[before:]:
+        squares.add(start, flat)
+    return squares.total()
 
 
 def _planes(rows: Rows) -> tuple[NDArray[Any], ...]:

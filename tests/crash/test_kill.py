@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 pytestmark = pytest.mark.process
 
 STEPS = 24
-# The last nine: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
+# The last twelve: of units with a trained family of their own (speculative), of states in memory with few checkpoints, of
 # subspaces that change, of adapters, of row tables, of a mixture whose experts come one at a time, of embeddings by rows,
-# frozen and trained, and of tables in blocks by rows.
+# frozen and trained, of tables in blocks by rows, frozen and trained, and of a head by ranges of its rows, trained and frozen.
 POLICIES = ["immediate", "deferred", "speculative", "rows", "seldom", "lsp", "adapters", "tables", "experts", "embedding"]
-POLICIES += ["trained embedding", "tables in blocks"]
+POLICIES += ["trained embedding", "tables in blocks", "tables by rows", "head by ranges", "head that comes"]
 # Where a run of subspaces is killed. The first step fits 3 blocks of 7 matrices, later ones are checks of a block each.
 FIT = "headrace.update.wires.subspace:Subspace.fit"
 MOMENTS = {
@@ -83,8 +83,8 @@ def start(
     (folder / "ready").unlink(missing_ok=True)
     if policy == "experts":  # whose steps have ten times the operations
         model, steps = model.parent / "mixture", min(steps, 6)
-    if policy == "tables in blocks":
-        model, steps = model.parent / "tables", min(steps, 8)
+    if policy.startswith("tables "):
+        model, steps = model.parent / "tables", min(steps, 3 if policy == "tables by rows" else 8)
     arguments = (str(model), str(folder / "run"), str(folder / "out"), steps, policy, optimizer, moment)
     process = PROCESSES.Process(target=trainee.main, args=arguments)
     process.start()

@@ -14,7 +14,7 @@ from forked import kill_at
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.model import block_tables
+from headrace.model import block_tables, head_rows
 from headrace.plan.plan import Plan
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import PlanInfeasible
@@ -57,6 +57,11 @@ def by_rows(plan: Plan) -> Plan:
     return replace(plan, visiting_head="ssd", embedding=EmbeddingRows(rows=384, stored_bytes=128, computed_bytes=128))
 
 
+def head_comes(plan: Plan) -> Plan:
+    """A frozen head comes for the loss only, a range of its rows and two pages at a time."""
+    return replace(deferred(plan), visiting_head="ssd", head_slot_bytes=RANGE_ROWS * 64 * 2 + 8192)
+
+
 def in_parts(model: str, options: headrace.Options) -> headrace.Options:
     """Return options with so little device memory that blocks come in parts."""
     try:
@@ -76,7 +81,10 @@ ADJUST = {
     "embedding": by_rows,
     "trained embedding": deferred,
     "parts": deferred,
+    "head by ranges": deferred,
+    "head that comes": head_comes,
 }
+RANGE_ROWS = 128  # of a head of 384
 WAYS = {
     "lsp": {"gradient": "lsp:dimension=32,nonzeros=4,check=2,alpha=0.05", "train": "matrices"},
     "adapters": {"adapter": "dora:rank=4"},
@@ -85,6 +93,8 @@ WAYS = {
     "tables": {"adapter": "table:rows=64,layers=0+2,top=4"},
     "experts": {"device_memory": "1GiB"},
     "tables in blocks": {"adapter": "lora:rank=4"},
+    "tables by rows": {"gradient": "rows:tables=blocks"},
+    "head that comes": {"adapter": "lora:rank=4"},
 }
 
 
@@ -96,6 +106,8 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
     run_directory = Path(run)
     if policy == "tables in blocks":
         block_tables.LEAST_BYTES = 0  # each is large
+    if policy.startswith("head"):
+        head_rows._RANGE_ELEMENTS = RANGE_ROWS * 64
     # Frozen weights that are coded, with a trained family beside them; or everything trained in place.
     seams = {"rows": Seams(RowWire(), GroupedCodec()), "experts": Seams(parted=True)}.get(policy)
     if (run_directory / "commit.0").exists():
@@ -119,7 +131,8 @@ def main(model: str, run: str, out: str, steps: int, policy: str, optimizer: str
         engine = Engine.open(model, options, adjust_plan=ADJUST.get(policy), seams=seams)
         assert engine.plan is not None
         assert (engine.plan.parts is not None) == (policy == "parts")
-        assert len(engine.plan.results.tables) == 2 * (policy == "tables in blocks")
+        assert len(engine.plan.results.tables) == 2 * policy.startswith("tables ")
+        assert (engine.chain.head_rows == RANGE_ROWS) == policy.startswith("head")
     with engine:
         (run_directory.parent / "ready").touch()
         while engine.step_index < steps:

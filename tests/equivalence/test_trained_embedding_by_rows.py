@@ -90,7 +90,7 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..
     for each in ("kept", "final"):
         one, other = ((tmp_path / f"{way}-{each}" / "model.safetensors").read_bytes() for way in ("dense", "rows"))
         assert one == other
-    with pytest.raises(RunDirectoryError, match="it updates rows of the embedding one by one, and its units lack them"):
+    with pytest.raises(RunDirectoryError, match="it updates rows of tables one by one, and its units lack them"):
         open_run(tmp_path / "rows", None, lambda event: None)
 
 
@@ -122,10 +122,10 @@ class Whole(Engine):
     _may_learn_rows = False
 
 
-def least_bytes(kind: type[Engine], path: Path) -> int:
+def least_bytes(kind: type[Engine], path: Path, **options: Any) -> int:
     given: dict[str, Any] = {"host_memory": "4GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
     with pytest.raises(PlanInfeasible) as refusal:
-        kind.open(path, headrace.Options(device_memory=1, compute_dtype="bfloat16", **given))
+        kind.open(path, headrace.Options(device_memory=1, compute_dtype="bfloat16", **given, **options))
     assert refusal.value.tier == "device"
     return refusal.value.needed_bytes
 
@@ -160,6 +160,13 @@ def test_the_planner_takes_rows_where_the_whole_has_no_room(model_dir: Callable[
     for losses, _, content in found[1:]:
         assert losses == found[0][0]
         assert content == found[0][2]
+
+
+@pytest.mark.wide
+def test_a_tree_keeps_the_whole_table(model_dir: Callable[..., Path]) -> None:
+    """Rows add micro-batches in their order, so that they would have other bits than a tree."""
+    path = model_dir("llama", "bfloat16")
+    assert least_bytes(Engine, path, gradient_sum="tree") == least_bytes(Whole, path, gradient_sum="tree")
 
 
 @pytest.mark.parametrize(

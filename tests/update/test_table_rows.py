@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from update_planes import adamw
 
 from headrace.terms.errors import StorageError
+from headrace.terms.layout import PARAMETER_ALIGNMENT, lay_out, part, realigned
 from headrace.testing.memory_file import MemoryFile
 from headrace.testing.power_supply import PowerSupply
 from headrace.update import StepScalars
@@ -149,6 +150,35 @@ def test_the_norm_of_few_rows_of_a_large_table_is_that_of_the_whole_gradient():
     rows.add(3, ids, gradient)
     whole[ids] = gradient
     assert rows.square_sums() == [square_sum(np.pad(whole.reshape(-1), (0, -whole.size % BLOCK_ELEMENTS)))]
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.float16, np.float32])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_norm_of_a_unit_with_a_table_in_it_is_that_of_its_whole_gradient(place, kind):
+    """Parameters before and after the table share blocks with its rows; none of them has the place that it has without it."""
+    rule, dice, count, width = adamw("float32"), np.random.default_rng(17), 700, 24
+    sizes = [(3, 5000), (77,), (2 * BLOCK_ELEMENTS,), (40, 50)]
+    named = [(f"p{number}", shape, (1.0, DECAY * (number % 2))) for number, shape in enumerate(sizes)]
+    whole = lay_out("unit", [*named[:place], ("table", (count, width), (1.0, 0.0)), *named[place:]])
+    rest = realigned(whole, PARAMETER_ALIGNMENT, frozenset({"table"}))
+    file = MemoryFile(row_layout(count, width, rule.planes).file_bytes)
+    table = Table.on(file, LazyRows(rule), count, width, whole=whole, name="table")
+    rows, ids = TableRows({3: table}, AppliedUpdates()), np.unique(dice.choice(count, 90))
+    gradient = dice.standard_normal((ids.size, width)).astype(np.float32)
+    rows.gather(3, ids)
+    rows.add(3, ids, gradient)
+    found, dense = np.zeros(rest.num_elements, kind), np.zeros(whole.num_elements, np.float32)
+    for spec in rest.parameters:
+        values = dice.standard_normal(spec.num_elements).astype(np.float32)
+        exact = (values.view(np.uint32) >> 16).astype(np.uint16) if kind == np.uint16 else values.astype(kind)
+        part(found, spec)[:] = exact
+        there = next(each for each in whole.parameters if each.name == spec.name)
+        part(dense, there)[:] = (exact.astype(np.uint32) << 16).view(np.float32) if kind == np.uint16 else exact
+    there = next(each for each in whole.parameters if each.name == "table")
+    part(dense, there).reshape(count, width)[ids] = gradient
+    assert rows.square_sum_with(3, rest, found) == square_sum(dense)
+    assert rows.square_sum_with(2, rest, found) is None
+    assert rows.square_sums() == []
 
 
 def test_rows_that_are_updated_again_before_they_are_committed_are_committed_as_they_were():

@@ -7,7 +7,7 @@ from headrace.update.wire import Wire
 
 
 class Dense(GradientWay):
-    """Whole gradients. It has no settings. Where memory is short, a run begins with those of the embedding by rows."""
+    """Whole gradients. It has no settings. Where memory is short, a run begins with those of tables by rows."""
 
     name: ClassVar[str] = "dense"
 

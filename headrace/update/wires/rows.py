@@ -1,21 +1,28 @@
-"""Full fine-tuning in which the embedding is a table of rows: a step reads, updates and writes those that its tokens name.
+"""Full fine-tuning in which tables are trained by rows: a step reads, updates and writes those that its tokens ask for.
 
-The other rows catch up when they are next read (`update.lazy_rows`). So weights, moments and losses have the bits of `dense`.
-Rows lie in a file of their own beside the state, which has the embedding as it was when the run began.
+Tables are the embedding, and embeddings in blocks (`model.block_tables`). The other rows catch up when they are next read
+(`update.lazy_rows`). So weights, moments and losses have the bits of `dense`. Rows lie in files of their own beside the state.
+This has the embedding as it was when the run began, and blocks without their tables.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import UnitLayout, rest_of_master
 from headrace.terms.optimizer import ALL, Optimizer
+from headrace.terms.option_kinds import OneOf
 from headrace.terms.row_table import TableFigures
+from headrace.terms.summing import SEQUENTIAL
 from headrace.update.lazy_rows import refuse_other_rules
 from headrace.update.rules.table import rule_of
 from headrace.update.table_rows import RowFamily, TableRows
@@ -28,35 +35,54 @@ if TYPE_CHECKING:
     from headrace.model.export import UnitPlanes
     from headrace.model.learned_rows import LearnedTable
 
+EVERY, BLOCKS = "every", "blocks"
 
+
+@dataclass(frozen=True, kw_only=True)
 class Rows(GradientWay):
-    """Whole gradients, but of the embedding those of the rows that a step touches. It has no settings."""
+    """Whole gradients, but of tables those of the rows that a step touches."""
 
     name: ClassVar[str] = "rows"
 
+    tables: str = option(
+        EVERY,
+        OneOf((EVERY, BLOCKS)),
+        row="which tables are trained by rows: `every`, that is the embedding and those in blocks; or those in `blocks` alone",
+    )
 
-def rows_in_place_of(wire: Wire, chain: "Chain", optimizer: Optimizer) -> "RowsWire":
-    """Return the wire that trains what `wire` does, to the same bits, but the embedding of `chain` by rows.
+    def begun(self, way: GradientWay) -> GradientWay:
+        """See `GradientWay.begun`."""
+        return way if isinstance(way, Rows) else self
+
+
+def rows_in_place_of(wire: Wire, chain: "Chain", optimizer: Optimizer, gradient_sum: str, tables: str = EVERY) -> "RowsWire":
+    """Return the wire that trains what `wire` does, to the same bits, but `tables` of `chain` by rows (see `Rows`).
 
     Raises:
         ConfigError: it cannot.
     """
-    if not isinstance(wire, DenseWire):
+    if gradient_sum != SEQUENTIAL:
+        raise ConfigError(f"gradient_sum: rows add micro-batches in their order; leave {gradient_sum} out, or give dense")
+    if not isinstance(wire, DenseWire | RowsWire):
         raise ConfigError(f"gradient: {wire.name} has no rows of its own; give dense")
-    found = RowsWire(Rows(), wire.seed).of(chain)
+    found = RowsWire(Rows(tables=tables), wire.seed).of(chain)
     found.refuse(optimizer)
     return found
 
 
 class RowsWire(Wire):
-    """Everything is trained: the embedding by rows, the others in place."""
+    """Everything is trained: tables by rows, the rest in place. In blocks these are what `chain` takes from a source."""
 
     ways = (Rows,)
     has_whole_state = False
 
-    def __init__(self, settings: GradientWay | None = None, seed: int = 0, known: "LearnedTable | None" = None) -> None:
+    def __init__(self, settings: GradientWay | None = None, seed: int = 0, chain: "Chain | None" = None) -> None:
         super().__init__(settings, seed)
-        self._known, self._rows = known, list[TableRows]()
+        self._chain, self._rows, self._embedding = chain, list[TableRows](), dict[int, "LearnedTable"]()
+        if chain is not None and self.has_embedding:
+            from headrace.model.learned_rows import LearnedTable
+
+            self._embedding[0] = LearnedTable.of(chain)
 
     def of(self, chain: "Chain") -> "RowsWire":
         """Return the wire for `chain`; itself, if it knows that.
@@ -64,35 +90,52 @@ class RowsWire(Wire):
         Raises:
             ConfigError: the rows of its embedding cannot be updated one by one.
         """
-        from headrace.model.learned_rows import LearnedTable
-
-        return self if self._known is not None else RowsWire(self.settings, self.seed, LearnedTable.of(chain))
+        return self if self._chain is chain else RowsWire(self.settings, self.seed, chain)
 
     @property
-    def _table(self) -> "LearnedTable":
-        assert self._known is not None, "the embedding of a chain is known"
-        return self._known
+    def has_embedding(self) -> bool:
+        """Whether the embedding is one of the tables."""
+        assert isinstance(self.settings, Rows), "its way is that of rows"
+        return self.settings.tables == EVERY
+
+    @property
+    def _known(self) -> "Mapping[int, LearnedTable]":
+        """The tables of the chain, by unit."""
+        from headrace.model.learned_rows import LearnedTable
+
+        assert self._chain is not None, "the chain is known"
+        return self._embedding | LearnedTable.in_blocks(self._chain)
 
     def trained(self, unit: int, layout: UnitLayout, *, is_block: bool) -> UnitLayout | None:
-        """Return that all is trained in place, but for the embedding, whose rows are a table."""
-        return None if unit == 0 else layout
+        """Return that all is trained in place, but for an embedding whose rows are a table."""
+        return None if unit == 0 and self.has_embedding else layout
 
     def table(self, unit: int) -> TableFigures | None:
-        """Return what a plan knows of the embedding."""
-        return self._table.figures if unit == 0 else None
+        """Return what a plan knows of a unit's table."""
+        return known.figures if (known := self._known.get(unit)) else None
 
     @property
     def row_families(self) -> Mapping[int, RowFamily]:
-        """The embedding, which begins as it is in the model's files."""
-        figures = self._table.figures
-        return {0: RowFamily(figures.rows, figures.width, *self._table.group, stored=True, gradient_dtype=None)}
+        """The tables, which begin as they are in the model's files."""
+        return {
+            unit: RowFamily(
+                table.figures.rows,
+                table.figures.width,
+                *table.group,
+                stored=True,
+                gradient_dtype=None,
+                whole=table.whole,
+                name=table.name,
+            )
+            for unit, table in self._known.items()
+        }
 
     def serve(self, rows: TableRows) -> None:
         """Export `rows`."""
         self._rows[:] = [rows]
 
     def refuse(self, optimizer: Optimizer) -> None:
-        """Refuse rules that cannot catch up or keep no master, and to train no embedding."""
+        """Refuse rules that cannot catch up or keep no master, and to train no tables."""
         if optimizer.train != ALL:
             raise ConfigError(f"gradient: rows trains the embedding, and train: {optimizer.train} does not; give dense")
         refuse_other_rules(rule_of(optimizer, "float32"))
@@ -101,29 +144,27 @@ class RowsWire(Wire):
 
     def export(self, content: Content, directory: Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory. All rows catch up for it; nothing of that is kept."""
-        from headrace.model import Exporter, exact_units
+        from headrace.model import Exporter
+        from headrace.model.block_tables import stored_rows_of
+        from headrace.model.export import ReadRows
 
-        read, layout = content.reader(), content.chain.layouts[0]
-        exactly = 0 in exact_units(content.chain, content.weights)
+        dtype, chain = content.chain.compute_dtype, content.chain
 
-        def newest(unit: int) -> "UnitPlanes | None":
-            return read(unit) if unit else self._planes(layout, content.chain.compute_dtype, exactly=exactly)
+        def pieces(unit: int, begin: int, end: int) -> "Iterator[UnitPlanes]":
+            return (_planes(rows, dtype) for rows in self._rows[0].weights(unit, begin, end))
 
-        Exporter(content.checkpoint, content.chain, directory, newest, notes=content.notes).write()
+        by_key = dict[str, ReadRows]()
+        for unit, table in self._known.items():
+            for key, begin, end in stored_rows_of(content.weights, table.name):
+                by_key[key] = partial(pieces, unit, begin, end)
+        Exporter(content.checkpoint, chain, directory, content.reader(), notes=content.notes, rows=by_key).write()
 
-    def _planes(self, layout: UnitLayout, dtype: str, *, exactly: bool) -> "UnitPlanes":
-        """Return the newest rows as the planes of the unit: weights as compute reads them, and what completes their master."""
-        weights = torch.zeros(layout.num_elements, dtype=getattr(torch, dtype))
-        kind = {"bfloat16": torch.int16, "float16": torch.float32}.get(dtype)
-        rest = torch.zeros(layout.num_elements, dtype=kind) if kind is not None and exactly else None
-        start = 0
-        for found in self._rows[0].weights(0):
-            piece = torch.from_numpy(np.ascontiguousarray(found)).reshape(-1)
-            at = slice(start, start + piece.numel())
-            high, low = split(piece) if dtype == "bfloat16" else (piece, piece)
-            weights[at] = high.view(torch.bfloat16) if dtype == "bfloat16" else high
-            if rest is not None:
-                rest[at] = low
-            start = at.stop
-        bits = weights.view(torch.int16).numpy().view(np.uint16) if dtype == "bfloat16" else weights.numpy()
-        return bits, None if rest is None else rest.numpy()
+
+def _planes(rows: NDArray[np.float32], dtype: str) -> "UnitPlanes":
+    """Return rows as compute reads them, and what completes their master."""
+    if dtype == "float32":
+        return rows, None
+    if dtype == "float16":
+        return rows.astype(np.float16), rows
+    high, low = split(torch.from_numpy(np.ascontiguousarray(rows)))
+    return high.numpy().view(np.uint16), low.numpy()
