@@ -134,10 +134,14 @@ def _put_identity(factors: Tensor, where: Tensor) -> None:
         factors[where] = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
 
 
-def product_errors(weights: Tensor, hessians: Tensor, *rounded: Tensor) -> tuple[Tensor, ...]:
-    """Return ||(Q - W) X||^2 / ||W X||^2 of each matrix, (n,) float64, for each Q in `rounded`; 0 for products of zero."""
+def product_errors(weights: Tensor, hessians: Tensor, *rounded: Tensor | Rounded) -> tuple[Tensor, ...]:
+    """Return ||(Q - W) X||^2 / ||W X||^2 of each matrix, (n,) float64, for each Q in `rounded`; 0 for products of zero.
+
+    Values of codes are there one after the other, for a moment each.
+    """
     whole = _squares(weights, hessians)
-    errors = (_squares(each - weights, hessians).clamp(min=0) for each in rounded)
+    differences = ((each.values if isinstance(each, Rounded) else each) - weights for each in rounded)
+    errors = (_squares(each, hessians).clamp(min=0) for each in differences)
     return tuple(torch.where(whole > 0, error / whole, 0.0) for error in errors)
 
 

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from headrace.compress.expert_rows import through_experts
+from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.rounding import Rounding, stored_matrix
 from headrace.model import Chain, WeightMap
 from headrace.model.banks import Banks, BlockExperts
@@ -155,7 +155,7 @@ class BlockByExperts:
         for name, slot in self._slots.items():
             kept = self._kept[name]
             if self._is_rounded and expert in kept.written:
-                slot.copy_(kept[expert])
+                slot.copy_(kept.read(expert))
             else:
                 pieces = self._weights.pieces[name]
                 slot.copy_(stored_matrix(self._weights, pieces, (slot.shape[-2], slot.shape[-1]), expert))
@@ -165,25 +165,26 @@ class BlockByExperts:
 
 
 class _Kept:
-    """Rounded experts in a file: written and read one at a time."""
+    """Rounded experts in a file: written and read one at a time. The file is not mapped: its pages would be this process's."""
 
     def __init__(self, path: Path, experts: int, like: torch.Tensor) -> None:
         self.device, self.written = like.device, set[int]()
-        self._path, self._like = path, like
-        whole = np.int16 if like.dtype.itemsize == 2 else np.int32
-        self._map = np.memmap(path, whole, "w+", shape=(experts, like.numel()))
+        self._path, self._dtype = path, like.dtype
+        self._file = HiddenRows(path, [like.shape] * experts)
 
-    def __getitem__(self, expert: int) -> torch.Tensor:
-        return torch.from_numpy(self._map[expert]).view(self._like.dtype).view(self._like.shape)
+    def read(self, expert: int) -> torch.Tensor:
+        """Return the rounded weights of an expert."""
+        return self._file.read(expert)
 
     def put(self, expert: int | None, values: torch.Tensor) -> None:
         """Keep the rounded weights of an expert."""
         assert expert is not None, "one of a stack"
-        self[expert].copy_(values)
+        self._file.write(expert, values.to(self._dtype))
         self.written.add(expert)
 
     def close(self) -> None:
-        self._map = np.empty((0, 0), np.int16)  # type: ignore[assignment]
+        """Remove the file."""
+        self._file.close()
         self._path.unlink(missing_ok=True)
 
 

@@ -20,6 +20,8 @@ from headrace.terms.program import Program
 _CHOLESKY = 4 / 3
 # GPTQ's own operations reach this share of the float32 rate of large products (an assumption; QMoE's batches of 16 experts).
 _GPTQ_SHARE = 0.2
+# Processors that multiply bfloat16 themselves sum inputs at this share of that rate (docs/log/rounding-loops).
+_SUMS_SHARE = 0.5
 EXPERTS_AT_ONCE, _KERNELS_OF_A_COLUMN, _KERNEL_SECONDS = 16, 6, 1e-5
 # On a device, trying a scale for a weight moves so many bytes (a division, a rounding, six operations more); so does making up
 # for an error. A core tries so many scales of a weight, and rounds so many weights, in a second (docs/log/rounding-loops).
@@ -201,7 +203,7 @@ def _terms_of(block: Block, job: Job, ceilings: Ceilings) -> _Terms:
         caught=2.0 * tokens * (passed - spared + attended) / products + other,
         hidden_read=tokens * job.hidden_bytes / read,
         hidden_written=tokens * job.hidden_bytes / write,
-        sums=sums / single,
+        sums=sums / (single if ceilings.has_device else max(single, _SUMS_SHARE * products)),
         rounded={
             "GPTQ's factors and corrections": rounding / (single * _GPTQ_SHARE),
             "errors of products, for the report": sum(3.0 * each.weights * each.inputs for each in coded) / single,

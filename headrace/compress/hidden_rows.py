@@ -1,4 +1,4 @@
-"""Hidden states of micro-batches between two blocks, in a file: memory holds one micro-batch's, whatever their number.
+"""Tensors that wait in a file: hidden states of micro-batches between two blocks, and rounded experts. Memory holds one.
 
 Invariant: `read` returns what was written last; after `sync` that is on the drive.
 """

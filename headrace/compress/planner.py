@@ -165,7 +165,7 @@ def plan_compression(
     }
     room, passes = None, [1] * len(blocks)
     if budget.host_bytes is not None:
-        room = _room(chain, Place.of(measured, here=here or machine is None), budget)
+        room = _room(chain, code, Place.of(measured, here=here or machine is None), budget)
         memory, passes = _memory(room, blocks)
     job = Job(
         blocks=[
@@ -269,17 +269,18 @@ def _memory(room: Room, blocks: Sequence[Sequence[Matrices]]) -> tuple[dict[str,
         "what lies around the blocks": room.ends_bytes,
         "a block, but one expert, twice" if room.by_experts else "the largest block, twice": 2 * room.block_bytes,
         **({"the next block": room.block_bytes} if room.ahead else {}),
+        "the codes of a block": room.codes_bytes,
         "sums of inputs, at once": largest,
     }
     return memory, [len(each) for each in groups]
 
 
-def _room(chain: Chain, place: Place, budget: Budget) -> Room:
+def _room(chain: Chain, code: Code, place: Place, budget: Budget) -> Room:
     """Return what memory is for in the host's part of `budget`."""
     allowed = place.allowance(budget, ssd_bytes=None, import_workspace_bytes=None).host_bytes
     experts = find_experts(chain.model, chain.runner.blocks)
     singly = any(experts) and not why_no_banks(chain.config)
-    return room_in(chain, experts, allowed, _BYTES, come_singly=singly)
+    return room_in(chain, experts, allowed, _BYTES, come_singly=singly, code=code)
 
 
 def _matrices(parameters: Any, config: Any, code: Code) -> list[Matrices]:

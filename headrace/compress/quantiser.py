@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from headrace.codec.table import CODES
 from headrace.codec.targets import Target, with_one_group
 from headrace.compress.expert_rows import TOGETHER
 from headrace.compress.hidden_rows import HiddenRows
@@ -71,7 +72,8 @@ class Quantiser:
         plane, experts = planes_with(compute_dtype, ()).weight, find_experts(self.chain.model, self.chain.runner.blocks)
         single = self._come_singly(experts)
         size = plane.bytes_per_element
-        self.room = room_in(self.chain, experts, host_bytes, size, come_singly=single, by_experts=by_experts)
+        code = CODES.get(target.name)  # a program's own need not be there
+        self.room = room_in(self.chain, experts, host_bytes, size, come_singly=single, by_experts=by_experts, code=code)
         passes = Passes.of(rows, TOGETHER if self.room.by_experts else 1)
         self._work = Work(self, target, experts, plane, folder, passes, experts_only=experts_only)
         self._resident: list[torch.Tensor] = []

@@ -16,9 +16,12 @@ from headrace.model.encoding import float32_of
 from headrace.model.importing import at_least_1d
 from headrace.model.matching import Piece
 from headrace.model.safetensors_file import read_rows
+from headrace.terms.sizes import MIB
 
 # Float copies of a matrix while it is rounded (weights, rounded values, errors) and of H (with its damped copy and factors).
 _COPIES = 5
+# Codes wait for their lane as bytes; where there would be more, they are encoded at once.
+_MOST_WAITING_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +130,8 @@ class BlockRounder:
         ).to(device)
         plainly = nearest(before, grid)
         rounded = gptq(before, hessians, grid)
+        rounding, errors = product_errors(before, hessians, plainly, rounded)
         values = rounded.values
-        rounding, errors = product_errors(before, hessians, plainly.values, values)
         for index, matrix in enumerate(matrices):
             own = inputs[index]
             expert = matrix.expert or 0
@@ -147,6 +150,8 @@ class BlockRounder:
                     rows = _within(piece)
                     codes, sides = rounded.codes[index][rows].cpu(), rounded.sides[index][rows].cpu()
                     self._waiting.append((parameter, piece, codes, sides))
+        if sum(codes.numel() for _, _, codes, _ in self._waiting) > _MOST_WAITING_BYTES:
+            self.encode()
 
 
 def stored_matrix(weights: WeightMap, pieces: Sequence[Piece], shape: tuple[int, int], expert: int | None) -> torch.Tensor:

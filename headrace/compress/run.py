@@ -29,6 +29,7 @@ from headrace.compress.work import (
     refuse_coded,
     unfinished,
 )
+from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import default_host_bytes
 from headrace.model import Chain, Checkpoint
 from headrace.model.export import export_bytes
@@ -136,6 +137,8 @@ class _Run:
             host_bytes=host_bytes,
             experts_only=options.experts_only,
         )
+        if self.quantiser.room.tight:
+            keep_freed_memory(False)
         if self.quantiser.room.warning:
             say(self.quantiser.room.warning)
         of_transformers = CODES[options.to].stock_loads

@@ -293,7 +293,7 @@ class Generator(Closing):
             self._programs[key] = build_pass(self.plan, len(seats), self._left, tokens=tokens, attends=attends)
         program, self._left = self._programs[key]
         entering, begun = self._prompts.take(seats)
-        start, read = time.perf_counter(), self._bytes_read
+        start, weights, cached = time.perf_counter(), self.model.source.bytes_read, self._cache_bytes_read
         try:
             run_pass(program, replace(self._pass, seats=seats, caches=caches), self._interpreter, self._number)
         except BaseException as failure:
@@ -310,7 +310,8 @@ class Generator(Closing):
                     rows=sum(len(batch.rows) for batch in live.values()),
                     finished=0,
                     seconds=time.perf_counter() - start,
-                    bytes_read=self._bytes_read - read,
+                    cache_bytes_read=(cached := self._cache_bytes_read - cached),
+                    bytes_read=self.model.source.bytes_read - weights + cached,
                     entering=entering,
                     begun=begun,
                     **({} if experts is None else asdict(experts.counts)),
@@ -318,9 +319,9 @@ class Generator(Closing):
             )
 
     @property
-    def _bytes_read(self) -> int:
-        """Bytes of weights and caches that were read so far."""
-        return self.model.source.bytes_read + (self._cache_file.bytes_read if self._cache_file is not None else 0)
+    def _cache_bytes_read(self) -> int:
+        """Bytes of caches that were read so far."""
+        return self._cache_file.bytes_read if self._cache_file is not None else 0
 
     def _first_turn(self, seat: Seated) -> None:
         with self.model.machine.lane(Lane.COMPUTE), self.model.chain.arithmetic():

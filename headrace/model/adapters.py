@@ -272,7 +272,7 @@ def _lay_out(layout: UnitLayout, products: Sequence[Product], settings: Lora) ->
     groups = dict(enumerate((group.learning_rate_scale, group.weight_decay) for group in layout.groups))
     of_matrix = {spec.name: groups.get(spec.group, (1.0, 0.0)) for spec in layout.parameters}
     parameters = [
-        (f"{each.name}.{end}", shape, (of_matrix[each.parameter][0], 0.0) if end == MAGNITUDE else of_matrix[each.parameter])
+        (f"{each.name}.{end}", shape, of_matrix[each.parameter])
         for each in products
         for end, shape in each.shapes(settings).items()
     ]

@@ -15,6 +15,7 @@ from torch import nn
 from torch._C import _nn
 from torch.overrides import TorchFunctionMode
 
+from headrace.model.products import exact_in_narrow
 from headrace.terms.errors import ModelError
 
 _PRODUCTS = frozenset(
@@ -32,6 +33,9 @@ _PRODUCTS = frozenset(
 # X^T X is symmetric: strips of so many rows are added up, each from its place on the diagonal on. Of 1536 columns that is three
 # fifths of the work.
 _STRIP = 256
+# Inputs are filled up with rows of zeros to a multiple of this. Libraries keep machine code for each number of rows, a megabyte
+# for a strip, and those of experts differ.
+_ROWS = 256
 
 Place = tuple[int, tuple[int, int]]
 
@@ -61,11 +65,13 @@ class Inputs:
 
     def add(self, inputs: torch.Tensor) -> None:
         """Add up some `inputs` (tokens, columns)."""
-        wide = inputs.float()
-        for start in range(0, wide.shape[1], _STRIP):
-            stop = start + _STRIP
-            self.strips[start:stop, start:].addmm_(wide[:, start:stop].mT, wide[:, start:])
-        self.tokens += len(wide)
+        wide = inputs.new_zeros((-(-len(inputs) // _ROWS) * _ROWS, inputs.shape[1]), dtype=torch.float32)
+        wide[: len(inputs)] = inputs
+        with exact_in_narrow(inputs):
+            for start in range(0, wide.shape[1], _STRIP):
+                stop = start + _STRIP
+                self.strips[start:stop, start:].addmm_(wide[:, start:stop].mT, wide[:, start:])
+        self.tokens += len(inputs)
 
     @property
     def hessian(self) -> torch.Tensor:

@@ -11,6 +11,8 @@ Invariant: how a product is computed, and the pieces into which it is cut, follo
 shapes give the same bits.
 """
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.machine.cpu import CpuMachine
 from headrace.terms.costs import FEW_ROWS
 from headrace.terms.sizes import MIB
 
@@ -28,6 +31,28 @@ _PIECE_BYTES = 8 * MIB
 _WIDE_BYTES = 4
 
 Product = Callable[..., Any]
+
+# torch has one setting for all threads of a process: who exchanges it, puts it back before another one does.
+_precision = threading.Lock()
+
+
+@contextlib.contextmanager
+def exact_in_narrow(came: torch.Tensor) -> Iterator[None]:
+    """Within, float32 products of operands that were widened from `came` use instructions for bfloat16, where it is that.
+
+    Nothing is lost: such a number is the same in both, and sums are float32 in either case; only their order differs.
+    """
+    if came.dtype is not torch.bfloat16 or came.device.type != "cpu" or not CpuMachine().multiplies("bfloat16"):
+        yield
+        return
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    with _precision:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 class WideProducts(TorchDispatchMode):

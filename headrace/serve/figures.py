@@ -23,6 +23,7 @@ class Figures:
         self._pass_seconds = Counter("headrace_pass_seconds", "Time of passes.", registry=own)
         self._seated = Counter("headrace_pass_seats", "Seats of passes, added up.", registry=own)
         self._read = Counter("headrace_weight_bytes_read", "Bytes of weights read from drives.", registry=own)
+        self._cached = Counter("headrace_cache_bytes_read", "Bytes of keys and values read from drives.", registry=own)
 
     def watch(self, desk: Desk, seats: int) -> None:
         """Show how many requests the desk has."""
@@ -40,7 +41,8 @@ class Figures:
             self._passes.inc()
             self._pass_seconds.inc(event.seconds)
             self._seated.inc(event.seats)
-            self._read.inc(event.bytes_read)
+            self._read.inc(event.bytes_read - event.cache_bytes_read)
+            self._cached.inc(event.cache_bytes_read)
 
     def responded(self, endpoint: str, status: int) -> None:
         """Count a response."""

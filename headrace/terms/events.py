@@ -117,6 +117,7 @@ class GenerationPass:
 
     `entering` of the seats ran tokens of their prompts, and `begun` of these came to their first new token. Single experts:
     so many were `wanted`, of which `found` were in memory; compute waited `router_seconds` for experts that routers chose.
+    Of `bytes_read`, which are all that drives gave, `cache_bytes_read` were keys and values.
     """
 
     number: int
@@ -130,6 +131,7 @@ class GenerationPass:
     wanted: int = 0
     found: int = 0
     router_seconds: float = 0.0
+    cache_bytes_read: int = 0
 
 
 Event = GenerationPass | OpDone | StepResult | Evaluated | Notice | Committed | Flushed | Planned

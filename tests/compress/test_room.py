@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compressing import run, write_model
+from compressing import files_of, run, write_model
 from tiers import sampled
 from transformers import CONFIG_MAPPING
 
+from headrace.codec.table import CODES
+from headrace.compress import rounding
 from headrace.compress.room import room_in
 from headrace.model import Chain
 from headrace.terms.optimizer import Optimizer
@@ -33,6 +35,35 @@ def test_the_largest_block_and_what_lies_around_the_blocks(ends: str, blocks: in
     room = room_in(chain, [None] * blocks, 1 << 30, 4, come_singly=False)
     assert room.block_bytes == 4 * max(units[1 : blocks + 1])
     assert room.ends_bytes == 4 * (units[0] + sum(units[blocks + 1 :]))
+
+
+def test_codes_of_a_block_and_libraries_take_room_from_sums() -> None:
+    chain = Chain.from_config(CONFIG_MAPPING["llama"](**LLAMA, num_hidden_layers=2), "float32", Optimizer())
+    plain, coded = (room_in(chain, [None] * 2, 1 << 30, 2, come_singly=False, code=code) for code in (None, CODES["int4"]))
+    matrices = sum(spec.num_elements for spec in chain.layouts[1].parameters if len(spec.shape) == 2)
+    assert coded.codes_bytes == round(matrices * (4 + 16 / 128) / 8)
+    assert coded.needed_bytes - plain.needed_bytes == coded.codes_bytes
+    assert plain.sums_bytes - coded.sums_bytes == pytest.approx(coded.codes_bytes / 3, abs=1)
+    assert plain.sums_bytes * 3 < (1 << 30) - (300 << 20)
+
+
+def test_codes_that_would_take_much_room_are_encoded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same files, and never the codes of more than one matrix."""
+    model, waited = write_model(tmp_path / "model", "mixtral"), list[int]()
+    encode = rounding.BlockRounder.encode
+
+    def noted(self: rounding.BlockRounder) -> None:
+        waited.append(len(self._waiting))
+        encode(self)
+
+    monkeypatch.setattr(rounding.BlockRounder, "encode", noted)
+    run(model, tmp_path / "late", sequence_length=32)
+    late = max(waited)
+    waited.clear()
+    monkeypatch.setattr(rounding, "_MOST_WAITING_BYTES", 0)
+    run(model, tmp_path / "early", sequence_length=32)
+    assert max(waited) < late
+    assert files_of(tmp_path / "early") == files_of(tmp_path / "late")
 
 
 def test_a_model_of_one_block_and_nothing_behind_it_is_compressed(tmp_path: Path) -> None:

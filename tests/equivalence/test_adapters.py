@@ -94,8 +94,7 @@ def plain_run(path: Path, start: dict[str, torch.Tensor], *, dora: bool) -> tupl
                 adapted[f"{name}{'.base_layer' if 'base' in key else ''}"] = wrapped
     decayed = [p for each in adapted.values() for p in (each.down, each.up)]
     lengths = [each.length for each in adapted.values() if getattr(each, "length", None) is not None]
-    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": lengths, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW([*decayed, *lengths], weight_decay=DECAY, lr=LR, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for seed in range(STEPS):
         optimizer.zero_grad()

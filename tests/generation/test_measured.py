@@ -11,13 +11,39 @@ from some_prompts import prompts
 from tiers import sampled
 
 from headrace.flow.expert_source import ExpertSource
+from headrace.generate.cache_plan import SSD, CachePlan
 from headrace.generate.generator import Generator
 from headrace.generate.measured import Measured
 from headrace.generate.micro_batches import MicroBatch
+from headrace.serve.figures import Figures
 from headrace.terms.budget import Budget
 from headrace.terms.events import Event, GenerationPass
+from headrace.terms.sizes import PAGE_BYTES
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 6}
+
+
+def test_bytes_of_caches_are_not_counted_as_weights(directory_of: Callable[..., Path], tmp_path: Path) -> None:
+    """By passes, and by the figures that a server shows."""
+    events, figures = list[Event](), Figures()
+    places: dict[str, Any] = {"rows": 1, "seats": 2, "compute_dtype": "float32", "sink": events.append}
+    with Generator.open(directory_of("llama"), Budget(host="4GiB", ssd=tmp_path), **places) as own:
+        plan = own.prepare(2, 106, 6)  # of 100 tokens some pages are full
+        homes = tuple(SSD if may else "compute" for may in plan.costs.tiered)
+        own.use(replace(plan, caches=CachePlan(homes=homes, slots=2, page_bytes=PAGE_BYTES)))
+        before = own.model.source.bytes_read
+        settings = own.model.settings(106, None, GREEDY)
+        rows = (tuple(range(start, start + 100)) for start in (3, 5))
+        list(own.run([MicroBatch(place, (row,), 0, settings) for place, row in enumerate(rows)]))
+        weights, file = own.model.source.bytes_read - before, own._cache_file
+        assert file is not None
+        caches = file.bytes_read
+    for event in events:
+        figures.take(event)
+    lines = dict(line.rsplit(" ", 1) for line in figures.text().decode().splitlines() if not line.startswith("#"))
+    assert float(lines["headrace_weight_bytes_read_total"]) == weights
+    assert float(lines["headrace_cache_bytes_read_total"]) == caches > 0
+    assert sum(each.bytes_read for each in events if isinstance(each, GenerationPass)) == weights + caches
 
 
 def pass_of(number: int, seconds: float, **counts: float) -> GenerationPass:

@@ -113,7 +113,7 @@ def test_packed_rows_have_the_loss_of_their_samples(talking: Path, tmp_path: Pat
 def test_adapters_of_peft_learn_as_under_stock_trainer(make: Make, talking: Path, tmp_path: Path, dora: bool) -> None:
     """From the same first adapters: those of PEFT begin at random, so they are given those of the run."""
     config = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "use_dora": dora, "task_type": "CAUSAL_LM"}
-    asked = {"weight_decay": 0.0 if dora else 0.1, "learning_rate": 1e-2}
+    asked = {"weight_decay": 0.1, "learning_rate": 1e-2}
     trainer = make(peft_config=LoraConfig(**config), **asked)
     trainer.save_model(str(tmp_path / "first"))
     trainer.train()

@@ -1,11 +1,13 @@
 """Inputs of matrices are caught whatever multiplies them, in whichever way a weight is transposed."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.model.caught import CatchInputs, Enough, Inputs, Matrix, matrices_of, sum_operations, times_of_each_token
 
@@ -66,6 +68,39 @@ def test_sums_of_many_columns_are_whole_and_symmetric(columns: int) -> None:
     assert own.tokens == 80
     assert sum_operations(columns) <= 2 * columns**2
     assert (columns > 256) == (sum_operations(columns) < 2 * columns**2)
+
+
+@pytest.mark.parametrize("columns", [96, 600])
+def test_sums_of_bfloat16_are_those_of_float32(columns: int) -> None:
+    """A processor's products of bfloat16 lose nothing of numbers that are bfloat16; float32 inputs are never rounded to it."""
+    wide = torch.randn(4096, columns, generator=torch.Generator().manual_seed(2), dtype=torch.float32)
+    before = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    for rows in (wide.bfloat16(), wide):
+        own = Inputs(torch.zeros(columns, columns, dtype=torch.float32))
+        own.add(rows)
+        exact = rows.double().T @ rows.double()
+        assert float((own.hessian - exact).abs().max() / exact.diagonal().mean()) < 1e-5, "rounded ones are off by 1e-4"
+    assert torch.backends.mkldnn.matmul.fp32_precision == before  # type: ignore[attr-defined]
+
+
+def test_sums_of_any_number_of_rows_have_few_shapes() -> None:
+    """Libraries keep machine code for each shape: of 16 experts it was a gigabyte."""
+    shapes = set[tuple[int, ...]]()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.addmm_.default:
+                shapes.add(tuple(args[1].shape))
+            return func(*args, **(kwargs or {}))
+
+    rows = torch.randn(512, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float32)
+    with Noted():
+        for number in (0, 1, 200, 257, 511, 512):
+            own = Inputs(torch.zeros(40, 40, dtype=torch.float32))
+            own.add(rows[:number])
+            assert own.tokens == number
+            torch.testing.assert_close(own.hessian, rows[:number].T @ rows[:number], rtol=1e-5, atol=1e-4)
+    assert len(shapes) <= 3, shapes
 
 
 def test_a_pass_ends_where_all_that_is_wanted_has_been_seen() -> None:

@@ -104,8 +104,6 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             processing_class=None if isinstance(tokenizer, MissingTokenizer) else tokenizer,
             **given,
         )
-        if args.weight_decay and self._adapter is not None and self._adapter.startswith("dora"):
-            notes.append("weight_decay: matrices of adapters are decayed, lengths of rows (DoRA) are not")
         for note in notes:
             logger.warning(note)
         self.add_callback(loop_state.GoOn(self))
