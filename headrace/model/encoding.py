@@ -21,6 +21,7 @@ def put(stored: np.ndarray, dtype: str, weight: np.ndarray, master: np.ndarray |
     """Write stored values into views of the weight plane and, if the plane set has one, of the plane that completes it.
 
     `weight` is uint16 (bfloat16 `hi`, `master` is the int16 `lo`), float32 (`master` None) or float16 (`master` float32).
+    Weights that nothing completes, frozen ones, are rounded to nearest even, as transformers' loader does.
 
     Raises:
         ModelError: a value is NaN, infinite, or too large for the weight plane.
@@ -48,7 +49,7 @@ def put(stored: np.ndarray, dtype: str, weight: np.ndarray, master: np.ndarray |
 def _put_split(values: np.ndarray, hi: np.ndarray, lo: np.ndarray | None) -> None:
     # Values may be a scalar or not contiguous, and such arrays have no view of another dtype.
     bits = np.ascontiguousarray(values).view(np.uint32)
-    upper = upper_half(bits)
+    upper = _half_to_even(bits) if lo is None else upper_half(bits)
     _refuse(values, (upper & np.uint32(0x7F80)) == 0x7F80, "a value beyond the range of bfloat16")
     hi[...] = upper.reshape(hi.shape)
     if lo is not None:
@@ -86,7 +87,12 @@ def _narrow(values: np.ndarray, dtype: str) -> np.ndarray:
         _refuse(values, ~np.isfinite(narrow), "a value beyond the range of float16 (65504), in which the model was stored")
         return narrow
     bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return _half_to_even(bits).astype(np.uint16)
+
+
+def _half_to_even(bits: np.ndarray) -> np.ndarray:
+    halves: np.ndarray = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return halves
 
 
 def _refuse(values: np.ndarray, wrong: np.ndarray, what: str) -> None:

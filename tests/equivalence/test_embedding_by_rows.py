@@ -26,7 +26,7 @@ WIDTH = 64
 
 def rows(stored: str = "bfloat16", computed: str = "bfloat16") -> dict[str, Any]:
     """Return the change of a plan that reads rows of the tiny embedding."""
-    sizes = {"bfloat16": 2, "float32": 4}
+    sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
     figures = EmbeddingRows(rows=384, stored_bytes=WIDTH * sizes[stored], computed_bytes=WIDTH * sizes[computed])
     return {"embedding": figures}
 
@@ -75,9 +75,10 @@ def test_rows_train_as_the_whole_table(name: str, case: str, model_dir: Callable
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("stored", ["float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("stored", ["float16", "float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
 def test_rows_are_rounded_as_the_table_is(stored: str, model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    computed = "bfloat16" if stored == "float32" else "float32"
+    """Of float16 an eighth of all numbers is halfway between two of bfloat16."""
+    computed = "float32" if stored == "bfloat16" else "bfloat16"
     runs(model_dir("llama", stored), tmp_path, rows(stored, computed), compute_dtype=computed, adapter="lora:rank=4")
 
 
