@@ -690,7 +690,7 @@ def test_several_directories_of_one_drive_beside_another_drive(
     monkeypatch.setattr(StateStore, "keep_in_flight", lambda store, setting: told.append(setting))
     for module in (
         "headrace.engine.beginning",
-        "headrace.engine.subject",
+        "headrace.engine.tuning",
         "headrace.files.directory_facts",
         "headrace.files.space",
     ):
