@@ -24,6 +24,7 @@ from headrace.model.stored_rows import rows_within
 from headrace.plan.plan import Plan
 from headrace.terms.errors import PlanInfeasible, RunDirectoryError
 
+pytestmark = pytest.mark.wide  # some 25 s a case; the seam has its usual tests where the embedding is trained by rows
 STEPS = 4
 VOCABULARY = 176
 TABLES = [f"model.layers.{layer}.ple.ple_embedding.ngram_embedding" for layer in (0, 1)]
@@ -79,7 +80,6 @@ def test_rows_have_the_bits_of_dense_updates(case: str, model: Path, tmp_path: P
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("kind", sampled(("padded", "packed"), ("packed",)))
 def test_rows_of_several_samples(kind: str, model: Path, tmp_path: Path) -> None:
     """Samples of a packed row run by themselves, and each has gradients of its own rows."""
@@ -94,7 +94,6 @@ def test_rows_of_several_samples(kind: str, model: Path, tmp_path: Path) -> None
     assert all(torch.equal(ways[0][1][key], ways[1][1][key]) for key in ways[0][1])
 
 
-@pytest.mark.wide
 def test_rows_train_as_plain_pytorch_does(tmp_path: Path) -> None:
     """Against transformers' own model and torch's AdamW, which updates every row in each step."""
     path = save_with_tables(tmp_path / "model", torch.float32)
@@ -119,7 +118,6 @@ def test_rows_train_as_plain_pytorch_does(tmp_path: Path) -> None:
         assert not torch.equal(own, before)
 
 
-@pytest.mark.wide
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model: Path, tmp_path: Path) -> None:
     """Evaluated, kept, closed, resumed, exported. What an evaluation reads is not written."""
     batches, found = batches_of(3), []
@@ -145,7 +143,6 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model: Path, tmp_path:
         Engine.resume(tmp_path / "rows:")
 
 
-@pytest.mark.wide
 def test_a_plan_counts_rows_and_holds_no_table(model: Path, tmp_path: Path) -> None:
     plans, way = {}, "rows:tables=blocks"
     for gradient in ("dense", way):
@@ -174,7 +171,6 @@ def least_bytes(model: Path, **options: Any) -> int:
     return refusal.value.needed_bytes
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("way", sampled(({}, {"adapter": "lora:rank=4"}), ({},)))
 def test_small_tables_leave_their_blocks_where_the_whole_has_no_room(
     way: dict[str, Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import sampled
+from tiers import pairwise, sampled
 from update_planes import (
     COMPUTE_DTYPES,
     STEP,
@@ -76,8 +76,7 @@ def test_bits_of_the_reference(
     )
 
 
-@pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
-@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
+@pairwise(compute_dtype=COMPUTE_DTYPES, gradient_dtype=GRADIENT_DTYPES)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 1 << 30), optimizer=rules, step=steps)
 def test_bits_of_the_reference_for_any_bit_pattern(compute_dtype, gradient_dtype, seed, optimizer, step):

@@ -51,6 +51,7 @@ class Plain(torch.optim.Optimizer):
         self.parameter.mul_(1 - LEARNING_RATE * WEIGHT_DECAY).sub_(self.parameter.grad, alpha=LEARNING_RATE)
 
 
+@pytest.mark.wide
 def test_it_keeps_the_contract(example: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     class Suite(RuleContract):
         optimizer = example["PlainSGD"]()

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from tiers import pairwise
 from update_planes import (
     COMPUTE_DTYPES,
     STEP,
@@ -64,10 +65,7 @@ def parts_of(states, planes, start, stop):
     return tuple(state[plane.part(start, stop)] for plane, state in zip(planes.states, states, strict=True))
 
 
-@pytest.mark.parametrize("make", [ordinary, wild])
-@pytest.mark.parametrize("gradient_dtype", GRADIENT_DTYPES)
-@pytest.mark.parametrize("compute_dtype", COMPUTE_DTYPES)
-@pytest.mark.parametrize("moments", REDUCED)
+@pairwise(moments=REDUCED, compute_dtype=COMPUTE_DTYPES, gradient_dtype=GRADIENT_DTYPES, make=[ordinary, wild])
 def test_bits_of_the_reference(moments, compute_dtype, gradient_dtype, make):
     num_elements, first, unit = 3000, 5 * UNIT_ALIGNMENT, 3
     planes = reduced(num_elements, 1, compute_dtype, moments)

@@ -31,6 +31,7 @@ class TestAdamW(RuleContract):
         return torch.optim.AdamW([parameter], betas=(0.9, 0.95), eps=1e-8, **options)
 
 
+@pytest.mark.wide
 class TestAdamWWithSmallMoments(TestAdamW):
     optimizer = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, moments="int8")
     tolerance = 1e-2  # rounded at random; a step is a thousandth
@@ -44,10 +45,12 @@ class TestSGD(RuleContract):
         return torch.optim.SGD([parameter], momentum=0.9, nesterov=self.optimizer.nesterov, **options)
 
 
+@pytest.mark.wide
 class TestNesterov(TestSGD):
     optimizer = SGD(momentum=0.9, nesterov=True)
 
 
+@pytest.mark.wide
 class TestSGDWithoutMomentum(RuleContract):
     optimizer = SGD(momentum=0.0)
 
@@ -83,6 +86,7 @@ class TestLomoInOtherTypes(TestLomo):
     compute_dtypes = ("float32", "float16")
 
 
+@pytest.mark.wide
 class TestLomoWithoutMaster(RuleContract):
     optimizer = Lomo(master="none")
     compute_dtypes = ("bfloat16",)
