@@ -127,7 +127,7 @@ def kill_and_resume(model: Path, folder: Path, policy: str, kills: int, seed: in
     return weights_of(folder)
 
 
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(1200)
 # Deferred: the next test.
 @pytest.mark.parametrize("policy", sampled([policy for policy in POLICIES if policy != "deferred"], ["rows"]))
 def test_killed_runs_end_like_unbroken_ones(policy: str, model: Path, tmp_path: Path) -> None:
