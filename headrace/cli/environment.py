@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.machine.control_groups import quota_cores
+from headrace.terms.collector import without_collection
 from headrace.terms.launch import Launch
 
 # By default idle OpenMP threads spin for milliseconds on cores that the update and the SSD threads could use. Without any
@@ -59,11 +60,8 @@ def heavy_imports() -> Iterator[None]:
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
-    gc.disable()
-    try:
+    with without_collection():
         yield
-    finally:
-        gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from life_by_rows import assert_lives_are_alike
 from plain import LENGTH, ROWS, SPLIT, PlainTrainer, batch_of, check_close, packed
 from saved_models import save_with_tables, touched
 from short_run import short_run
@@ -17,7 +18,6 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.block_tables import Tables
-from headrace.engine.open_model import open_run
 from headrace.engine.trainer import Engine
 from headrace.model.learned_rows import LearnedRows
 from headrace.model.stored_rows import rows_within
@@ -119,28 +119,12 @@ def test_rows_train_as_plain_pytorch_does(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model: Path, tmp_path: Path) -> None:
-    """Evaluated, kept, closed, resumed, exported. What an evaluation reads is not written."""
-    batches, found = batches_of(3), []
-    for way in ("dense", "rows:tables=blocks"):
-        name = way[:5]
-        options = headrace.Options(output=tmp_path / name, gradient=way, learning_rate=1e-2, **LENGTHS)
-        with Engine.open(model, options) as engine:
-            said: list[Any] = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
-            engine.begin_saving(tmp_path / f"{name}-kept").wait()
-        with Engine.resume(tmp_path / name) as engine:
-            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
-            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
-            engine.save_pretrained(tmp_path / f"{name}-final")
-            said.append(engine.step(batches[0]).loss)
-        found.append(said)
-    assert found[0] == found[1]
-    for each in ("kept", "final"):
-        one, other = ((tmp_path / f"{name}-{each}" / "model.safetensors").read_bytes() for name in ("dense", "rows:"))
-        assert one == other
-    with pytest.raises(RunDirectoryError, match="it updates rows of tables one by one, and its units lack them"):
-        open_run(tmp_path / "rows:", None, lambda event: None)
+    def opened(gradient: str, run: Path) -> Engine:
+        return Engine.open(model, headrace.Options(output=run, gradient=gradient, learning_rate=1e-2, **LENGTHS))
+
+    run = assert_lives_are_alike(opened, "rows:tables=blocks", batches_of(3), tmp_path)
     with touched(model), pytest.raises(RunDirectoryError, match="changed since the run began"):
-        Engine.resume(tmp_path / "rows:")
+        Engine.resume(run)
 
 
 def test_a_plan_counts_rows_and_holds_no_table(model: Path, tmp_path: Path) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from life_by_rows import assert_lives_are_alike
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
 from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine.learner import Learner
-from headrace.engine.open_model import open_run
 from headrace.engine.trainer import Engine
 from headrace.model.learned_rows import LearnedRows
 from headrace.plan.plan import Plan
-from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
+from headrace.terms.errors import ConfigError, PlanInfeasible
 
 STEPS = 4
 EMBEDDING = "model.embed_tokens.weight"
@@ -74,24 +74,12 @@ def opened(path: Path, output: Path, **options: Any) -> Engine:
 
 @pytest.mark.wide
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..., Path], tmp_path: Path) -> None:
-    """Evaluated, kept, closed, resumed. What an evaluation reads is not written."""
-    path, batches, found = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)], []
-    for way in ("dense", "rows"):
-        with opened(path, tmp_path / way, gradient=way, compute_dtype="bfloat16") as engine:
-            said: list[Any] = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]
-            engine.begin_saving(tmp_path / f"{way}-kept").wait()
-        with Engine.resume(tmp_path / way) as engine:
-            said += [engine.step(batches[1]).loss, engine.evaluate(batches[2]).loss]
-            said.append(engine.next_logits({"input_ids": batches[2]["input_ids"]}).tolist())
-            engine.save_pretrained(tmp_path / f"{way}-final")
-            said.append(engine.step(batches[0]).loss)
-        found.append(said)
-    assert found[0] == found[1]
-    for each in ("kept", "final"):
-        one, other = ((tmp_path / f"{way}-{each}" / "model.safetensors").read_bytes() for way in ("dense", "rows"))
-        assert one == other
-    with pytest.raises(RunDirectoryError, match="it updates rows of tables one by one, and its units lack them"):
-        open_run(tmp_path / "rows", None, lambda event: None)
+    path, batches = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
+
+    def open_with(gradient: str, run: Path) -> Engine:
+        return opened(path, run, gradient=gradient, compute_dtype="bfloat16")
+
+    assert_lives_are_alike(open_with, "rows", batches, tmp_path)
 
 
 @pytest.mark.wide

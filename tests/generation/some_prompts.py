@@ -2,6 +2,16 @@
 
 import torch
 
+# Six tokens, each the likeliest, with logits.
+GREEDY = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
 
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     """Return prompts of different lengths."""

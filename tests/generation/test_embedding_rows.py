@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from some_prompts import prompts
+from some_prompts import GREEDY, prompts
 from tiers import sampled
 from transformers import LlamaConfig
 
@@ -30,14 +30,6 @@ from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.optimizer import Optimizer
 
 UNTIED = ("llama", "qwen3", "phi3", "mixtral", "deepseek-v3", "gpt-neox")
-SETTINGS = {
-    "max_new_tokens": 6,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
 
 
 @pytest.fixture
@@ -59,9 +51,9 @@ def test_bits_are_those_of_the_whole_table(
         plan = generator.prepare(2, 12, 6)
         assert plan.units[0].num_elements < generator.model.chain.vocabulary
         generator.use(replace(plan, rows=2, seats=1, host_slots=2, device_slots=2, prefetch=1))
-        whole = generator.model.settings(12, None, SETTINGS)
+        whole = generator.model.settings(12, None, GREEDY)
         (done,) = generator.run([MicroBatch(0, tuple(map(tuple, rows)), 40, whole)])
-    expected = stock(directory, "float32", rows, 40, SETTINGS)
+    expected = stock(directory, "float32", rows, 40, GREEDY)
     assert torch.equal(done.raw.sequences, expected.sequences)
     assert all(torch.equal(one, other) for one, other in zip(done.raw.logits, expected.logits, strict=True))
 

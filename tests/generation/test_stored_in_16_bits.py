@@ -10,21 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from some_prompts import prompts
+from some_prompts import GREEDY, prompts
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.generate.generator import Generator
 from headrace.generate.micro_batches import MicroBatch
 from headrace.terms.budget import Budget
-
-SETTINGS = {
-    "max_new_tokens": 6,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
 
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.wide)])
@@ -37,8 +28,8 @@ def test_logits_are_those_of_transformers(tied: bool, tmp_path: Path, stock: Cal
     rows = prompts(2)
     with Generator.open(tmp_path, Budget(host="4GiB"), compute_dtype="bfloat16", narrow_products=False) as generator:
         generator.use(replace(generator.prepare(2, 12, 6), rows=2, seats=1))
-        whole = generator.model.settings(12, None, SETTINGS)
+        whole = generator.model.settings(12, None, GREEDY)
         (done,) = generator.run([MicroBatch(0, tuple(map(tuple, rows)), 40, whole)])
-    expected = stock(tmp_path, "bfloat16", rows, 40, SETTINGS)
+    expected = stock(tmp_path, "bfloat16", rows, 40, GREEDY)
     assert torch.equal(done.raw.sequences, expected.sequences)
     assert all(torch.equal(one, other) for one, other in zip(done.raw.logits, expected.logits, strict=True))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from saved_models import save_with_tables
-from some_prompts import prompts
+from some_prompts import GREEDY, prompts
 from tiers import sampled
 
 from headrace.generate.generator import Generator
@@ -24,14 +24,7 @@ from headrace.terms.errors import StorageError
 from headrace.terms.generate_options import GenerateOptions
 
 NEW_TOKENS = 32
-SETTINGS = {
-    "max_new_tokens": NEW_TOKENS,
-    "do_sample": False,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-}
+SETTINGS = GREEDY | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
 
 
 @pytest.fixture(autouse=True)
