@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 from made_model import MadeModel
+from python_docs import ASKED
 from real_model import NoRealModel, real_model
 from real_run import RealRun
-from stage import ROOT, say, show, title
+from stage import ROOT, Places, say, show, title
 
 sys.path.append(str(ROOT))  # so that it also runs without an installation
 from headrace.cli.environment import cache_directory, machine_profile_path, set_process_defaults
@@ -31,20 +32,36 @@ def main() -> None:
     set_process_defaults()
     if directory.exists():
         shutil.rmtree(directory)
-    (directory / "ssd").mkdir(parents=True)
-    if arguments.model == "made" or not on_the_real_model(directory):
+    places = Places(directory)
+    places.ssd.mkdir(parents=True)
+    if arguments.model == "made" or not on_the_real_model(places):
         stay_inside(directory)
-        MadeModel(directory).run()
+        MadeModel(places).run()
     title(f"done in {time.monotonic() - started:.0f} s; everything lies in {show(directory)}")
+    say("Now you, as these stand (`. .venv/bin/activate` first); README.md says what they print:\n")
+    for command in next_commands(places):
+        say(command)
 
 
-def on_the_real_model(directory: Path) -> bool:
+def next_commands(places: Places) -> tuple[str, ...]:
+    """Return commands of README.md that work on what the demo leaves."""
+    model, data, ssd, run = map(show, (places.model, places.data, places.ssd, places.run))
+    return (
+        f"headrace plan {model} --data {data} --ssd {ssd} --host-memory 1GiB --sequence-length 256",
+        f'headrace generate {run} --prompt "What does {ASKED} do in Python?" --temperature 0',
+        f"headrace serve {run}",
+    )
+
+
+def on_the_real_model(places: Places) -> bool:
     """Show the real model; return whether it can be had here, and say in one line why not."""
     try:
-        model = real_model(cache_directory(), lambda text: say(show(text)))
-        stay_inside(directory)
-        RealRun(directory, model).run()
+        kept = real_model(cache_directory(), lambda text: say(show(text)))
+        places.model.symlink_to(kept)
+        stay_inside(places.directory)
+        RealRun(places).run()
     except NoRealModel as error:
+        places.model.unlink(missing_ok=True)
         say(f"A model made on the spot instead of a real one: {error}")
         return False
     return True

@@ -16,21 +16,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from stage import fail, needed_mib, refused, run_headrace, say, seconds_per_step, title
+from stage import Places, fail, needed_mib, refused, run_headrace, say, seconds_per_step, title
 
 STEPS, SEQUENCE_LENGTH, TOKENS_PER_STEP = 40, 128, 1024
 KILL_AFTER_STEP = 15
 # Above the least that the planner accepts: memory of the process differs by so much from start to start.
 SLACK_MIB = {"host": 6, "device": 1}
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
 
 
 class MadeModel:
     """The steps of this demo, in the order of its methods."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.model, self.data = directory / "model", directory / "texts.jsonl"
-        self.unbroken, self.killed, self.exported = (directory / name for name in ("unbroken", "killed", "exported"))
+    def __init__(self, places: Places) -> None:
+        self.directory, self.ssd = places.directory, places.ssd
+        self.model, self.data, self.killed = places.model, places.data, places.run
+        self.unbroken, self.exported = self.directory / "unbroken", self.directory / "exported"
 
     def run(self) -> None:
         """Show all of it."""
@@ -127,7 +128,7 @@ class MadeModel:
     def train_command(self, run: Path, budgets: dict[str, str]) -> list[str]:
         """Return the command. No clipping: with it, gradients wait for the norm; without, updates start behind backward."""
         return [
-            *("train", str(self.model), str(self.data), "--output", str(run), "--ssd", str(self.directory / "ssd")),
+            *("train", str(self.model), str(self.data), "--output", str(run), "--ssd", str(self.ssd)),
             *("--host-memory", budgets["host"], "--device-memory", budgets["device"]),
             *("--tokens-per-step", str(TOKENS_PER_STEP), "--sequence-length", str(SEQUENCE_LENGTH)),
             *(
@@ -170,6 +171,7 @@ def make_model(directory: Path, passages: list[str]) -> int:
     trainer = trainers.BpeTrainer(vocab_size=512, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(passages, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(

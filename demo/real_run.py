@@ -16,7 +16,7 @@ from typing import Any
 
 import python_docs
 from real_model import NAME, NoRealModel
-from stage import answer_of, fail, needed_mib, run_headrace, say, seconds_per_step, text_of, title
+from stage import Places, answer_of, fail, needed_mib, run_headrace, say, seconds_per_step, text_of, title
 
 SEQUENCE_LENGTH = 256
 TRAINING_SECONDS, LEAST_STEPS = 100.0, 15
@@ -42,10 +42,9 @@ class Asked:
 class RealRun:
     """The steps of this demo, in the order of its methods."""
 
-    def __init__(self, directory: Path, model: Path) -> None:
-        self.directory, self.model = directory, model
-        self.data, self.trained = directory / "python-docs.jsonl", directory / "run"
-        self.unseen = directory / "held-out.jsonl"
+    def __init__(self, places: Places) -> None:
+        self.model, self.data, self.trained, self.ssd = places.model, places.data, places.run, places.ssd
+        self.unseen = places.directory / "held-out.jsonl"
         self.samples, held_out = python_docs.python_docs()
         self.asked, self.held_out = held_out[0], held_out[:HELD_OUT]
         self.host_memory = f"{HOST_MEMORY_MIB}MiB"
@@ -90,7 +89,7 @@ class RealRun:
 
         title(f"3  How many steps go into {TRAINING_SECONDS:.0f} s? Measure this machine, then plan")
         if not machine_profile_path().exists():
-            run_headrace("bench", "machine", *self.ssd(), "--seconds", str(MEASURE_SECONDS))
+            run_headrace("bench", "machine", "--ssd", str(self.ssd), "--seconds", str(MEASURE_SECONDS))
         plan = self.forecast()
         # Half the tokens take half the time, or somewhat more.
         while LEAST_STEPS * plan["step_seconds"] * self.tokens_per_step / plan["tokens_per_step"] > MOST_TRAINING_SECONDS:
@@ -166,11 +165,7 @@ class RealRun:
         found = answer_of("eval", str(place), "--data", str(self.unseen), *length, *how, "--json")
         return Asked(" ".join(words.split()), float(found["loss"]))
 
-    def ssd(self) -> tuple[str, str]:
-        """Return the option that says where state goes."""
-        return "--ssd", str(self.directory / "ssd")
-
     def step_options(self) -> list[str]:
         """Return the options that plan and training have in common."""
         sizes = ("--tokens-per-step", str(self.tokens_per_step), "--sequence-length", str(SEQUENCE_LENGTH))
-        return [*self.ssd(), "--host-memory", self.host_memory, *sizes]
+        return ["--ssd", str(self.ssd), "--host-memory", self.host_memory, *sizes]

@@ -7,11 +7,39 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 _UNITS = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a demo leaves, under the same names with either model: README.md and docs/start.md use them."""
+
+    directory: Path
+
+    @property
+    def model(self) -> Path:
+        """The model that was trained."""
+        return self.directory / "model"
+
+    @property
+    def data(self) -> Path:
+        """What it was trained on."""
+        return self.directory / "data.jsonl"
+
+    @property
+    def run(self) -> Path:
+        """The run that was killed and resumed."""
+        return self.directory / "run"
+
+    @property
+    def ssd(self) -> Path:
+        """The directory of states."""
+        return self.directory / "ssd"
 
 
 def run_headrace(*arguments: str, watch: Callable[[str, "subprocess.Popen[str]"], None] | None = None, expect: int = 0) -> int:

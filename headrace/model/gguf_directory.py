@@ -109,7 +109,7 @@ def _opened(file: Path) -> Any:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ModelError(f"{file}: GGUF needs the package gguf; install headrace[gguf]") from error
+        raise ModelError(f"{file}: GGUF needs the package gguf; pip install gguf") from error
     try:
         reader = GGUFReader(file)
         blocks = [field.contents() for name, field in reader.fields.items() if name.endswith(".block_count")]

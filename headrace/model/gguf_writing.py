@@ -66,7 +66,7 @@ def _section_of(config: Any) -> tuple[str, Mapping[str, str | None]]:
     try:
         import gguf
     except ImportError as error:
-        raise ModelError("GGUF needs the package gguf; install headrace[gguf]") from error
+        raise ModelError("GGUF needs the package gguf; pip install gguf") from error
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     kind = config.model_type

@@ -31,7 +31,7 @@ class TensorBoard:
             from tensorboard.summary.writer.record_writer import RecordWriter
         except ImportError as error:
             raise ConfigError(
-                "report_to: tensorboard was asked for, but its package is missing; run `pip install headrace[tensorboard]`"
+                "report_to: tensorboard was asked for, but its package is missing; run `pip install tensorboard`"
             ) from error
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import real_model
 from real_model import IN_WHEEL, WHEEL, WHEEL_SHA256, NoRealModel
+from stage import Places
 
 import demo
 
@@ -121,7 +122,7 @@ def test_the_demo_says_in_one_line_why_its_model_is_a_made_one(
         raise NoRealModel("no network")
 
     monkeypatch.setattr(demo, "real_model", refuse)
-    assert not demo.on_the_real_model(tmp_path)
+    assert not demo.on_the_real_model(Places(tmp_path))
     assert capsys.readouterr().out.strip().splitlines() == ["A model made on the spot instead of a real one: no network"]
 
 

@@ -9,6 +9,7 @@ import real_run
 from python_docs import ASKED
 from real_model import NoRealModel
 from real_run import LEAST_STEPS, LEAST_TOKENS, MOST_TOKENS, RealRun
+from stage import Places
 
 
 def test_no_docstring_is_trained_on_and_held_out() -> None:
@@ -38,7 +39,7 @@ def test_a_sample_is_a_question_and_its_docstring(tmp_path: Path) -> None:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RealRun:
     """A run whose planner takes a hundredth of a second a token, and 111 steps for one pass."""
     monkeypatch.setattr(real_run, "run_headrace", lambda *_: 0)
-    return plans(RealRun(tmp_path, tmp_path), monkeypatch, seconds_per_token=0.01)
+    return plans(RealRun(Places(tmp_path)), monkeypatch, seconds_per_token=0.01)
 
 
 def plans(run: RealRun, monkeypatch: pytest.MonkeyPatch, *, seconds_per_token: float, least_mib: int = 900) -> RealRun:

@@ -1,4 +1,4 @@
-"""lm-eval: its tasks on a model of any size (docs/evaluation.md). It needs `pip install headrace[eval]`."""
+"""lm-eval: its tasks on a model of any size (docs/evaluation.md). It needs the extra `eval`."""
 
 from headrace.integrations.lm_eval.model import HeadraceLM
 

@@ -1,4 +1,4 @@
-"""transformers: a `Trainer` whose step is the engine's (docs/trainer.md). It needs `pip install headrace[trainer]`."""
+"""transformers: a `Trainer` whose step is the engine's (docs/trainer.md). It needs the extra `trainer`."""
 
 from headrace.integrations.transformers.trainer import HeadraceTrainer
 
