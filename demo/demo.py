@@ -47,7 +47,7 @@ def next_commands(places: Places) -> tuple[str, ...]:
     """Return commands of README.md that work on what the demo leaves."""
     model, data, ssd, run = map(show, (places.model, places.data, places.ssd, places.run))
     return (
-        f"headrace plan {model} --data {data} --ssd {ssd} --host-memory 1GiB --sequence-length 256",
+        f"headrace plan {model} --data {data} --ssd {ssd} --host-memory 1GiB --sequence-length 256 --tokens-per-step 256",
         f'headrace generate {run} --prompt "What does {ASKED} do in Python?" --temperature 0',
         f"headrace serve {run}",
     )

@@ -48,7 +48,9 @@ def _run_tasks(model: Path, options: EvalOptions, *, as_json: bool) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0].startswith("headrace"):
             raise
-        raise ConfigError(f"tasks: needs {error.name}, which is not installed; pip install -e '.[eval]' in the clone") from error
+        raise ConfigError(
+            f"tasks: needs {error.name}, which is not installed; pip install -e '.[eval]' in the clone"
+        ) from error
     try:
         found = run_tasks(model, options, ceilings_of(options.machine), say)
     except KeyboardInterrupt:

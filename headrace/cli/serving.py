@@ -24,7 +24,9 @@ def serve_model(model: str, given: Mapping[str, Any]) -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client", "anyio"):
             raise
-        raise ConfigError(f"serve: needs {error.name}, which is not installed; pip install -e '.[serve]' in the clone") from error
+        raise ConfigError(
+            f"serve: needs {error.name}, which is not installed; pip install -e '.[serve]' in the clone"
+        ) from error
 
     def ready(found: Serving) -> None:
         sys.stderr.write(f"{found.name} answers at {found.address}; Ctrl-C ends it after what is under way\n")

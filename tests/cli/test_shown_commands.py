@@ -51,8 +51,11 @@ _SHOWN = re.compile(r"`(?:headrace|make|torchrun|kill|engine)[ .]|`tests/|\]\(|t
 
 
 def commands_in(text: str) -> Iterator[str]:
-    """Yield the commands that a page shows, each without the word `headrace` and what follows a semicolon."""
-    for found in _CODE.finditer(text):
+    """Yield the commands that a page shows, each without the word `headrace` and what follows a semicolon.
+
+    A command may go on after a backslash.
+    """
+    for found in _CODE.finditer(re.sub(r"\s*\\\n\s*", " ", text)):
         for piece in re.split(r"; (?=headrace )", next(filter(None, found.groups()))):
             shown = re.search(r"(?:^|\$ |-m )headrace (\w.*)", piece)
             if shown and not _LEFT_OUT.search(shown[1]):

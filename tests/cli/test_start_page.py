@@ -1,9 +1,10 @@
-"""What docs/start.md shows is done as it stands, with a small model; and the guide on preferences, with its two runs.
+"""What the guide on preferences shows is done as it stands, with a small model: its two runs.
+
+README.md and docs/start.md are typed by `tests/demo/test_typed_commands.py`.
 
 Run: pytest tests/cli/test_start_page.py -m deep
 """
 
-import json
 import shlex
 from pathlib import Path
 
@@ -28,17 +29,6 @@ def do(page: str, world: World, **places: str) -> None:
             main(words)
         assert world.capsys is not None
         assert not left.value.code, (shown, world.capsys.readouterr().err)
-
-
-@pytest.mark.deep
-def test_five_minutes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(world.folder)
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    Path("chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
-    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
-    (world.model / "chat_template.jinja").write_text(template)
-    do("start.md", world, MODEL=str(world.model))
-    assert (world.folder / "run" / "report.html").exists()
 
 
 @pytest.mark.deep

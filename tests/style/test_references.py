@@ -49,6 +49,15 @@ def test_files_that_are_named_are_there() -> None:
     assert found == []
 
 
+def test_no_page_or_message_installs_what_no_index_has() -> None:
+    """Headrace comes by its clone, its extras by `pip install -e '.[NAME]'` there."""
+    wrong = re.compile(r"install '?headrace\b")
+    assert wrong.search("pip install headrace")
+    assert wrong.search("pip install 'headrace[serve]'")
+    texts = {path: text for path, text in TEXTS.items() if "tests" not in path.parts and path.name != "CHANGELOG.md"}
+    assert [str(path.relative_to(ROOT)) for path, text in texts.items() if wrong.search(text)] == []
+
+
 def test_decisions_that_are_cited_are_there() -> None:
     there = {path.name[:4] for path in (ROOT / "docs" / "decisions").glob("*.md")}
     found = [(str(path.relative_to(ROOT)), number) for path, text in TEXTS.items() for number in _DECISION.findall(text)]
