@@ -162,15 +162,15 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 @pytest.mark.process
 @pytest.mark.timeout(1500)
-def test_each_command_of_the_first_pages_can_be_typed(terminal: Terminal) -> None:
-    for page in PAGES:
-        shown = [each for each in shown_in((ROOT / page).read_text(encoding="utf-8")) if not has_placeholder(each.command)]
-        assert len(shown) >= 5, page
-        for command, lines in shown:
-            found = iter([label(line) for line in terminal.type(command)])
-            missing = [told for told in map(label, lines) if told and told not in found]
-            assert missing == [], (page, command)
-        terminal.end_server()
+@pytest.mark.parametrize("page", PAGES)
+def test_each_command_of_the_first_pages_can_be_typed(page: str, terminal: Terminal) -> None:
+    shown = [each for each in shown_in((ROOT / page).read_text(encoding="utf-8")) if not has_placeholder(each.command)]
+    assert len(shown) >= 5
+    for command, lines in shown:
+        found = iter([label(line) for line in terminal.type(command)])
+        missing = [told for told in map(label, lines) if told and told not in found]
+        assert missing == [], command
+    terminal.end_server()
 
 
 def test_the_demo_ends_with_commands_of_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
