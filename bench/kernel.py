@@ -35,9 +35,9 @@ from headrace.update import (
     Updater,
     square_sum,
 )
-from headrace.update.kernels import joined, lower_half, upper_half, widened
-from headrace.update.rule import Chunk
 from headrace.update.rules.adamw import AdamW, AdamWRule
+from headrace.update.rules.kernels import joined, lower_half, upper_half, widened
+from headrace.update.rules.rule import Chunk
 
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
 STEP = StepScalars(learning_rate=1e-5, update=10)

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from headrace.cli.environment import cache_directory
 from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize, trained_stretches
-from headrace.data.held_out import split_off
-from headrace.data.open_data import open_tokenizer, with_lengths
+from headrace.data.batches.held_out import split_off
+from headrace.data.batches.open_data import open_tokenizer, with_lengths
 from headrace.runs import RunDirectory, RunOptions, open_tokens
 from headrace.terms.errors import ConfigError
 

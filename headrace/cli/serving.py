@@ -8,7 +8,7 @@ from typing import Any
 from headrace.cli.environment import heavy_imports
 from headrace.cli.generating import ceilings_of, say, tell_plan
 from headrace.terms.errors import ConfigError
-from headrace.terms.serve_options import ServeOptions
+from headrace.terms.options.serve_options import ServeOptions
 
 
 def serve_model(model: str, given: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from headrace.cli.first_look import look_at_choices, look_at_words, with_model_h
 from headrace.cli.plain_errors import REFUSED, leave
 from headrace.terms.errors import PeerLost, StepFailed
 from headrace.terms.launch import Launch
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 def begin(

@@ -14,38 +14,38 @@ from typing import Any
 from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.lent_base import PARTED, TABLES, as_begun, lie_together
 from headrace.engine.replanning import REPLANS_LEFT
-from headrace.engine.resharing import taken_up
 from headrace.engine.seams import Seams, seams_of
-from headrace.engine.sharing import introduce, planned_options, refuse_without_stages, share_of_step, shared_plan
+from headrace.engine.shared.resharing import taken_up
+from headrace.engine.shared.sharing import introduce, planned_options, refuse_without_stages, share_of_step, shared_plan
 from headrace.engine.subject import Subject
 from headrace.engine.tuning import tune
 from headrace.files import Beside, file_systems
-from headrace.flow.buffers import Buffers
-from headrace.flow.coming_head import ComingHead
-from headrace.flow.shards import SharedSource
-from headrace.flow.step_state import Parts
-from headrace.flow.update import device_updater
-from headrace.flow.weights import StoreSource
+from headrace.flow.step.shards import SharedSource
+from headrace.flow.step.step_state import Parts
+from headrace.flow.step.update import device_updater
+from headrace.flow.weights.buffers import Buffers
+from headrace.flow.weights.coming_head import ComingHead
+from headrace.flow.weights.weights import StoreSource
 from headrace.machine.host_memory import Bytes, keep_freed_memory
 from headrace.machine.protocol import Machine
-from headrace.model.block_parts import cut_blocks
-from headrace.model.stored_experts import NotStoredSingly
-from headrace.plan.block_tables import most_rows_of
-from headrace.plan.buffer_sizes import scratch_bytes
-from headrace.plan.expert_plan import note_on_parts
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.plan import Plan
-from headrace.plan.refusal import least_of, with_whole_blocks
+from headrace.model.streams.block_parts import cut_blocks
+from headrace.model.streams.stored_experts import NotStoredSingly
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.value.block_tables import most_rows_of
+from headrace.plan.value.buffer_sizes import scratch_bytes
+from headrace.plan.value.expert_plan import note_on_parts
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.refusal import least_of, with_whole_blocks
 from headrace.store import ShardStore, StateStore, make_run_directory
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import pieces_of
 from headrace.terms.embedding_rows import note_on_learned_rows
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.options import Options
 from headrace.terms.packed_rows import PackedRows
-from headrace.update.going_on import going_on
-from headrace.update.table_rows import TableRows
+from headrace.update.tables.table_rows import TableRows
+from headrace.update.wires.going_on import going_on
 
 Measure = Callable[[Plan, Machine], Ceilings | None]
 

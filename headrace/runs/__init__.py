@@ -1,6 +1,6 @@
 """A whole training run: options, run directory, loop, signals, the finished model."""
 
-from headrace.data.open_data import open_tokens as open_tokens
+from headrace.data.batches.open_data import open_tokens as open_tokens
 from headrace.runs.loop import Finished as Finished
 from headrace.runs.loop import resume as resume
 from headrace.runs.loop import train as train
@@ -9,4 +9,4 @@ from headrace.runs.protocols import Engines as Engines
 from headrace.runs.protocols import RunningEngine as RunningEngine
 from headrace.runs.signals import Interrupted as Interrupted
 from headrace.store.run_directory import RunDirectory as RunDirectory
-from headrace.terms.run_options import RunOptions as RunOptions
+from headrace.terms.options.run_options import RunOptions as RunOptions

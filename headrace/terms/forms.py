@@ -31,7 +31,7 @@ from headrace.terms.families import (
     trained_unit,
 )
 from headrace.terms.layout import Plane, PlaneSet, UnitLayout, rest_of_master
-from headrace.terms.row_table import TableFigures
+from headrace.terms.options.row_table import TableFigures
 from headrace.terms.rule_figures import RuleFigures
 
 # Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them. A unit that

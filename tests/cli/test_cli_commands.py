@@ -29,7 +29,7 @@ from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.plain_errors import plainly
 from headrace.cli.samples import marked
 from headrace.terms.errors import ConfigError, DiskFull, StepFailed
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import headrace
 from headrace.cli.environment import cache_directory
 from headrace.engine.trainer import Engine
 from headrace.machine.cpu import CpuMachine
-from headrace.model.products import WideProducts
+from headrace.model.kernels.products import WideProducts
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(3600)]
 STEPS, ROWS, LENGTH = 50, 2, 32

@@ -29,7 +29,7 @@ def outputs(folder: Path, *commands: list[str]) -> list[str]:
 
 @pytest.mark.wide
 def test_an_option_of_generation_is_one_file(model: Path, tmp_path: Path) -> None:
-    assert apply("An option of generation", tmp_path) == {"headrace/terms/generate_options.py"}
+    assert apply("An option of generation", tmp_path) == {"headrace/terms/options/generate_options.py"}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
     plain = ["generate", str(model), "--max-new-tokens", "12", "--temperature", "0", "--host-memory", "2GiB"]
     one, job = ["--raw", "--prompt", "water water water"], ["--raw", "--input", "in.jsonl", "--output", "out.jsonl"]

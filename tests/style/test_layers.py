@@ -86,7 +86,7 @@ def test_what_points_up_or_sideways_is_seen() -> None:
     refused = (("plan", "headrace.model.Chain"), ("plan", "headrace.engine"), ("plan", "headrace.Budget"), ("plan", ".search"))
     allowed = (
         ("plan", "headrace.terms.sizes.GIB"),
-        ("plan", "headrace.plan.search"),
+        ("plan", "headrace.plan.search.search"),
         ("cli", "headrace.Budget"),
         ("plan", "math"),
     )
@@ -105,8 +105,8 @@ def test_what_needs_no_torch_imports_none() -> None:
 
 
 # Who knows of peers: what forms generations, the site that pulls from a node and pushes to it, jobs that are shared out.
-KNOWS_PEERS = {f"engine/{name}.py" for name in ("crowd", "fleet", "line", "worker")}
-KNOWS_PEERS |= {"generate/job_ranks.py", "update/sites/node.py"}
+KNOWS_PEERS = {f"engine/{name}.py" for name in ("node/crowd", "node/worker", "shared/fleet", "shared/line")}
+KNOWS_PEERS |= {"generate/uses/job_ranks.py", "update/sites/node.py"}
 
 
 def test_only_one_room_knows_the_library_of_peers_and_few_know_that_room() -> None:

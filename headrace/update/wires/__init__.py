@@ -1,4 +1,4 @@
-"""How gradients travel: one file for each way (`headrace.update.wire` says what one is)."""
+"""How gradients travel: one file for each way (`headrace.update.wires.wire` says what one is)."""
 
 from headrace.update.wires.adapter import AdapterWire as AdapterWire
 from headrace.update.wires.dense import DenseWire as DenseWire

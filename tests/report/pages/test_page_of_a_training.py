@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.report import MetricsFile, Reporters
 from headrace.report.lanes import LanesFile, read_recording
 from headrace.report.metrics import read_metrics
