@@ -54,7 +54,7 @@ def run(model: Path) -> dict[str, tuple[float, float]]:
     """Measure one process, from its imports on."""
 
     def imports() -> None:
-        from headrace.cli.environment import heavy_imports, set_process_defaults
+        from headrace.process import heavy_imports, set_process_defaults
 
         set_process_defaults()
         with heavy_imports():

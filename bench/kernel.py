@@ -28,7 +28,7 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from headrace.machine.jit import JIT_OPTIONS, full_width
-from headrace.store import checksum
+from headrace.store.checksum import checksum
 from headrace.terms.layout import GroupRange
 from headrace.update import (
     StepScalars,

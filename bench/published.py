@@ -29,8 +29,8 @@ from transformers import GPT2Config
 
 from headrace.model import Chain, Profiles
 from headrace.plan.forecast.forecast import forecast
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import make_plan
-from headrace.plan.search.space import Problem
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.workload import Workload
 from headrace.terms.errors import PlanInfeasible

@@ -29,7 +29,8 @@ from headrace.machine.meter import MemoryMeter
 from headrace.measure.machine import measure_machine
 from headrace.model import Profiles
 from headrace.plan.forecast.forecast import forecast
-from headrace.plan.search.space import Choice, Problem, filled, plan_of
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.space import Choice, filled, plan_of
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.replaying import replay_order

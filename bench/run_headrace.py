@@ -1,8 +1,8 @@
 """Headrace: full fine-tuning from SSD with exact AdamW, inside the host memory it is given."""
 
 # ruff: noqa: E402  # settings come before torch, as on the command line
-from headrace.cli.environment import set_process_defaults
 from headrace.plan.value.words import explain_plan
+from headrace.process import set_process_defaults
 
 set_process_defaults()
 

@@ -13,9 +13,9 @@ from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from headrace.cli.environment import set_process_defaults
     from headrace.engine.trainer import Engine
     from headrace.generate.passes.generator import Generator
+    from headrace.process import set_process_defaults
 
 __all__ = [
     "Budget",
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 
         return Generator
     if name == "set_process_defaults":
-        from headrace.cli.environment import set_process_defaults
+        from headrace.process import set_process_defaults
 
         return set_process_defaults
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")

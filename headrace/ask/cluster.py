@@ -20,9 +20,9 @@ from headrace.plan.clock.endurance import endurance
 from headrace.plan.clock.machine_profiles import load_bare_profile
 from headrace.plan.forecast.cluster import Cluster, ClusterForecast, forecast_cluster
 from headrace.plan.forecast.footprint import with_footprint
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import make_plan
 from headrace.plan.search.serving import serving_plan
-from headrace.plan.search.space import Problem
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import in_place_forms

@@ -25,8 +25,9 @@ from headrace.plan.forecast.footprint import with_footprint
 from headrace.plan.forecast.forecast import Forecast, StepSeconds
 from headrace.plan.schedules.ranks import ranks_on
 from headrace.plan.search.given import adopted
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import holds_states, make_plan, nominal_ceilings
-from headrace.plan.search.space import THRIFTS, Problem, filled, placements_of, plan_of
+from headrace.plan.search.space import THRIFTS, filled, placements_of, plan_of
 from headrace.plan.value.expert_plan import note_on_parts
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.refusal import least_of, with_whole_blocks

@@ -22,9 +22,9 @@ from headrace.model.by_rows.block_tables import by_rows
 from headrace.model.by_rows.embedding_rows import head_range_bytes
 from headrace.plan.forecast.footprint import with_runtime
 from headrace.plan.search.given import adopted
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import holds_states, make_plan
 from headrace.plan.search.serving import grouping_of
-from headrace.plan.search.space import Problem
 from headrace.plan.search.staging import placed
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.expert_plan import ExpertParts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.ask.tables import with_tables
-from headrace.plan.search.space import Problem
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.staging import stage_problem
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.stage_place import StagePlace

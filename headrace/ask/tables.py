@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.plan.search.space import Problem
+from headrace.plan.search.problem import Problem
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.block_tables import asked_tables
 from headrace.plan.value.workload import Workload

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment import cache_directory
 from headrace.cli.plain_errors import INTERRUPTED, leave
 from headrace.cli.screen import show
+from headrace.process import cache_directory
 from headrace.terms.options.compress_options import CompressOptions
 
 

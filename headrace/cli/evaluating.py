@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment import cache_directory, heavy_imports
 from headrace.cli.generating import ceilings_of, say
 from headrace.cli.plain_errors import INTERRUPTED, leave
 from headrace.cli.screen import show
+from headrace.process import cache_directory, heavy_imports
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.eval_options import EvalOptions
 

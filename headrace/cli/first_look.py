@@ -53,8 +53,8 @@ def model_here(model: str | Path) -> Path:
     from headrace.files.hub import fetched_model, is_hub_name
 
     if is_gguf(model):
-        from headrace.cli.environment import cache_directory
         from headrace.model.gguf.gguf_directory import gguf_directory  # late: it brings torch
+        from headrace.process import cache_directory
 
         return gguf_directory(Path(model), cache_directory())
     if not is_hub_name(model):
@@ -141,8 +141,8 @@ def look_at_data(paths: Sequence[str | DataSource]) -> None:
     Raises:
         DataError: one does not exist, or its kind is not read.
     """
-    from headrace.cli.environment import cache_directory
     from headrace.data.read.sources import refuse_unreachable, refuse_unread
+    from headrace.process import cache_directory
 
     for path in paths:
         refuse_unread(path)

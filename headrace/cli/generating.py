@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.cli.environment import heavy_imports, machine_profile_path
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave
 from headrace.plan.clock.machine_profiles import load_profile
+from headrace.process import heavy_imports, machine_profile_path
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.events import Event, Notice
 from headrace.terms.launch import Launch

@@ -20,11 +20,11 @@ from headrace.ask.plan_report import PlanReport
 from headrace.ask.ranks import plan_ranks
 from headrace.ask.stages import plan_stages
 from headrace.ask.which import plan_which
-from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.first_look import is_gguf, model_here
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.search.given import with_lengths_of_plan
+from headrace.process import cache_directory, machine_profile_path
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.machine.ceilings import Ceilings

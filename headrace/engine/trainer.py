@@ -23,7 +23,7 @@ from headrace.flow.weights.traffic import Traffic
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter, measured_peaks
 from headrace.plan.search.given import load_plan
-from headrace.plan.search.space import Problem
+from headrace.plan.search.problem import Problem
 from headrace.plan.value.plan import Plan
 from headrace.terms.closing import Closing
 from headrace.terms.events import Event, Sink, StepResult

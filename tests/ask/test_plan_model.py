@@ -17,8 +17,8 @@ from headrace.ask.plan_report import PlanReport
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.forecast.forecast import StepSeconds, forecast
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import make_plan
-from headrace.plan.search.space import Problem
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, InputError, ModelError, StorageError
 from headrace.terms.lanes import Lane

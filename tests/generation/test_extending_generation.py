@@ -48,7 +48,7 @@ def test_an_option_of_generation_is_one_file(model: Path, tmp_path: Path) -> Non
 @pytest.mark.deep
 def test_a_kind_of_run_is_three_files(model: Path, tmp_path: Path) -> None:
     assert apply("A kind of run", tmp_path) == {
-        f"headrace/{name}.py" for name in ("cli/app", "cli/embedding", "generate/embedding")
+        f"headrace/{name}.py" for name in ("cli/app", "cli/embedding", "generate/uses/embedding")
     }
     texts = ["water", "to the turbine", "flows"]
     commands, lines = outputs(tmp_path, ["--help"], ["embed", str(model), *texts, "--host-memory", "2GiB"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.machine import jit
-from headrace.store import checksum
+from headrace.store.checksum import checksum
 
 
 @pytest.fixture(autouse=True)

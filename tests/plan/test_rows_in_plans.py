@@ -17,8 +17,9 @@ from tiers import sampled
 from headrace.plan.forecast.forecast import forecast
 from headrace.plan.schedules.ranks import RankMachine
 from headrace.plan.search.given import adopted
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import make_plan
-from headrace.plan.search.space import Problem, placements_of, plan_of
+from headrace.plan.search.space import placements_of, plan_of
 from headrace.plan.value.buffer_sizes import buffer_groups
 from headrace.plan.value.plan import Plan
 from headrace.terms.costs import ModelCosts

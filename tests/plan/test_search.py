@@ -13,8 +13,9 @@ from headrace.plan.forecast import forecast as forecasts
 from headrace.plan.forecast.footprint import with_footprint, with_runtime
 from headrace.plan.forecast.forecast import StepSeconds, forecast
 from headrace.plan.search import policy, search
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import make_plan, nominal_ceilings
-from headrace.plan.search.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
+from headrace.plan.search.space import THRIFTS, Choice, filled, placements_of, plan_of
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.replaying import replay_order

@@ -13,11 +13,14 @@ from typing import Any, TypeVar
 import torch
 from transformers import AutoTokenizer
 
-from headrace.data import Batch, BatchStream, DataSpec, TokenSet, asks_for_date, earlier_tokens, load_tokens
 from headrace.data.batches.batches import Batches
 from headrace.data.batches.held_out import split_off
+from headrace.data.batches.stream import BatchStream
 from headrace.data.batches.streamed import StreamedBatches
 from headrace.data.read.sources import find_sources
+from headrace.data.tokens.tokenize import asks_for_date, earlier_tokens, load_tokens
+from headrace.data.values.tokens import TokenSet
+from headrace.data.values.values import Batch, DataSpec
 from headrace.files.model_directory import read_configuration, refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
 from headrace.terms.options.data_source import source_of

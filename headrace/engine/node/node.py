@@ -91,7 +91,7 @@ class NodeEngine(Engine):
     @property
     def _crowd(self) -> Crowd:
         workers = self._subject.seams.workers
-        assert workers is not None, "a node has workers"
+        assert isinstance(workers, Crowd), "a node has workers"
         return workers
 
     def _setup(self, plan: Plan) -> Setup:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from headrace.ask.planner import RunPlanner
-from headrace.engine.shared.fleet import LEADER, Fleet
+from headrace.engine.shared.fleet import Fleet
 from headrace.engine.shared.stage_shares import StageShares
+from headrace.engine.shared.talk import LEADER
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain
 from headrace.model.trials.passing_check import refuse_what_passes_more

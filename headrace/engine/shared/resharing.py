@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ask.planner import RunPlanner
-from headrace.engine.shared.fleet import VERSIONS, Fleet
 from headrace.engine.shared.sharing import introduce, share_of_step
+from headrace.engine.shared.talk import VERSIONS, Talk
 from headrace.engine.subject import Subject
 from headrace.engine.tuning import tune
 from headrace.machine.host_memory import huge_page_buffer
@@ -33,6 +33,7 @@ from headrace.terms.shards import Share
 
 
 def taken_up(
+    fleet: Talk,
     run_directory: Path,
     subject: Subject,
     planner: RunPlanner,
@@ -44,12 +45,10 @@ def taken_up(
     """Have all ranks, or stages, go on with the run in `store`; return rank 0's store and plan, which are new where another
     number of ranks goes on. Raises as `_reshare`.
     """
-    fleet = subject.seams.fleet
-    assert fleet is not None, "ranks go on"
     if not fleet.by_stages:
         _discard_attempt(run_directory, fleet, store, options)
         if _shared_by(store) != fleet.size:
-            return _reshare(run_directory, subject, planner, store, options, plan, sink)
+            return _reshare(fleet, run_directory, subject, planner, store, options, plan, sink)
     introduce(fleet, subject, store, options, plan)
     return store, plan
 
@@ -60,6 +59,7 @@ def _shared_by(store: StateStore) -> int:
 
 
 def _reshare(
+    fleet: Talk,
     run_directory: Path,
     subject: Subject,
     planner: RunPlanner,
@@ -68,15 +68,14 @@ def _reshare(
     plan: Plan | None,
     sink: Sink,
 ) -> tuple[ShardStore, Plan]:
-    """Share out the run in `store` among the ranks of the subject's fleet; return rank 0's new store, and the plan of a step.
+    """Share out the run in `store` among the ranks of `fleet`; return rank 0's new store, and the plan of a step.
     `store` is closed.
 
     Raises:
         RunDirectoryError: a rank's part is not on this machine. ConfigError: a step is too small for so many ranks.
         DiskFull: there is no space for old and new parts together. The run is then as it was.
     """
-    fleet, size = subject.seams.fleet, _shared_by(store)
-    assert fleet is not None, "ranks resume"
+    size = _shared_by(store)
     if plan is None or options.tokens_per_step is None:
         raise ConfigError(f"{run_directory}: its ranks have taken no step; resume it with {size} ranks")
     new = _new_plan(planner, fleet, store, options, plan)
@@ -113,7 +112,7 @@ def _reshare(
     return found, new
 
 
-def _new_plan(planner: RunPlanner, fleet: Fleet, store: StateStore, options: Options, plan: Plan) -> Plan:
+def _new_plan(planner: RunPlanner, fleet: Talk, store: StateStore, options: Options, plan: Plan) -> Plan:
     """Return the plan of the largest new share of a step: other rows, the same sums, chunks and length."""
     grouping = grouping_of(plan)
     assert grouping is not None, "a plan that computes groups sums"
@@ -144,7 +143,7 @@ def _opened(folder: Path, version: int, sink: Sink, closers: ExitStack, size: in
     return found
 
 
-def _discard_attempt(run_directory: Path, fleet: Fleet, store: StateStore, options: Options) -> None:
+def _discard_attempt(run_directory: Path, fleet: Talk, store: StateStore, options: Options) -> None:
     """Remove what an attempt to share out the run in `store` anew has left, if one was killed.
 
     Raises:

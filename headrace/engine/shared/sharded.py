@@ -58,7 +58,7 @@ class ShardedEngine(Engine):
     @property
     def _fleet(self) -> Fleet:
         fleet = self._subject.seams.fleet
-        assert fleet is not None, "a sharded engine has a fleet"
+        assert isinstance(fleet, Fleet), "a sharded engine has a fleet"
         return fleet
 
     def _for_all(self, batch: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from headrace.ask.planner import RunPlanner
-from headrace.engine.shared.fleet import LEADER, VERSIONS, Fleet
+from headrace.engine.shared.talk import LEADER, VERSIONS, Talk
 from headrace.engine.subject import Subject
 from headrace.files import Beside
 from headrace.flow.weights.arena import TORCH_DTYPES
@@ -32,26 +32,13 @@ _PIECE_BYTES = 16 * MIB
 _CONFIGURATION = ("config.json", "model.safetensors.index.json")
 
 
-def refuse_without_stages(options: Options, fleet: Fleet | None) -> None:
-    """Refuse options that a run without stages would pass over.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    given = [key for key in ("cuts", "stage_dtype") if getattr(options, key)]
-    if given and not (fleet and fleet.by_stages):
-        raise ConfigError(
-            f"{', '.join(given)}: only a run in stages has that; give --stages HOST:PORT,HOST:PORT, or leave it out"
-        )
-
-
-def planned_options(options: Options, fleet: Fleet) -> Options:
+def planned_options(options: Options, fleet: Talk) -> Options:
     """Return the options under which a rank plans. Gradients that ranks add are rounded afterwards, not before."""
     return options if fleet.by_stages else replace(options, gradient_dtype="float32")
 
 
 def share_of_step(
-    planner: RunPlanner, fleet: Fleet, step: tuple[int, int], way: str, *, state: Sequence[Path], beside: Beside | None
+    planner: RunPlanner, fleet: Talk, step: tuple[int, int], way: str, *, state: Sequence[Path], beside: Beside | None
 ) -> tuple[int, int]:
     """Return the tokens of the largest rank's share of a step, and their rows' length; fix how sums are grouped.
 
@@ -79,7 +66,7 @@ def share_of_step(
     return most * rows * length, length
 
 
-def shared_plan(plan: Plan, fleet: Fleet) -> Plan:
+def shared_plan(plan: Plan, fleet: Talk) -> Plan:
     """Return a plan whose chunks are so small that every rank has some of each block. A stage has whole units."""
     if fleet.by_stages:
         return plan
@@ -117,7 +104,7 @@ class Introduction:
 
 
 def introduce(
-    fleet: Fleet,
+    fleet: Talk,
     subject: Subject,
     store: StateStore,
     options: Options,
@@ -161,7 +148,7 @@ def introduce(
             fleet.ranks.control.send(head, rank)
 
 
-def be_introduced(fleet: Fleet, place: Callable[[Mapping[str, Any]], Path]) -> Introduction:
+def be_introduced(fleet: Talk, place: Callable[[Mapping[str, Any]], Path]) -> Introduction:
     """Return what rank 0 tells. `place` gets that, and returns a folder for what belongs to this rank of that run."""
     words = fleet.ranks.control.receive_message(LEADER)
     base = place(words)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from headrace.model.adapters.row_table import KEYS, VALUES, WeightedRows, added, different_rows, look_up
 from headrace.model.blocks.beside import Beside
 from headrace.model.blocks.find_blocks import find_blocks
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, lay_out, part
-from headrace.terms.options.row_table import DENSE, Table, TableFigures
+from headrace.terms.options.row_table import DENSE, Table
 
 # What architectures call the feed-forward part of a block, the routed one of a mixture first.
 _FEED_FORWARD = ("block_sparse_moe", "mlp", "feed_forward", "ffn", "mlp_block")

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from headrace.model.by_rows.embedding_rows import put_rows, rows_of
 from headrace.model.chain.chain import Chain
 from headrace.model.parts.stored_rows import StoredRows, rows_within
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout
-from headrace.terms.options.row_table import TableFigures
 from headrace.terms.split_master import upper_half
 
 

@@ -4,7 +4,8 @@ import math
 from dataclasses import replace
 
 from headrace.plan.forecast.forecast import SEARCH_OPERATIONS, StepSeconds
-from headrace.plan.search.space import Choice, Problem, filled, plan_of
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.space import Choice, filled, plan_of
 
 # So many choices, each the best of its kind, are forecast in full.
 _EXACT = 8

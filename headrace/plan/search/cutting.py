@@ -5,8 +5,10 @@ A search without that comes first, and is as it was.
 
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from headrace.plan.forecast.forecast import StepSeconds
+from headrace.plan.search.problem import Problem
 from headrace.plan.value.plan import Plan
 from headrace.terms.block_parts import note_on_block_parts, note_on_one_block
 from headrace.terms.errors import PlanInfeasible
@@ -14,15 +16,11 @@ from headrace.terms.forms import SSD
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.sizes import format_bytes
 
-if TYPE_CHECKING:  # both import this
-    from headrace.plan.forecast.forecast import StepSeconds
-    from headrace.plan.search.space import Problem
-
 
 class Search(Protocol):
     """What finds the plan that fits and is fastest. Raises `PlanInfeasible` where none fits."""
 
-    def __call__(self, problem: "Problem", ceilings: Ceilings | None = None, seconds_of: "StepSeconds | None" = None) -> Plan:
+    def __call__(self, problem: Problem, ceilings: Ceilings | None = None, seconds_of: StepSeconds | None = None) -> Plan:
         """Return the plan for a problem on a machine, None: a nominal one."""
 
 
@@ -32,7 +30,7 @@ def in_parts_if_needed(search: Search) -> Search:
     """
 
     @wraps(search)
-    def searched(problem: "Problem", ceilings: Ceilings | None = None, seconds_of: "StepSeconds | None" = None) -> Plan:
+    def searched(problem: Problem, ceilings: Ceilings | None = None, seconds_of: StepSeconds | None = None) -> Plan:
         try:
             return search(problem, ceilings, seconds_of)
         except PlanInfeasible as refusal:
@@ -45,7 +43,7 @@ def in_parts_if_needed(search: Search) -> Search:
     return searched
 
 
-def _leaner(problem: "Problem", refusal: PlanInfeasible) -> "Problem | None":
+def _leaner(problem: Problem, refusal: PlanInfeasible) -> Problem | None:
     """Return a question whose plans take less of the tier that is short; None where there is none."""
     if refusal.tier == "device" and problem.parts is None and not problem.costs_of(1).by_samples:
         parts = problem.cuts()
@@ -56,7 +54,7 @@ def _leaner(problem: "Problem", refusal: PlanInfeasible) -> "Problem | None":
     return None
 
 
-def _comes_whole(problem: "Problem") -> bool:
+def _comes_whole(problem: Problem) -> bool:
     """Return whether blocks come whole from drives, to this process alone, so that one at a time may be in memory."""
     alone = problem.place is None and problem.experts is None and problem.allowance.sharers == 1
     return alone and sum(unit.home == SSD and not unit.is_far for unit in problem.units) > 1

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headrace.plan.forecast.footprint import runtime_row, with_footprint
-from headrace.plan.search.space import Problem, with_groups
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.space import with_groups
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.refusal import refusal
 from headrace.plan.value.replaying import operators_of

@@ -5,13 +5,10 @@ Reads from drives that compute waits for come before those of states. Such plans
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headrace.plan.forecast.forecast import SEARCH_OPERATIONS, StepSeconds
+from headrace.plan.search.problem import Problem
 from headrace.plan.value.plan import Plan
-
-if TYPE_CHECKING:  # the space of plans asks for this
-    from headrace.plan.search.space import Problem
 
 # Inputs of blocks on their way from the drives: a block's, as a rule. Each has a buffer in host memory.
 _DEEP_STASH_SLOTS = 18
@@ -35,7 +32,7 @@ def paged(plan: Plan, *, lean: bool) -> Plan:
     )
 
 
-def may_page(problem: "Problem", plan: Plan, seconds_of: StepSeconds) -> bool:
+def may_page(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> bool:
     """Return whether weights can come in pages, and a step would be faster if there were memory enough for that."""
     several = plan.batch.num_micro_batches > 1 and plan.num_blocks >= _LEAST_BLOCKS
     alone = problem.place is None and not plan.far_units and plan.device_slots < plan.num_blocks

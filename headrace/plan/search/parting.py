@@ -5,22 +5,19 @@ is at the experts is measured (`BlockCosts.waiting_bytes`).
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from headrace.plan.forecast.footprint import with_footprint
+from headrace.plan.search.problem import Problem
 from headrace.plan.value.buffer_sizes import TENSOR_ALIGNMENT_BYTES
 from headrace.plan.value.expert_plan import ExpertParts, experts_in_round
 from headrace.plan.value.plan import Plan
 from headrace.terms.costs import ModelCosts
 
-if TYPE_CHECKING:  # the space of plans asks for this
-    from headrace.plan.search.space import Problem
-
 # The fewest rounds of a block that are tried: larger ones take more memory, smaller ones more operations.
 _FEWEST_ROUNDS = 16
 
 
-def fitted(plan: Plan, problem: "Problem", costs: ModelCosts) -> Plan:
+def fitted(plan: Plan, problem: Problem, costs: ModelCosts) -> Plan:
     """Return `plan` with its footprint. Where experts are parts, it has the largest groups and rounds that fit. What experts
     made waits for backward beside the block's input.
     """
@@ -45,7 +42,7 @@ def _sizes(count: int) -> list[int]:
     return sorted({-(-count // groups) for groups in range(1, count + 1)})
 
 
-def _of_size(plan: Plan, problem: "Problem", costs: ModelCosts, experts: ExpertParts) -> Plan:
+def _of_size(plan: Plan, problem: Problem, costs: ModelCosts, experts: ExpertParts) -> Plan:
     """Return `plan` with these groups of micro-batches, and the largest rounds that fit; the smallest where none do."""
     most = max(experts.figures.num_experts)
     experts = replace(experts, remakes=problem.remakes and experts.together > 1)

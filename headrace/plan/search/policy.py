@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from headrace.plan.forecast.footprint import with_footprint
 from headrace.plan.forecast.forecast import SEARCH_OPERATIONS, StepSeconds, core_update_bytes_per_second, redo_seconds
-from headrace.plan.search.space import Choice, Problem, filled, plan_of
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.space import Choice, filled, plan_of
 from headrace.plan.value.plan import Plan, spread
 from headrace.plan.value.speculation import Speculation
 from headrace.terms.options.summing import TREE

@@ -30,7 +30,8 @@ from headrace.plan.search.policy import (
     with_threads,
     with_two_accumulators,
 )
-from headrace.plan.search.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.space import THRIFTS, Choice, filled, placements_of, plan_of
 from headrace.plan.search.spared_ends import no_more_than_needed, spared
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.refusal import refusal

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from headrace.plan.forecast.footprint import with_serving_footprint
+from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import infeasible
-from headrace.plan.search.space import THRIFTS, Problem, state_buffers, with_resident_states
+from headrace.plan.search.space import THRIFTS, state_buffers, with_resident_states
 from headrace.plan.value.buffer_sizes import buffer_groups
 from headrace.plan.value.choices import Batch, Gradients, Stash, Updates
 from headrace.plan.value.plan import Plan

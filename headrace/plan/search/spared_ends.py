@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from headrace.plan.forecast.footprint import with_footprint
 from headrace.plan.schedules.ranks import ranks_on
-from headrace.plan.search.space import Problem
+from headrace.plan.search.problem import Problem
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.refusal import least_of
 from headrace.terms.embedding_rows import note_on_rows

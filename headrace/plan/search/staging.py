@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from headrace.plan.search.space import Problem
+from headrace.plan.search.problem import Problem
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import StagePlace
 from headrace.terms.costs import ModelCosts

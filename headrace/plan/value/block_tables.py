@@ -8,9 +8,8 @@ from dataclasses import replace
 
 from headrace.plan.value.plan import Plan
 from headrace.terms.costs import ModelCosts
-from headrace.terms.embedding_rows import BlockRows
+from headrace.terms.embedding_rows import BlockRows, TableFigures
 from headrace.terms.machine.ceilings import Ceilings
-from headrace.terms.options.row_table import TableFigures
 
 
 def asked_tables(tables: Sequence[BlockRows], costs: ModelCosts) -> tuple[BlockRows, ...]:

@@ -12,27 +12,6 @@ from headrace.terms.options.option_kinds import OneOf, Text, Whole
 EXACT, LAZY, DENSE = "exact", "lazy", "dense"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableFigures:
-    """A table whose rows are read and updated one by one, as a plan sees it: `rows` of `width` numbers, `top` for a token."""
-
-    rows: int
-    width: int
-    top: int
-
-    def touched(self, tokens: int) -> int:
-        """Return the most rows that a step of so many tokens touches."""
-        return min(self.rows, self.top * tokens)
-
-    def held_bytes(self, tokens: int, state_bytes: int, waiting: int) -> int:
-        """Return the most host memory that a step takes for its rows. A number has `state_bytes` of states beside its weight.
-
-        Rows that are held have a sum of gradients, too. Updated ones are copied, and wait for up to `waiting` commits.
-        """
-        number = 4 + state_bytes
-        return self.touched(tokens) * self.width * (2 * (number + 4) + waiting * number)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table(GradientWay):
     """A table of rows beside feed-forward parts (MEFT, Hao et al. 2024), found by product keys (Lample et al. 2019)."""

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, part
 from headrace.terms.options.adapter import Dora, Lora
 from headrace.terms.options.contradictions import refuse_adapters_and_parts
 from headrace.terms.options.optimizer import Optimizer
-from headrace.terms.options.row_table import DENSE, EXACT, Table, TableFigures
+from headrace.terms.options.row_table import DENSE, EXACT, Table
 from headrace.update.rules.table import rule_of
 from headrace.update.tables.lazy_rows import refuse_other_rules
 from headrace.update.tables.table_rows import RowFamily, TableRows

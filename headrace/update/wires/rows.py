@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, rest_of_master
 from headrace.terms.options.declared import option
 from headrace.terms.options.gradient import GradientWay
 from headrace.terms.options.optimizer import ALL, Optimizer
 from headrace.terms.options.option_kinds import OneOf
-from headrace.terms.options.row_table import TableFigures
 from headrace.terms.options.summing import SEQUENTIAL
 from headrace.update.rules.table import rule_of
 from headrace.update.rules.tensors import split

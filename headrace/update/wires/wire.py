@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form
 from headrace.terms.layout import ParameterSpec, UnitLayout, part
 from headrace.terms.options.gradient import GradientWay
 from headrace.terms.options.optimizer import ALL, Optimizer
-from headrace.terms.options.row_table import TableFigures
 
 if TYPE_CHECKING:  # choices that exclude one another are refused before transformers is loaded
     from headrace.model import Chain, Checkpoint, WeightMap

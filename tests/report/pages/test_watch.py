@@ -12,8 +12,9 @@ import pytest
 from made_runs import made_machine, made_plan, write_run
 
 from headrace.plan.forecast.forecast import forecast
-from headrace.report.pages import read_run, summary
+from headrace.report.pages import read_run
 from headrace.report.pages.plan_page import write_plan_page
+from headrace.report.pages.summary import summary
 from headrace.report.pages.watch import Watch
 from headrace.terms.errors import ConfigError, RunDirectoryError
 
