@@ -34,17 +34,14 @@ demo-node: $(STAMP)  ## a node and two workers on this machine, one of which is 
 
 # Everything but what has a target of its own; and of each room what takes few seconds of processors, for the inner loop.
 USUAL := not soak and not net and not gpu
+QUICK_ONES := record slots families checksum directories faults state lsp_checks lsp_rewrites clip_and_scale split_master muon \
+	updater kernels projectors plan_format lane_table bound links ledger forecast program given parking taps caught replay \
+	chain bad_checkpoints architecture encoding execute device_lanes merge expert_cache question planning_config \
+	planning_allowances planning_outcome third_code compress_bad_input calls architectures weight_pages jobs compose \
+	extents cli_clean cli_report cli_commands train_parts moments rerun update_counts damage_on_the_way node_refusals \
+	nothing_is_left kept resumed_plan
 QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data tests/report tests/runs tests/bench tests/demo \
-	$(addprefix tests/store/test_,record.py slots.py families.py checksum.py directories.py faults.py state.py) \
-	$(addprefix tests/update/test_,lsp_checks.py lsp_rewrites.py clip_and_scale.py split_master.py muon.py projectors.py updater.py kernels.py) \
-	$(addprefix tests/plan/test_,plan_format.py lane_table.py ledger.py bound.py links.py forecast.py program.py given.py) \
-	$(addprefix tests/model/test_,parking.py caught.py taps.py replay.py chain.py encoding.py bad_checkpoints.py architecture.py) \
-	$(addprefix tests/flow/test_,execute.py merge.py device_lanes.py expert_cache.py) tests/measure/test_kept.py \
-	$(addprefix tests/ask/test_,question.py planning_config.py planning_allowances.py planning_outcome.py) \
-	$(addprefix tests/compress/test_,third_code.py compress_bad_input.py) tests/memory/test_resumed_plan.py \
-	$(addprefix tests/generation/test_,calls.py compose.py extents.py architectures.py weight_pages.py jobs.py) \
-	$(addprefix tests/cli/test_,cli_clean.py cli_report.py cli_commands.py train_parts.py) \
-	$(addprefix tests/equivalence/test_,moments.py rerun.py update_counts.py damage_on_the_way.py node_refusals.py nothing_is_left.py)
+	$(foreach name,$(QUICK_ONES),$(or $(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py),$(error there is no test_$(name).py)))
 
 quick: $(STAMP)  ## some tests of each room, for the inner loop (a minute; the first time one and a half)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" $(QUICK)

@@ -29,7 +29,7 @@ def our_run(model: Path, tokens: int, narrow: bool) -> dict[str, float]:
     import headrace
 
     headrace.set_process_defaults()
-    from headrace.generate.generator import Generator
+    from headrace.generate.passes.generator import Generator
     from headrace.terms.events import GenerationPass
 
     seconds: list[float] = []
@@ -100,7 +100,7 @@ def main() -> None:
         )
         print(json.dumps(found))
         return
-    from headrace.model.gguf_writing import write_gguf
+    from headrace.model.gguf.gguf_writing import write_gguf
 
     names, runs = (THEIRS, OURS, TORCH), list[dict[str, dict[str, float]]]()
     with scratch_directory(given.scratch) as scratch:

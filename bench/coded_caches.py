@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from headrace.codec.cache_codes import CACHE_CODES, CacheCode
-from headrace.generate.generator import Generator
-from headrace.model.tiered_cache import TieredLayer
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.model.seats.tiered_cache import TieredLayer
+from headrace.terms.options.budget import Budget
 from headrace.terms.sizes import parse_bytes
 
 WAYS: dict[str, CacheCode | None] = {"plain": None, **CACHE_CODES}

@@ -21,11 +21,11 @@ from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerF
 
 import headrace
 from headrace.compress.run import compress
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import MicroBatch
-from headrace.plan.expert_plan import ExpertPlan
-from headrace.terms.budget import Budget
-from headrace.terms.compress_options import CompressOptions
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.plan.value.expert_plan import ExpertPlan
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.compress_options import CompressOptions
 
 
 def make_model(directory: Path, experts: int, hidden: int, width: int) -> int:

@@ -54,17 +54,17 @@ def run(model: Path) -> dict[str, tuple[float, float]]:
     """Measure one process, from its imports on."""
 
     def imports() -> None:
-        from headrace.cli.environment import heavy_imports, set_process_defaults
+        from headrace.process import heavy_imports, set_process_defaults
 
         set_process_defaults()
         with heavy_imports():
-            import headrace.generate.answering
+            import headrace.generate.uses.answering
 
-            assert headrace.generate.answering
+            assert headrace.generate.uses.answering
 
     phases: dict[str, tuple[float, float]] = {}
     _, phases["import"] = measured(imports)
-    from headrace.generate.generator import Generator
+    from headrace.generate.passes.generator import Generator
     from headrace.terms.events import GenerationPass
 
     passes: list[tuple[float, float]] = []  # each pass's seconds, and those of processors until its end

@@ -30,8 +30,8 @@ from slow_link import LENGTH, RUN, SECRET, TOKENS, WARM_UP, WORKERS
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "namespaces"))
 from network import Network
 
-from headrace.data.open_data import open_stream, tensors_of
-from headrace.plan.rates import Rates
+from headrace.data.batches.open_data import open_stream, tensors_of
+from headrace.plan.clock.rates import Rates
 from headrace.store.run_directory import RunDirectory
 
 KINDS = ("headrace", "fsdp", "fsdp, blocks recomputed")

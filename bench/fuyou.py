@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.plan.simulate import simulate
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.drives import Drive
+from headrace.plan.clock.simulate import simulate
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.machine.drives import Drive
 from headrace.terms.program import Op, Program, Verb
 
 # What the released system gets out of the GPU, counting 6 operations per parameter and token: 96 % of the card's 165.2.

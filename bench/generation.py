@@ -78,8 +78,8 @@ def work(options: argparse.Namespace) -> None:
     import torch
 
     from headrace import Budget
-    from headrace.generate.generator import Generator
-    from headrace.plan.machine_profiles import load_profile
+    from headrace.generate.passes.generator import Generator
+    from headrace.plan.clock.machine_profiles import load_profile
     from headrace.terms.errors import PlanInfeasible
     from headrace.terms.events import GenerationPass
 

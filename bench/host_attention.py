@@ -14,7 +14,7 @@ from statistics import median
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from headrace.model.host_attention import attended
+from headrace.model.seats.host_attention import attended
 
 # Rows, heads of keys, query heads to each, width of a head.
 SHAPES = ((16, 8, 4, 128), (16, 32, 1, 128), (16, 4, 16, 128), (16, 8, 4, 64))

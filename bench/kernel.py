@@ -28,16 +28,16 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from headrace.machine.jit import JIT_OPTIONS, full_width
-from headrace.store import checksum
+from headrace.store.checksum import checksum
 from headrace.terms.layout import GroupRange
 from headrace.update import (
     StepScalars,
     Updater,
     square_sum,
 )
-from headrace.update.kernels import joined, lower_half, upper_half, widened
-from headrace.update.rule import Chunk
 from headrace.update.rules.adamw import AdamW, AdamWRule
+from headrace.update.rules.kernels import joined, lower_half, upper_half, widened
+from headrace.update.rules.rule import Chunk
 
 RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8)
 STEP = StepScalars(learning_rate=1e-5, update=10)

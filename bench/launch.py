@@ -21,7 +21,7 @@ from typing import Any
 
 from worker import refuse
 
-from headrace.cli.environment import SPIN_COUNT
+from headrace.process import SPIN_COUNT
 
 HERE = Path(__file__).resolve().parent
 GB = 10**9

@@ -55,8 +55,8 @@ def main() -> None:
     import torch
 
     from headrace import Budget
-    from headrace.generate.generator import Generator
-    from headrace.generate.seat_shapes import PromptLengths
+    from headrace.generate.passes.generator import Generator
+    from headrace.generate.plan.seat_shapes import PromptLengths
     from headrace.terms.errors import PlanInfeasible
     from headrace.terms.events import GenerationPass
 

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.machine.meter import MemoryMeter
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 Run = dict[str, Any]

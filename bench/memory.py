@@ -16,7 +16,7 @@ from launch import GIB, HERE, environment, machine_facts, make_model, require_di
 from shapes import SHAPES
 from worker import refuse
 
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 from headrace.update import rule_of
 from headrace.update.rules.table import optimizer_of
 

@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch.nn.functional import linear
 
-from headrace.model.narrow import NARROW_ROWS, multiplied
+from headrace.model.kernels.narrow import NARROW_ROWS, multiplied
 
 SHAPES = ("576x576", "1536x576", "2048x2048", "8192x2048", "2048x8192")
 # Together more than the last cache of most processors.

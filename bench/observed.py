@@ -12,7 +12,7 @@ from math import prod
 from statistics import median
 from typing import Any
 
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.report.lanes import union_seconds
 from headrace.terms.events import OpDone
 from headrace.terms.lanes import Lane

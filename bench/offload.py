@@ -90,7 +90,7 @@ def accelerate_runs(model_directory: Path, scratch: Path) -> Run:
     from transformers import AutoModelForCausalLM
 
     from headrace.machine.cpu import CpuMachine
-    from headrace.model.products import WideProducts
+    from headrace.model.kernels.products import WideProducts
 
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16).eval()
     disk_offload(model, str(scratch), execution_device=torch.device("cpu"))
@@ -124,7 +124,7 @@ def accelerate_runs(model_directory: Path, scratch: Path) -> Run:
 def our_runs(model_directory: Path, scratch: Path) -> Run:
     """Return how we run a batch, with the plan's own rows and seats."""
     from headrace import Budget
-    from headrace.generate.generator import Generator
+    from headrace.generate.passes.generator import Generator
     from headrace.terms.errors import PlanInfeasible
     from headrace.terms.events import GenerationPass
 

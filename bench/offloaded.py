@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from headrace.plan.machine_profiles import load_bare_profile
-from headrace.plan.roofline import roofline_seconds
-from headrace.plan.simulate import Timeline, simulate
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.roofline import roofline_seconds
+from headrace.plan.clock.simulate import Timeline, simulate
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Op, Program, Verb
 from headrace.terms.sizes import GIB
 

@@ -66,7 +66,7 @@ def main() -> None:
     from offload import make_model, prompts
 
     from headrace import Budget
-    from headrace.generate.generator import Generator
+    from headrace.generate.passes.generator import Generator
     from headrace.machine.host_memory import huge_page_buffer
     from headrace.terms.errors import PlanInfeasible
     from headrace.terms.events import OpDone

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from headrace.generate.generator import Generator
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
 from headrace.terms.events import GenerationPass
+from headrace.terms.options.budget import Budget
 
 PROMPT, NEW, ALL_ROWS = 16, 32, 32
 

@@ -24,8 +24,8 @@ from typing import Any
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from headrace.ask.answer import plan_model
-from headrace.plan.machine_profiles import load_profile
-from headrace.terms.options import Options
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.terms.options.options import Options
 from headrace.terms.sizes import GIB, format_seconds
 
 TB = 10**12

@@ -28,11 +28,11 @@ from fuyou import (
 from transformers import GPT2Config
 
 from headrace.model import Chain, Profiles
-from headrace.plan.allowance import Allowance
-from headrace.plan.forecast import forecast
-from headrace.plan.search import make_plan
-from headrace.plan.space import Problem
-from headrace.plan.workload import Workload
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import make_plan
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.workload import Workload
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.sizes import GIB

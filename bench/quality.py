@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedTokenize
 from headrace.codec import Grid, Int4Grid, TernaryGrid, nearest
 from headrace.compress.decompression import decompress
 from headrace.compress.run import Compressed, compress
-from headrace.terms.compress_options import CompressOptions
+from headrace.terms.options.compress_options import CompressOptions
 
 LENGTH, BATCH, GROUP = 128, 16, 64
 HELD_OUT_TOKENS = {"int4": 200_000, "ternary": 50_000}

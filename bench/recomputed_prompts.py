@@ -19,14 +19,14 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import headrace
 from headrace.files import DirectFile
-from headrace.generate import seat_caches
-from headrace.generate.cache_plan import SSD, CachePlan, with_inputs
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import MicroBatch
-from headrace.generate.seconds import with_forecast
-from headrace.plan.nominal import nominal_machine
-from headrace.terms.budget import Budget
+from headrace.generate.passes import seat_caches
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.plan.cache_plan import SSD, CachePlan, with_inputs
+from headrace.generate.plan.seconds import with_forecast
+from headrace.plan.clock.nominal import nominal_machine
 from headrace.terms.events import GenerationPass
+from headrace.terms.options.budget import Budget
 from headrace.terms.sizes import PAGE_BYTES
 from headrace.testing import ThrottledFile
 

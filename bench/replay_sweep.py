@@ -28,14 +28,15 @@ from headrace.engine.trainer import Engine
 from headrace.machine.meter import MemoryMeter
 from headrace.measure.machine import measure_machine
 from headrace.model import Profiles
-from headrace.plan.allowance import Allowance
-from headrace.plan.forecast import forecast
-from headrace.plan.plan import Plan
-from headrace.plan.replaying import replay_order
-from headrace.plan.space import Choice, Problem, filled, plan_of
-from headrace.plan.workload import Workload
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.space import Choice, filled, plan_of
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.replaying import replay_order
+from headrace.plan.value.workload import Workload
 from headrace.terms.forms import in_place_forms
+from headrace.terms.machine.ceilings import Ceilings
 
 Row = dict[str, Any]
 

@@ -1,8 +1,8 @@
 """Headrace: full fine-tuning from SSD with exact AdamW, inside the host memory it is given."""
 
 # ruff: noqa: E402  # settings come before torch, as on the command line
-from headrace.cli.environment import set_process_defaults
-from headrace.plan.words import explain_plan
+from headrace.plan.value.words import explain_plan
+from headrace.process import set_process_defaults
 
 set_process_defaults()
 
@@ -23,13 +23,13 @@ from shapes import TokenStream
 from worker import Record, Task, measure, parser, refuse, write
 
 import headrace
-from headrace.flow.execute import PlainInterpreter
-from headrace.plan.forecast import forecast
-from headrace.plan.plan import Plan
+from headrace.flow.run.execute import PlainInterpreter
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.value.plan import Plan
 from headrace.report.lanes import summarise
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import Event, OpDone
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Verb
 
 

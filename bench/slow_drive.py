@@ -31,14 +31,14 @@ from headrace.codec.table import CODES, written_codes
 from headrace.codec.ternary_target import is_table
 from headrace.compress.recoding import recode
 from headrace.files import extents
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import MicroBatch
-from headrace.generate.seconds import with_forecast
-from headrace.plan.decoding import making_like
-from headrace.plan.nominal import nominal_machine
-from headrace.terms.budget import Budget
-from headrace.terms.compress_options import CompressOptions
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.plan.seconds import with_forecast
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.value.decoding import making_like
 from headrace.terms.events import GenerationPass
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.compress_options import CompressOptions
 from headrace.testing import ThrottledFile
 
 PLAIN = "bfloat16"

@@ -33,19 +33,19 @@ import node_processes  # noqa: E402
 from network import Network, why_not  # noqa: E402
 
 from headrace.ask.cluster import plan_cluster  # noqa: E402
-from headrace.flow import step as flow  # noqa: E402
-from headrace.flow.step_state import StepState  # noqa: E402
+from headrace.flow.step import step as flow  # noqa: E402
+from headrace.flow.step.step_state import StepState  # noqa: E402
 from headrace.net import Address  # noqa: E402
-from headrace.plan import links  # noqa: E402
-from headrace.plan.machine_profiles import load_bare_profile  # noqa: E402
-from headrace.plan.rates import Rates  # noqa: E402
+from headrace.plan.clock import links  # noqa: E402
+from headrace.plan.clock.machine_profiles import load_bare_profile  # noqa: E402
+from headrace.plan.clock.rates import Rates  # noqa: E402
 from headrace.runs.node import serve, work  # noqa: E402
-from headrace.terms.ceilings import Ceilings  # noqa: E402
 from headrace.terms.lanes import Lane, Peer, lane_of_peer  # noqa: E402
-from headrace.terms.options import Options  # noqa: E402
-from headrace.terms.plan_options import PlanOptions  # noqa: E402
+from headrace.terms.machine.ceilings import Ceilings  # noqa: E402
+from headrace.terms.options.options import Options  # noqa: E402
+from headrace.terms.options.plan_options import PlanOptions  # noqa: E402
+from headrace.terms.options.run_options import NodeOptions  # noqa: E402
 from headrace.terms.program import Op  # noqa: E402
-from headrace.terms.run_options import NodeOptions  # noqa: E402
 
 WORKERS, LENGTH, TOKENS, WARM_UP = 2, 64, 256, 2
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 10, "num_attention_heads": 6}

@@ -22,10 +22,10 @@ import node_processes  # noqa: E402
 import slow_link  # noqa: E402
 from network import Network  # noqa: E402
 
-from headrace.flow import step as flow  # noqa: E402
+from headrace.flow.step import step as flow  # noqa: E402
 from headrace.runs.stages import Staging, follow, train_in_stages  # noqa: E402
-from headrace.terms.options import Options  # noqa: E402
-from headrace.terms.run_options import RunOptions  # noqa: E402
+from headrace.terms.options.options import Options  # noqa: E402
+from headrace.terms.options.run_options import RunOptions  # noqa: E402
 
 PORT, LENGTH, ROWS = 29500, 64, 64
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}

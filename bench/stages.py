@@ -1,6 +1,6 @@
 """Stages that take what arrives first beside stages that follow a table made beforehand (1F1B), where times jitter.
 
-Simulated on the virtual clock of stages (`headrace.plan.pipeline`): nothing is measured. The same seeds give the same table. A
+Simulated on the virtual clock of stages (`headrace.plan.clock.pipeline`): nothing is measured. Equal seeds give equal tables. A
 group's forward takes 1 s and its backward 3 s, each times a factor drawn evenly from 1 - JITTER to 1 + JITTER.
 
     python bench/stages.py --jitter 0.3
@@ -17,8 +17,8 @@ import random
 from collections.abc import Iterator
 from statistics import mean
 
-from headrace.plan.machine_profiles import load_bare_profile
-from headrace.plan.pipeline import Station, bound, run
+from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.pipeline import Station, bound, run
 
 _FORWARD, _BACKWARD = 1.0, 3.0
 _SEEDS = range(40)

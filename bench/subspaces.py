@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.layout import UnitLayout
 
 ROWS, LENGTH, FIRST = 4, 32, 2

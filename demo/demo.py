@@ -16,7 +16,7 @@ from real_run import RealRun
 from stage import ROOT, Places, say, show, title
 
 sys.path.append(str(ROOT))  # so that it also runs without an installation
-from headrace.cli.environment import cache_directory, machine_profile_path, set_process_defaults
+from headrace.process import cache_directory, machine_profile_path, set_process_defaults
 
 
 def main() -> None:

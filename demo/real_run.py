@@ -85,7 +85,7 @@ class RealRun:
 
     def choose_steps(self) -> None:
         """Take as many steps as are forecast to fit into the time, but no sample twice."""
-        from headrace.cli.environment import machine_profile_path
+        from headrace.process import machine_profile_path
 
         title(f"3  How many steps go into {TRAINING_SECONDS:.0f} s? Measure this machine, then plan")
         if not machine_profile_path().exists():

@@ -6,16 +6,16 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headrace.terms.budget import Budget
-from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.optimizer import ParameterGroup
-from headrace.terms.options import Options
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.generate_options import GenerateOptions
+from headrace.terms.options.optimizer import ParameterGroup
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from headrace.cli.environment import set_process_defaults
     from headrace.engine.trainer import Engine
-    from headrace.generate.generator import Generator
+    from headrace.generate.passes.generator import Generator
+    from headrace.process import set_process_defaults
 
 __all__ = [
     "Budget",
@@ -36,11 +36,11 @@ def __getattr__(name: str) -> Any:
 
         return Engine
     if name == "Generator":
-        from headrace.generate.generator import Generator
+        from headrace.generate.passes.generator import Generator
 
         return Generator
     if name == "set_process_defaults":
-        from headrace.cli.environment import set_process_defaults
+        from headrace.process import set_process_defaults
 
         return set_process_defaults
     raise AttributeError(f"module 'headrace' has no attribute {name!r}")

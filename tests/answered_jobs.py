@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from headrace.generate.jobs import JobProgress, run_job
-from headrace.generate.whose_weights import open_generator
-from headrace.terms.generate_options import GenerateOptions
+from headrace.generate.passes.whose_weights import open_generator
+from headrace.generate.uses.jobs import JobProgress, run_job
+from headrace.terms.options.generate_options import GenerateOptions
 
 
 def answered(model: Path, folder: Path, most: int | None = None, *, prompts: int = 3, **more: Any) -> bytes:

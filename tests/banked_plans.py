@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from headrace.generate.generator import Generator
-from headrace.generate.plan import GenerationPlan
-from headrace.plan.expert_plan import ExpertPlan
+from headrace.generate.passes.generator import Generator
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.plan.value.expert_plan import ExpertPlan
 
 
 def with_banks(generator: Generator, plan: GenerationPlan, **how: Any) -> GenerationPlan:

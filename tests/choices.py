@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from headrace.terms.adapter import ADAPTERS
-from headrace.terms.declared import Declaration
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import COMPUTE_DTYPES
-from headrace.terms.optimizer import ALL, MATRICES
-from headrace.terms.option_kinds import OneOf
-from headrace.terms.options import Options
+from headrace.terms.options.adapter import ADAPTERS
+from headrace.terms.options.declared import Declaration
+from headrace.terms.options.optimizer import ALL, MATRICES
+from headrace.terms.options.option_kinds import OneOf
+from headrace.terms.options.options import Options
 from headrace.update.combinations import refuse_combination, refuse_in_local_steps, refuse_in_stages
 from headrace.update.rules.table import RULES
 from headrace.update.wires import WIRES

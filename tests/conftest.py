@@ -70,7 +70,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="session")
 def profiles(request: pytest.FixtureRequest) -> Iterator[KeptProfiles | None]:
     """Profile each model once for each shape: the same few are planned hundreds of times."""
-    costs = sys.modules.get("headrace.model.cost_profile")  # not there where no test that was collected imports it
+    costs = sys.modules.get("headrace.model.costs.cost_profile")  # not there where no test that was collected imports it
     if costs is None:
         yield None
         return

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from headrace.plan.search import make_plan
-from headrace.plan.space import THRIFTS, filled, placements_of, plan_of
+from headrace.plan.search.search import make_plan
+from headrace.plan.search.space import THRIFTS, filled, placements_of, plan_of
 from headrace.terms.sizes import GIB
 
 

@@ -15,8 +15,8 @@ from headrace.net import Address
 from headrace.runs.node import serve, work
 from headrace.runs.protocols import NoDisplay
 from headrace.terms.errors import HeadraceError
-from headrace.terms.options import Options
-from headrace.terms.run_options import NodeOptions
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import NodeOptions
 
 STEPS, SILENCE_SECONDS = 10, 3.0
 

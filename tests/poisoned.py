@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from headrace.compress.block_weights import WholeBlock
-from headrace.flow.execute import Interpreter
-from headrace.flow.weights import WeightBuffers
-from headrace.plan.ledger import Ledger
+from headrace.flow.run.execute import Interpreter
+from headrace.flow.weights.weights import WeightBuffers
+from headrace.plan.schedules.ledger import Ledger
 from headrace.terms.lanes import Lane
 from headrace.terms.program import SLOT_MASK, WHOLE_MASK, Op, Pool, Program
 

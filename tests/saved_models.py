@@ -14,7 +14,7 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import AutoModelForCausalLM, Qwen4ExpTextConfig
 
 from headrace.model import Chain, Checkpoint, import_unit
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 from headrace.update.rules.adamw import adamw_planes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
-from headrace.plan.results import Results
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.results import Results
 from headrace.terms.events import Sink
 
 

@@ -5,9 +5,10 @@ OPENER = "headrace.engine.open_model"
 TRAINING = (
     *("engine", "runs", "update"),
     *(f"ask.{name}" for name in ("planner", "question", "answer", "variants", "cluster", "explain", "outcome")),
-    *(f"plan.{name}" for name in ("plan", "search", "space", "policy", "footprint", "forecast", "given", "serving")),
+    *(f"plan.search.{name}" for name in ("search", "space", "policy", "given", "serving")),
+    *("plan.value.plan", "plan.forecast.footprint", "plan.forecast.forecast", "flow.weights.load"),
     *(f"plan.schedules.{name}" for name in ("train", "updates", "forward", "serve")),
-    *(f"flow.{name}" for name in ("step", "steps", "step_state", "load", "settle", "compute", "drain")),
+    *(f"flow.step.{name}" for name in ("step", "steps", "step_state", "settle", "compute", "drain")),
 )
 
 

@@ -19,25 +19,25 @@ from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
-from headrace.model.block_tables import is_large, tables_of, take_tables, trained_tables_of
-from headrace.plan.endurance import endurance
-from headrace.plan.forecast import Forecast, forecast
-from headrace.plan.given import load_plan
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.plan import Plan
-from headrace.plan.ranks import sharers_on
-from headrace.plan.search import nominal_machine_of
-from headrace.terms.ceilings import Ceilings
+from headrace.model.by_rows.block_tables import is_large, tables_of, take_tables, trained_tables_of
+from headrace.plan.clock.endurance import endurance
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.forecast.forecast import Forecast, forecast
+from headrace.plan.schedules.ranks import sharers_on
+from headrace.plan.search.given import load_plan
+from headrace.plan.search.search import nominal_machine_of
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
 from headrace.terms.lanes import Lane, Part
-from headrace.terms.optimizer import ALL
-from headrace.terms.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.optimizer import ALL
+from headrace.terms.options.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.packed_rows import PackedRows
 from headrace.update import optimizer_of, rule_of
-from headrace.update.forms import notes_on
-from headrace.update.stored_codes import StoredCodes, stored_codes
 from headrace.update.wires import wire_of
+from headrace.update.wires.forms import notes_on
 from headrace.update.wires.rows import RowsWire
+from headrace.update.wires.stored_codes import StoredCodes, stored_codes
 
 # Bytes of a weight where the configuration names no dtype.
 _WEIGHT_BYTES = 2

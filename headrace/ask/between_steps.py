@@ -4,10 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from headrace.plan.forecast import forecast, scoring_seconds
-from headrace.plan.plan import Plan
-from headrace.plan.results import SAVING_ROW
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.forecast.forecast import forecast, scoring_seconds
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.results import SAVING_ROW
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 

@@ -16,21 +16,21 @@ from headrace.ask.place import Place, multiplies
 from headrace.ask.question import Question
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.model import Chain, Profiles, check_whole, self_check
-from headrace.plan.cluster import Cluster, ClusterForecast, forecast_cluster
-from headrace.plan.endurance import endurance
-from headrace.plan.footprint import with_footprint
-from headrace.plan.machine_profiles import load_bare_profile
-from headrace.plan.plan import Plan
-from headrace.plan.search import make_plan
-from headrace.plan.serving import serving_plan
-from headrace.plan.space import Problem
-from headrace.terms.budget import Budget
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.clock.endurance import endurance
+from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.forecast.cluster import Cluster, ClusterForecast, forecast_cluster
+from headrace.plan.forecast.footprint import with_footprint
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import make_plan
+from headrace.plan.search.serving import serving_plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import realigned
-from headrace.terms.muster import Muster
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.muster import Muster
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.update import optimizer_of, rule_of
 from headrace.update.combinations import refuse_combination
 

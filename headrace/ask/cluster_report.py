@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.ask.plan_report import TrainingReport
-from headrace.plan.cluster import ClusterForecast, Phase
-from headrace.plan.plan import Plan
+from headrace.plan.forecast.cluster import ClusterForecast, Phase
+from headrace.plan.value.plan import Plan
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.terms.tables import Memory, figures, line, memory_table

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from headrace.ask.outcome import Outcome
 from headrace.ask.plan_report import PlanReport
-from headrace.plan.plan import Plan
-from headrace.plan.words import explain_plan
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.words import explain_plan
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.terms.tables import Memory, line, memory_table, row

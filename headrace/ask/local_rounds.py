@@ -12,10 +12,10 @@ import numpy as np
 from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
 from headrace.terms.forms import UnitFigures
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.terms.tables import figures
-from headrace.update.travel import TRAVELS
+from headrace.update.sites.travel import TRAVELS
 
 # Bytes per second of a network without a given rate: 100 Mbit/s, for which local steps are made.
 _LINK_BYTES_PER_SECOND = 12.5e6

@@ -12,8 +12,9 @@ from transformers import AutoConfig
 from headrace.codec.table import Code
 from headrace.files.hub import HUB_SECONDS, hub_answers
 from headrace.files.model_directory import read_configuration, refuse_no_configuration
-from headrace.model import Checkpoint, text_config, text_part
-from headrace.model.find_blocks import quantisation_of
+from headrace.model import Checkpoint, text_config
+from headrace.model.blocks.find_blocks import quantisation_of
+from headrace.model.blocks.text_part import text_part
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
 
 # Names as in transformers; each architecture's `attribute_map` says what its files call them.

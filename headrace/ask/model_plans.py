@@ -14,38 +14,39 @@ from headrace.ask.plan_report import Alternative
 from headrace.ask.question import Question
 from headrace.ask.tables import with_block_tables, with_embedding
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
-from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
+from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
-from headrace.model.adapters import Adapters
-from headrace.model.block_parts import block_parts
-from headrace.model.block_tables import by_rows, is_large, tables_of, take_as, take_tables, trained_tables_of
-from headrace.model.embedding_rows import has_own_head, head_range_bytes, rows_of
-from headrace.model.stored_experts import NotStoredSingly
-from headrace.plan.expert_plan import note_on_parts
-from headrace.plan.footprint import with_footprint
-from headrace.plan.forecast import Forecast, StepSeconds
-from headrace.plan.given import adopted
-from headrace.plan.plan import Plan
-from headrace.plan.ranks import ranks_on
-from headrace.plan.refusal import least_of, with_whole_blocks
-from headrace.plan.search import holds_states, make_plan, nominal_ceilings
-from headrace.plan.space import THRIFTS, Problem, filled, placements_of, plan_of
+from headrace.model.adapters.adapters import Adapters
+from headrace.model.by_rows.block_tables import by_rows, is_large, tables_of, take_as, take_tables, trained_tables_of
+from headrace.model.by_rows.embedding_rows import has_own_head, head_range_bytes, rows_of
+from headrace.model.streams.block_parts import block_parts
+from headrace.model.streams.stored_experts import NotStoredSingly
+from headrace.plan.forecast.footprint import with_footprint
+from headrace.plan.forecast.forecast import Forecast, StepSeconds
+from headrace.plan.schedules.ranks import ranks_on
+from headrace.plan.search.given import adopted
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import holds_states, make_plan, nominal_ceilings
+from headrace.plan.search.space import THRIFTS, filled, placements_of, plan_of
+from headrace.plan.value.expert_plan import note_on_parts
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.refusal import least_of, with_whole_blocks
 from headrace.terms.block_parts import no_parts
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.costs import ModelCosts
 from headrace.terms.embedding_rows import note_on_learned_rows
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import Form
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import realigned
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import rule_of
-from headrace.update.forms import Coding, forms_under
-from headrace.update.stored_codes import StoredCodes, stored_codes
-from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire
+from headrace.update.wires.forms import Coding, forms_under
 from headrace.update.wires.rows import BLOCKS, RowsWire, rows_in_place_of
+from headrace.update.wires.stored_codes import StoredCodes, stored_codes
+from headrace.update.wires.wire import Wire
 
 # Forecasts that are only compared with one another may be coarse.
 COARSE_OPERATIONS = 1000

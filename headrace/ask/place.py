@@ -14,10 +14,10 @@ from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes as host_bytes_here
 from headrace.machine.limits import machine_memory_bytes
 from headrace.machine.protocol import Machine
-from headrace.plan.allowance import Allowance, planned_runtime_bytes
-from headrace.terms.budget import Budget, default_bytes
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.value.allowance import Allowance, planned_runtime_bytes
 from headrace.terms.errors import ConfigError
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.budget import Budget, default_bytes
 from headrace.terms.sizes import MIB, format_bytes
 
 # Bytes of host memory for the interpreter and libraries in a run that tokenises its data and compiles its kernels itself.

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from headrace.ask.between_steps import BesideSteps
-from headrace.plan.endurance import Endurance
-from headrace.plan.forecast import Forecast
-from headrace.plan.plan import Plan
+from headrace.plan.clock.endurance import Endurance
+from headrace.plan.forecast.forecast import Forecast
+from headrace.plan.value.plan import Plan
 from headrace.terms.tables import figures
 
 

@@ -18,30 +18,30 @@ from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.host_memory import return_pieces
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
-from headrace.model.block_tables import by_rows
-from headrace.model.embedding_rows import head_range_bytes
-from headrace.plan.allowance import Allowance
-from headrace.plan.expert_plan import ExpertParts
-from headrace.plan.footprint import with_runtime
-from headrace.plan.given import adopted
-from headrace.plan.plan import Plan
-from headrace.plan.search import holds_states, make_plan
-from headrace.plan.serving import grouping_of
-from headrace.plan.space import Problem
-from headrace.plan.stage_place import StagePlace
-from headrace.plan.staging import placed
+from headrace.model.by_rows.block_tables import by_rows
+from headrace.model.by_rows.embedding_rows import head_range_bytes
+from headrace.plan.forecast.footprint import with_runtime
+from headrace.plan.search.given import adopted
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import holds_states, make_plan
+from headrace.plan.search.serving import grouping_of
+from headrace.plan.search.staging import placed
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.expert_plan import ExpertParts
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.stage_place import StagePlace
 from headrace.store import Manifest
 from headrace.terms.block_parts import BlockParts, no_parts
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.options import Options
 from headrace.terms.packed_rows import PackedRows
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
-from headrace.update.forms import notes_on
+from headrace.update.wires.forms import notes_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,21 +8,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.ask.tables import with_tables
-from headrace.plan.allowance import Allowance
-from headrace.plan.space import Problem
-from headrace.plan.stage_place import StagePlace
-from headrace.plan.staging import stage_problem
-from headrace.plan.workload import Workload
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.staging import stage_problem
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.stage_place import StagePlace
+from headrace.plan.value.workload import Workload
 from headrace.terms.costs import ModelCosts
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.options import Options
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.options import Options
 from headrace.terms.packed_rows import PackedRows
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update import optimizer_of
-from headrace.update.wire import Wire
 from headrace.update.wires import DenseWire, wire_of
+from headrace.update.wires.wire import Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,13 @@ from headrace.ask.explain import explain
 from headrace.ask.model_config import read_parts
 from headrace.ask.place import default_host_bytes
 from headrace.ask.plan_report import PlanReport
-from headrace.plan.machine_profiles import load_bare_profile
-from headrace.plan.ranks import RankMachine, share_of_machine
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.schedules.ranks import RankMachine, share_of_machine
 from headrace.terms.errors import ConfigError
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.terms.tables import figures
 from headrace.update.combinations import refuse_in_ranks

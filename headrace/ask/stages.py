@@ -10,17 +10,17 @@ from dataclasses import replace
 from headrace.ask.answer import Opened, lengths_of, open_question
 from headrace.ask.model_config import read_parts
 from headrace.ask.stages_report import StageFigures, StagesReport
-from headrace.model.passing_check import refuse_what_passes_more
-from headrace.plan.cuts import even_cuts
-from headrace.plan.machine_profiles import load_bare_profile
-from headrace.plan.pipeline import Station, run
-from headrace.plan.plan import Plan
-from headrace.plan.serving import grouping_of
-from headrace.plan.stage_place import GROUPS_PER_STAGE, StagePlace
-from headrace.terms.ceilings import Ceilings
+from headrace.model.trials.passing_check import refuse_what_passes_more
+from headrace.plan.clock.cuts import even_cuts
+from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.pipeline import Station, run
+from headrace.plan.search.serving import grouping_of
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.stage_place import GROUPS_PER_STAGE, StagePlace
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.grouping import Grouping
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.update.combinations import refuse_in_stages
 
 # Bytes per second of a network without a given rate: 100 Mbit/s, for which stages are made.

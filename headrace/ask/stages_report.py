@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from headrace.ask.plan_report import PlanReport
-from headrace.plan.pipeline import StepOfStages, bound
-from headrace.plan.plan import Plan
-from headrace.plan.stage_place import StageChoices, StagePlace
+from headrace.plan.clock.pipeline import StepOfStages, bound
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.stage_place import StageChoices, StagePlace
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.terms.tables import figures, line, row

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.plan.allowance import Allowance
-from headrace.plan.block_tables import asked_tables
-from headrace.plan.space import Problem
-from headrace.plan.workload import Workload
+from headrace.plan.search.problem import Problem
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.block_tables import asked_tables
+from headrace.plan.value.workload import Workload
 from headrace.terms.embedding_rows import BlockRows, EmbeddingRows
 from headrace.terms.forms import Form
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.table_rows import row_layout
+from headrace.update.tables.table_rows import row_layout
 
 
 def with_embedding(problem: Problem, embedding: EmbeddingRows | None) -> Problem:

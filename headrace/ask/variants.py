@@ -11,10 +11,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from headrace.ask.question import Question
-from headrace.plan.plan import Plan
-from headrace.terms.drives import MOST_BYTES
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.machine.drives import MOST_BYTES
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 from headrace.update import rule_of
 from headrace.update.rules.table import RULES

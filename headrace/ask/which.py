@@ -12,8 +12,8 @@ from headrace.ask.cluster import plan_cluster
 from headrace.ask.local_rounds import LocalReport
 from headrace.ask.stages import plan_stages
 from headrace.terms.errors import ConfigError, InputError, PlanInfeasible
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 from headrace.terms.tables import line
 

@@ -14,7 +14,6 @@ import typer
 
 import headrace
 from headrace.cli.asked import asked_of
-from headrace.cli.environment import launched, set_process_defaults
 from headrace.cli.first_look import (
     look_at_choices,
     look_at_configuration,
@@ -33,13 +32,14 @@ from headrace.cli.schema import schema
 from headrace.cli.sections import CLUSTER, PLAN, SETTINGS, SHRINK, TIDY, TRAIN, USE, SectionedCommand, SectionedGroup
 from headrace.cli.streams import guarded_streams
 from headrace.codec.table import written_codes
-from headrace.terms.compress_options import CompressOptions
-from headrace.terms.declared import Declaration, Group
-from headrace.terms.eval_options import EvalOptions
-from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.plan_options import PlanOptions
-from headrace.terms.run_options import NodeOptions, RunOptions
-from headrace.terms.serve_options import ServeOptions
+from headrace.process import launched, set_process_defaults
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.declared import Declaration, Group
+from headrace.terms.options.eval_options import EvalOptions
+from headrace.terms.options.generate_options import GenerateOptions
+from headrace.terms.options.plan_options import PlanOptions
+from headrace.terms.options.run_options import NodeOptions, RunOptions
+from headrace.terms.options.serve_options import ServeOptions
 
 app = typer.Typer(
     name="headrace",

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment import cache_directory
 from headrace.cli.plain_errors import INTERRUPTED, leave
 from headrace.cli.screen import show
-from headrace.terms.compress_options import CompressOptions
+from headrace.process import cache_directory
+from headrace.terms.options.compress_options import CompressOptions
 
 
 def decompress_model(model: Path, out: Path) -> None:

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.first_look import split_words
 from headrace.files.yaml_options import parse_changes, read_yaml
+from headrace.process import cache_directory, machine_profile_path
 from headrace.terms.errors import ConfigError
-from headrace.terms.plan_options import PlanOptions
-from headrace.terms.run_options import NodeOptions, RunOptions
+from headrace.terms.options.plan_options import PlanOptions
+from headrace.terms.options.run_options import NodeOptions, RunOptions
 
 OPTIONS = "options"
 _Config = TypeVar("_Config", bound=RunOptions)

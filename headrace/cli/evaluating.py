@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment import cache_directory, heavy_imports
 from headrace.cli.generating import ceilings_of, say
 from headrace.cli.plain_errors import INTERRUPTED, leave
 from headrace.cli.screen import show
+from headrace.process import cache_directory, heavy_imports
 from headrace.terms.errors import ConfigError
-from headrace.terms.eval_options import EvalOptions
+from headrace.terms.options.eval_options import EvalOptions
 
 
 def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> None:
@@ -25,7 +25,7 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
         _run_tasks(Path(model), options, as_json=as_json)
         return
     with heavy_imports():
-        from headrace.generate.evaluating import Scoring, evaluate
+        from headrace.generate.uses.evaluating import Scoring, evaluate
 
     shown = 0
 

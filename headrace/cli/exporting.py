@@ -18,8 +18,8 @@ from headrace.files.hub_push import push
 from headrace.files.scratch import scratch
 from headrace.runs import RunDirectory, RunOptions
 from headrace.runs.protocols import RunningEngine, StateKind
-from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError, ExportFailed, RunDirectoryError
+from headrace.terms.options.adapter import adapter_of
 from headrace.terms.provenance import PROVENANCE_NAME
 from headrace.terms.sizes import format_bytes
 
@@ -58,7 +58,7 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False, outtype: 
     if config.adapter is not None and not merge:
         raise ConfigError(f"{out}: {run.path} trains adapters, which GGUF files do not hold; add --merge")
 
-    from headrace.model.gguf_writing import KINDS, refuse_unwritable, write_gguf  # late: it imports transformers
+    from headrace.model.gguf.gguf_writing import KINDS, refuse_unwritable, write_gguf  # late: it imports transformers
 
     if outtype is not None and outtype not in KINDS:
         raise ConfigError(f"outtype: it is {outtype!r}; give one of {', '.join(KINDS)}")
@@ -94,7 +94,7 @@ def _is_export(out: Path, run: RunDirectory, *, merge: bool) -> bool:
     """Return whether `out` is what an export of the run's newest weights would write: adapters alone, or a whole model."""
     if not out.is_dir() or (told := _told_by(out)) is None:
         return False
-    from headrace.model.adapter_config import CONFIG_NAME  # late: it imports torch
+    from headrace.model.adapters.adapter_config import CONFIG_NAME  # late: it imports torch
 
     adapters = run.read_config().adapter is not None and not merge
     return (out / CONFIG_NAME).is_file() == adapters and told == _newest(run)
@@ -145,7 +145,7 @@ def _export(run: RunDirectory, config: RunOptions, out: Path, *, merge: bool) ->
 
 def _decided(config: RunOptions, final: Path | None = None) -> dict[str, str]:
     """Return the files of an export that the run decides, so that answers end where turns of its conversations do."""
-    from headrace.data.turn_end import turn_end_file  # late: it brings the tokenizer
+    from headrace.data.batches.turn_end import turn_end_file  # late: it brings the tokenizer
 
     files, note = turn_end_file(config, final)
     if note:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from headrace.terms.data_source import DataSource
 from headrace.terms.errors import ModelError
-from headrace.terms.options import Options
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.data_source import DataSource
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import RunOptions
 
 _Config = TypeVar("_Config", bound=RunOptions)
 
@@ -53,8 +53,8 @@ def model_here(model: str | Path) -> Path:
     from headrace.files.hub import fetched_model, is_hub_name
 
     if is_gguf(model):
-        from headrace.cli.environment import cache_directory
-        from headrace.model.gguf_directory import gguf_directory  # late: it brings torch
+        from headrace.model.gguf.gguf_directory import gguf_directory  # late: it brings torch
+        from headrace.process import cache_directory
 
         return gguf_directory(Path(model), cache_directory())
     if not is_hub_name(model):
@@ -141,8 +141,8 @@ def look_at_data(paths: Sequence[str | DataSource]) -> None:
     Raises:
         DataError: one does not exist, or its kind is not read.
     """
-    from headrace.cli.environment import cache_directory
-    from headrace.data.sources import refuse_unreachable, refuse_unread
+    from headrace.data.read.sources import refuse_unreachable, refuse_unread
+    from headrace.process import cache_directory
 
     for path in paths:
         refuse_unread(path)

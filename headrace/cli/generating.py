@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.cli.environment import heavy_imports, machine_profile_path
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave
-from headrace.plan.machine_profiles import load_profile
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.process import heavy_imports, machine_profile_path
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.events import Event, Notice
-from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.launch import Launch
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 
@@ -49,9 +49,9 @@ def generate(model: str, options: GenerateOptions, launch: Launch | None = None)
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompt: standard input is no {error.encoding} at byte {error.start}; convert it") from error
     with heavy_imports():
-        from headrace.generate.answering import Talk
-        from headrace.generate.measured import Measured
-        from headrace.generate.whose_weights import open_generator
+        from headrace.generate.passes.measured import Measured
+        from headrace.generate.passes.whose_weights import open_generator
+        from headrace.generate.uses.answering import Talk
 
     measured = Measured(say)
     try:
@@ -69,8 +69,8 @@ def generate(model: str, options: GenerateOptions, launch: Launch | None = None)
 
 def _answer_in_ranks(model: str, options: GenerateOptions, launch: Launch) -> None:
     """Answer a file with the other ranks of `launch`, each with its share of the machine."""
-    from headrace.generate.job_ranks import Helpers, answer_for
-    from headrace.generate.whose_weights import open_generator
+    from headrace.generate.passes.whose_weights import open_generator
+    from headrace.generate.uses.job_ranks import Helpers, answer_for
     from headrace.machine.of_rank import host_bytes_of_rank, take_gpu
     from headrace.net import Ranks
 
@@ -91,9 +91,9 @@ def _answer_in_ranks(model: str, options: GenerateOptions, launch: Launch) -> No
 def _answer_file(model: str, options: GenerateOptions, helpers: Any = None) -> None:
     """Answer a file; the exit code is 1 if a line could not be answered."""
     with heavy_imports():
-        from headrace.generate.jobs import JobProgress, run_job
-        from headrace.generate.measured import Measured
-        from headrace.generate.whose_weights import open_generator
+        from headrace.generate.passes.measured import Measured
+        from headrace.generate.passes.whose_weights import open_generator
+        from headrace.generate.uses.jobs import JobProgress, run_job
 
     measured, tokens = Measured(say), 0
 

@@ -10,7 +10,7 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 
-from headrace.terms.declared import Declaration
+from headrace.terms.options.declared import Declaration
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

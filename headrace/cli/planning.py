@@ -20,23 +20,23 @@ from headrace.ask.plan_report import PlanReport
 from headrace.ask.ranks import plan_ranks
 from headrace.ask.stages import plan_stages
 from headrace.ask.which import plan_which
-from headrace.cli.environment import cache_directory, machine_profile_path
 from headrace.cli.first_look import is_gguf, model_here
 from headrace.measure.kept import Wanted, alone, find_kept
-from headrace.plan.given import with_lengths_of_plan
-from headrace.plan.machine_profiles import load_bare_profile, load_profile
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.compress_options import CompressOptions
-from headrace.terms.drives import Drive
+from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
+from headrace.plan.search.given import with_lengths_of_plan
+from headrace.process import cache_directory, machine_profile_path
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
-from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.machine.drives import Drive
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.generate_options import GenerateOptions
+from headrace.terms.options.options import Options
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.packed_rows import PackedRows
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.update.going_on import going_on
+from headrace.update.wires.going_on import going_on
 
 # The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
@@ -147,7 +147,7 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
 
 
 def _generation(options: PlanOptions, given: Collection[str], asked: Asked, compress: str | None) -> _Report:
-    from headrace.generate.planner import plan_generation  # late: plans of training do without it
+    from headrace.generate.passes.planner import plan_generation  # late: plans of training do without it
 
     own = GenerateOptions.of({key: getattr(options, key) for key in given if key in _OF_GENERATION})
     here, machine = own.machine is None, own.machine
@@ -281,7 +281,7 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[
     """Return the options with tokens per step, sequence length and the steps of the passes over the data, as in training.
     Besides, return the rows with which these begin, and what the run does besides steps.
     """
-    from headrace.data.open_data import total_steps, with_lengths  # late: it brings the data libraries
+    from headrace.data.batches.open_data import total_steps, with_lengths  # late: it brings the data libraries
     from headrace.runs.checkpoints import Checkpoints
     from headrace.runs.evaluating import Evaluations
     from headrace.runs.open_rows import open_rows

@@ -22,8 +22,8 @@ from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.prepare import default_output
 from headrace.terms.errors import ConfigError, StepFailed
 from headrace.terms.launch import Launch
-from headrace.terms.options import Options
-from headrace.terms.run_options import NodeOptions
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import NodeOptions
 
 
 class Terminal:

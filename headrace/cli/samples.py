@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headrace.cli.environment import cache_directory
 from headrace.data import DataSpec, Segment, TokenSet, length_histogram, render_samples, summarize, trained_stretches
-from headrace.data.held_out import split_off
-from headrace.data.open_data import open_tokenizer, with_lengths
+from headrace.data.batches.held_out import split_off
+from headrace.data.batches.open_data import open_tokenizer, with_lengths
+from headrace.process import cache_directory
 from headrace.runs import RunDirectory, RunOptions, open_tokens
 from headrace.terms.errors import ConfigError
 

@@ -8,7 +8,7 @@ import typer
 
 from headrace.cli.plain_errors import plainly
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_schema import run_schema
+from headrace.terms.options.run_schema import run_schema
 
 
 @plainly

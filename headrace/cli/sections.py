@@ -8,7 +8,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from headrace.terms.declared import Group
+from headrace.terms.options.declared import Group
 
 # What `headrace --help` shows, in this order.
 TRAIN, USE, SHRINK, PLAN = "Train", "Run a model", "Make a model smaller", "Plan and measure"

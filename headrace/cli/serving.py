@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment import heavy_imports
 from headrace.cli.generating import ceilings_of, say, tell_plan
+from headrace.process import heavy_imports
 from headrace.terms.errors import ConfigError
-from headrace.terms.serve_options import ServeOptions
+from headrace.terms.options.serve_options import ServeOptions
 
 
 def serve_model(model: str, given: Mapping[str, Any]) -> None:

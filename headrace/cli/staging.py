@@ -9,8 +9,8 @@ from headrace.cli.runs import Terminal, stops
 from headrace.runs.prepare import default_output
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import Options
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import RunOptions
 
 
 def train_in_stages(

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.environment import heavy_imports
 from headrace.cli.first_look import look_at_choices, look_at_words, with_model_here
 from headrace.cli.plain_errors import REFUSED, leave
+from headrace.process import heavy_imports
 from headrace.terms.errors import PeerLost, StepFailed
 from headrace.terms.launch import Launch
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 def begin(

@@ -18,10 +18,10 @@ from headrace.compress.expert_rows import through_experts
 from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.rounding import Rounding, stored_matrix
 from headrace.model import Chain, WeightMap
-from headrace.model.banks import Banks, BlockExperts
-from headrace.model.binding import Binding
-from headrace.model.caught import Matrix, Place, matrices_of
-from headrace.model.stored_experts import without
+from headrace.model.blocks.binding import Binding
+from headrace.model.chain.caught import Matrix, Place, matrices_of
+from headrace.model.parts.banks import Banks, BlockExperts
+from headrace.model.streams.stored_experts import without
 from headrace.terms.layout import UnitLayout
 
 Context = Callable[[int], AbstractContextManager[Any]]

@@ -13,11 +13,11 @@ import torch
 
 from headrace.compress.verbs import Rows
 from headrace.data import BatchStream
-from headrace.data.open_data import open_tokens, tensors_of, tokenizer_for_data, with_lengths
+from headrace.data.batches.open_data import open_tokens, tensors_of, tokenizer_for_data, with_lengths
 from headrace.model import IGNORED, Chain, MicroBatch
-from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import DataError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.run_options import RunOptions
 
 _MICRO_BATCH_TOKENS = 4096
 # At most one row in so many is held out.

@@ -15,9 +15,9 @@ from headrace.codec import Grid
 from headrace.codec.targets import Target
 from headrace.compress.room import groups_of_sums
 from headrace.model import WeightMap
-from headrace.model.caught import Matrix
-from headrace.model.matching import Piece
-from headrace.model.safetensors_file import WEIGHT_DTYPES, StoredTensor
+from headrace.model.chain.caught import Matrix
+from headrace.model.directory.matching import Piece
+from headrace.model.stored.safetensors_file import WEIGHT_DTYPES, StoredTensor
 from headrace.terms.layout import ParameterSpec
 
 _LEAST_ROWS = 8

@@ -21,11 +21,11 @@ from headrace.codec.targets import Target
 from headrace.codec.ternary_target import is_table
 from headrace.files.durable import sync, write_whole
 from headrace.model import Chain, WeightMap
-from headrace.model.export import copy_files, stored_keys
-from headrace.model.matching import Conversion, read_whole, run_conversion
-from headrace.model.safetensors_file import StoredTensor, read_bytes, read_header
-from headrace.model.shard_writer import ShardWriter
-from headrace.model.text_part import names_in_whole
+from headrace.model.blocks.text_part import names_in_whole
+from headrace.model.directory.matching import Conversion, read_whole, run_conversion
+from headrace.model.stored.safetensors_file import StoredTensor, read_bytes, read_header
+from headrace.model.stored.shard_writer import ShardWriter
+from headrace.model.written.export import copy_files, stored_keys
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.compress.coded_files import digest_of
 from headrace.model import Chain, Checkpoint, Exporter
 from headrace.terms.errors import ModelError, RunDirectoryError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 

@@ -1,8 +1,8 @@
 """Rows through a mixture's block, a few at a time, with experts loaded one at a time and without gradients.
 
 What every token reads of the block is bound, and one expert is in memory, whatever the number of experts. Each micro-batch runs
-the block's own code in a thread, one thread at a time. All wait at their experts (`model/banks.py`), which come in ascending
-order, each once for all. Invariant: each expert sees the micro-batches in their order, as if they ran one after the other.
+the block's own code in a thread, one thread at a time. All wait at their experts (`model/parts/banks.py`), which come in
+ascending order, each once for all. Invariant: each expert sees the micro-batches in their order, as if each ran alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from headrace.model.banks import Banks, BlockExperts, Walker, needed_by
-from headrace.model.parking import ParkedThread
+from headrace.model.blocks.parking import ParkedThread
+from headrace.model.parts.banks import Banks, BlockExperts, Walker, needed_by
 from headrace.terms.errors import ModelError
 
 # So many micro-batches wait within a block together, and an expert comes once for all of them.

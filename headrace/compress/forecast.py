@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
-from headrace.model.caught import sum_operations
-from headrace.plan.ledger import Snapshot
-from headrace.plan.rates import Rates
-from headrace.plan.simulate import seconds_of
-from headrace.terms.ceilings import Ceilings
+from headrace.model.chain.caught import sum_operations
+from headrace.plan.clock.rates import Rates
+from headrace.plan.clock.simulate import seconds_of
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Program
 
 # Operations of a Cholesky factor, the inverse, and the inverse's factor, relative to the cube of the inputs.

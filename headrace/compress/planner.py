@@ -24,18 +24,18 @@ from headrace.compress.forecast import EXPERTS_AT_ONCE, Block, Job, Matrices, si
 from headrace.compress.recoding import MOST_BYTES_IN_MEMORY
 from headrace.compress.room import Room, groups_of_sums, room_in
 from headrace.model import Chain
-from headrace.model.bank_check import why_no_banks
-from headrace.model.banks import find_experts
-from headrace.plan.decoding import why_no_gain
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.nominal import nominal_machine
-from headrace.terms.budget import Budget
-from headrace.terms.ceilings import Ceilings
+from headrace.model.parts.banks import find_experts
+from headrace.model.seats.bank_check import why_no_banks
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.value.decoding import why_no_gain
 from headrace.terms.coding import as_matrix
-from headrace.terms.compress_options import CompressOptions
 from headrace.terms.layout import ParameterSpec
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.options import DEFAULT_SEQUENCE_LENGTH
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.options import DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.sizes import format_bytes, format_seconds
 
 _RECODED_PER_SECOND = 3e8  # weights per second and core that become bf16x12 (docs/log/lossless)

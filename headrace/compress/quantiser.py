@@ -21,14 +21,14 @@ from headrace.compress.room import room_in
 from headrace.compress.schedule import Rounds, build_block
 from headrace.compress.verbs import BlockRun, Keep, Passes, Rows, Work
 from headrace.engine.open_model import Purpose, open_model
-from headrace.flow.execute import Interpreter, interpreter_of
+from headrace.flow.run.execute import Interpreter, interpreter_of
 from headrace.machine.here import this_machine
 from headrace.model import IGNORED, MicroBatch, shift_labels
-from headrace.model.bank_check import why_no_banks
-from headrace.model.banks import BlockExperts, find_experts
-from headrace.model.scoring import loss_sum, on_device
-from headrace.model.stock_loading import reads_weights_at_load
-from headrace.plan.ledger import Snapshot
+from headrace.model.parts.banks import BlockExperts, find_experts
+from headrace.model.seats.bank_check import why_no_banks
+from headrace.model.seats.scoring import loss_sum, on_device
+from headrace.model.trials.stock_loading import reads_weights_at_load
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.errors import ModelError, StepFailed
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import planes_with

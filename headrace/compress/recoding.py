@@ -19,12 +19,12 @@ from headrace.codec.targets import DirectTarget
 from headrace.compress.coded_files import CodedFiles, Spool, Written
 from headrace.compress.work import MODEL, Record, appear, held, identity_of, left_lines, place_of, refuse_coded, unfinished
 from headrace.model import Chain, Checkpoint
-from headrace.model.coded import read_tensor
-from headrace.model.export import export_bytes
-from headrace.model.safetensors_file import StoredTensor
-from headrace.terms.compress_options import CompressOptions
+from headrace.model.stored.coded import read_tensor
+from headrace.model.stored.safetensors_file import StoredTensor
+from headrace.model.written.export import export_bytes
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import MIB, format_bytes, format_seconds
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from headrace.codec.table import Code
 from headrace.codec.units import coded_shapes
 from headrace.model import Chain
-from headrace.model.banks import BlockExperts
-from headrace.model.stored_experts import expert_layout, without
+from headrace.model.parts.banks import BlockExperts
+from headrace.model.streams.stored_experts import expert_layout, without
 from headrace.terms.coding import as_matrix
 from headrace.terms.layout import UnitLayout
 from headrace.terms.sizes import MIB, format_bytes

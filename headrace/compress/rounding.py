@@ -11,11 +11,11 @@ from headrace.codec import Rounded, gptq, nearest, product_errors
 from headrace.codec.targets import Target
 from headrace.compress.choosing import Coded
 from headrace.model import WeightMap
-from headrace.model.caught import Caught, Matrix
-from headrace.model.encoding import float32_of
-from headrace.model.importing import at_least_1d
-from headrace.model.matching import Piece
-from headrace.model.safetensors_file import read_rows
+from headrace.model.chain.caught import Caught, Matrix
+from headrace.model.directory.importing import at_least_1d
+from headrace.model.directory.matching import Piece
+from headrace.model.stored.encoding import float32_of
+from headrace.model.stored.safetensors_file import read_rows
 from headrace.terms.sizes import MIB
 
 # Float copies of a matrix while it is rounded (weights, rounded values, errors) and of H (with its damped copy and factors).

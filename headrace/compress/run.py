@@ -32,11 +32,11 @@ from headrace.compress.work import (
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import default_host_bytes
 from headrace.model import Chain, Checkpoint
-from headrace.model.export import export_bytes
-from headrace.model.stock_loading import replaced_for_codes
-from headrace.terms.compress_options import CompressOptions
+from headrace.model.trials.stock_loading import replaced_for_codes
+from headrace.model.written.export import export_bytes
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import format_bytes, format_seconds
 

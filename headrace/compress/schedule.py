@@ -10,7 +10,7 @@ Numbers follow from the order of rows alone: neither lots nor groups of matrices
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.plan.ledger import Ledger, Snapshot
+from headrace.plan.schedules.ledger import Ledger, Snapshot
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PIECE_SHIFT, Pool, Program, Verb, buffer
 

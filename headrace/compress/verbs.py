@@ -17,10 +17,10 @@ from headrace.compress.rounding import BlockCode, BlockRounder
 from headrace.compress.schedule import LOOK, BlockFigures, Group, Rounds
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, MicroBatch, WeightMap, import_unit
-from headrace.model.banks import BlockExperts
-from headrace.model.caught import CatchInputs, Enough, Matrix, times_of_each_token
-from headrace.model.scoring import on_device
-from headrace.model.stored_experts import without
+from headrace.model.chain.caught import CatchInputs, Enough, Matrix, times_of_each_token
+from headrace.model.parts.banks import BlockExperts
+from headrace.model.seats.scoring import on_device
+from headrace.model.streams.stored_experts import without
 from headrace.terms.layout import ParameterSpec, Plane, UnitLayout
 from headrace.terms.program import Op, Pool, Verb
 

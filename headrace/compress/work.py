@@ -18,9 +18,9 @@ from headrace.files.durable import write_whole
 from headrace.files.model_directory import refuse_no_model
 from headrace.model import Checkpoint
 from headrace.store.lock import RunLock
-from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, DiskFull, ModelError, RunDirectoryError
 from headrace.terms.json_text import parse_json
+from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.sizes import format_bytes
 
 RECORD, MODEL = "record.json", "model"

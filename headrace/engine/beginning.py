@@ -12,40 +12,39 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ask.planner import RunPlanner, WaysToPlan
+from headrace.engine.company import refuse_without_stages
 from headrace.engine.lent_base import PARTED, TABLES, as_begun, lie_together
 from headrace.engine.replanning import REPLANS_LEFT
-from headrace.engine.resharing import taken_up
 from headrace.engine.seams import Seams, seams_of
-from headrace.engine.sharing import introduce, planned_options, refuse_without_stages, share_of_step, shared_plan
 from headrace.engine.subject import Subject
 from headrace.engine.tuning import tune
 from headrace.files import Beside, file_systems
-from headrace.flow.buffers import Buffers
-from headrace.flow.coming_head import ComingHead
-from headrace.flow.shards import SharedSource
-from headrace.flow.step_state import Parts
-from headrace.flow.update import device_updater
-from headrace.flow.weights import StoreSource
+from headrace.flow.step.shards import SharedSource
+from headrace.flow.step.step_state import Parts
+from headrace.flow.step.update import device_updater
+from headrace.flow.weights.buffers import Buffers
+from headrace.flow.weights.coming_head import ComingHead
+from headrace.flow.weights.weights import StoreSource
 from headrace.machine.host_memory import Bytes, keep_freed_memory
 from headrace.machine.protocol import Machine
-from headrace.model.block_parts import cut_blocks
-from headrace.model.stored_experts import NotStoredSingly
-from headrace.plan.block_tables import most_rows_of
-from headrace.plan.buffer_sizes import scratch_bytes
-from headrace.plan.expert_plan import note_on_parts
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.plan import Plan
-from headrace.plan.refusal import least_of, with_whole_blocks
+from headrace.model.streams.block_parts import cut_blocks
+from headrace.model.streams.stored_experts import NotStoredSingly
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.value.block_tables import most_rows_of
+from headrace.plan.value.buffer_sizes import scratch_bytes
+from headrace.plan.value.expert_plan import note_on_parts
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.refusal import least_of, with_whole_blocks
 from headrace.store import ShardStore, StateStore, make_run_directory
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.cuts import pieces_of
 from headrace.terms.embedding_rows import note_on_learned_rows
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.options import Options
 from headrace.terms.packed_rows import PackedRows
-from headrace.update.going_on import going_on
-from headrace.update.table_rows import TableRows
+from headrace.update.tables.table_rows import TableRows
+from headrace.update.wires.going_on import going_on
 
 Measure = Callable[[Plan, Machine], Ceilings | None]
 
@@ -167,7 +166,7 @@ def begin(
         fleet = seams.fleet if seams else None
         seams = replace(seams_of(options), fleet=fleet) if fleet else seams
         refuse_without_stages(options, fleet)
-        planned = planned_options(options, fleet) if fleet else options
+        planned = fleet.planned_options(options) if fleet else options
         subject = _subject(closers, model, planned, seams, lambda files: not fleet and lie_together(files, directories))
         subject.use_wire(subject.seams.wire.begun(subject.chain, subject.weights))
         ways = replace(ways, packed=whole.packed, groups_only=bool(fleet), head_passes=subject.head_passes)
@@ -179,7 +178,7 @@ def begin(
         if options.tokens_per_step is not None:
             step = options.tokens_per_step, options.sequence_length or options.tokens_per_step
             if fleet:
-                step = share_of_step(planner, fleet, step, options.gradient_sum, state=directories, beside=beside)
+                step = fleet.share_of_step(planner, step, options.gradient_sum, state=directories, beside=beside)
             subject.choose_wire(lambda forms: planner.suits(forms, *step, state=directories, beside=beside))
             planner, plan = _planned(
                 subject, planner, planned, ways, lambda by: by.plan(*step, state=directories, beside=beside)
@@ -188,7 +187,7 @@ def begin(
                 planner.use(found := found.of_directories(file_systems(directories)))
                 plan = planner.plan(*step, state=directories, beside=beside)
                 options = replace(options, machine=found)
-            plan = shared_plan(plan, fleet) if fleet else plan
+            plan = fleet.shared_plan(plan) if fleet else plan
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
             store = subject.create_store(directory, directories, beside, plan, sink)
@@ -196,7 +195,7 @@ def begin(
             rows = subject.open_rows(store, undo)
             tune(store, options)
             if fleet:
-                introduce(fleet, subject, store, options, plan)
+                fleet.introduce(subject, store, options, plan)
             if plan is not None:
                 sink(Planned(plan=plan))
             if warning := options.schedule.warning:
@@ -250,7 +249,7 @@ def resume(
         if verify:
             store.verify()
         model = Path(str(store.manifest.identity["model"]))
-        planned = planned_options(options, fleet) if fleet else options
+        planned = fleet.planned_options(options) if fleet else options
         identity = store.manifest.identity
         begun = {"parted": _is_parted(store), "tables": _takes_tables(store)}
         subject = _subject(closers, model, planned, seams, partial(as_begun, identity), **begun)
@@ -260,7 +259,7 @@ def resume(
         if found := store.record.get("plan"):
             plan = planner.plan_here(Plan.from_json(found), lambda text: sink(Notice(text=text)))
         if fleet:
-            store, plan = taken_up(run_directory, subject, planner, store, options, plan, sink)
+            store, plan = fleet.take_up(run_directory, subject, planner, store, options, plan, sink)
             closers.callback(store.close)
         run = Run(options, subject, planner, store, plan, sink, closers, subject.open_rows(store, closers))
         run.settle()

@@ -12,15 +12,15 @@ from typing import Any
 
 from headrace.engine.lent_base import TABLES, marks_of
 from headrace.model import Chain, WeightMap
-from headrace.model.block_tables import BlockTable, TakenTables, is_large, tables_of, take_tables, trained_tables_of
-from headrace.model.learned_rows import LearnedRows
-from headrace.model.stored_rows import RowReader
+from headrace.model.by_rows.block_tables import BlockTable, TakenTables, is_large, tables_of, take_tables, trained_tables_of
+from headrace.model.by_rows.learned_rows import LearnedRows
+from headrace.model.parts.stored_rows import RowReader
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import Optimizer
-from headrace.update.table_rows import FirstRows, TableRows
-from headrace.update.wire import Wire
+from headrace.terms.options.optimizer import Optimizer
+from headrace.update.tables.table_rows import FirstRows, TableRows
 from headrace.update.wires import DenseWire
 from headrace.update.wires.rows import BLOCKS, RowsWire, rows_in_place_of
+from headrace.update.wires.wire import Wire
 
 
 class Tables:

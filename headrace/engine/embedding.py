@@ -11,12 +11,12 @@ from typing import Any
 
 from headrace.engine.lent_base import ROWS, marks_of
 from headrace.model import Chain, WeightMap
-from headrace.model.embedding_rows import has_own_head, read_rows, rows_of, stored_table, take_back, with_table
-from headrace.model.learned_rows import learn_rows
-from headrace.model.stored_rows import RowReader, StoredRows
-from headrace.plan.plan import Plan
+from headrace.model.by_rows.embedding_rows import has_own_head, read_rows, rows_of, stored_table, take_back, with_table
+from headrace.model.by_rows.learned_rows import learn_rows
+from headrace.model.parts.stored_rows import RowReader, StoredRows
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
-from headrace.update.table_rows import FirstRows, TableRows
+from headrace.update.tables.table_rows import FirstRows, TableRows
 
 
 class Embedding:

@@ -14,7 +14,7 @@ from typing import Any
 from headrace.files import Bytes, ExtentReader, Ticket
 from headrace.files.extents import part_of
 from headrace.model import Chain, WeightMap
-from headrace.model.in_place import StoredUnit, paths_of, stored_units
+from headrace.model.directory.in_place import StoredUnit, paths_of, stored_units
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.layout import UNIT_ALIGNMENT

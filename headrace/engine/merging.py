@@ -11,11 +11,11 @@ import torch
 
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.model import Chain, Checkpoint, Exporter, import_unit
-from headrace.model.beside import StoredBeside
-from headrace.model.beside_reading import read_beside
-from headrace.model.matching import WeightMap
+from headrace.model.adapters.beside_reading import read_beside
+from headrace.model.blocks.beside import StoredBeside
+from headrace.model.directory.matching import WeightMap
 from headrace.terms.layout import UnitLayout, part
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 
 def merge_adapters(model: Path, directory: Path, out: Path, notes: Mapping[str, str]) -> Path:

@@ -12,18 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.flow.completing import read_trained
-from headrace.flow.make import Maker
+from headrace.flow.weights.completing import read_trained
+from headrace.flow.weights.make import Maker
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint, WeightMap, check_whole, self_check
-from headrace.model.beside import StoredBeside
-from headrace.model.importing import check_copies
+from headrace.model.blocks.beside import StoredBeside
+from headrace.model.directory.importing import check_copies
 from headrace.store import StateStore
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.options import Options
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.options import Options
 
 if TYPE_CHECKING:
     from headrace.engine.seams import Seams
@@ -123,7 +123,7 @@ class OpenRun:
         """
         from headrace.engine.seams import forms_of
         from headrace.update import optimizer_of, rule_of
-        from headrace.update.stored_codes import stored_codes
+        from headrace.update.wires.stored_codes import stored_codes
 
         chain, stored_layouts = opened.chain, self.store.manifest.layouts
         if _parameter_names(chain.layouts) != _parameter_names(stored_layouts):

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.ask.planner import RunPlanner
-from headrace.plan.buffer_sizes import scratch_bytes
-from headrace.plan.forecast import forecast
-from headrace.plan.given import refuse_other_bits
-from headrace.plan.own_rates import Seen, is_worth_taking, machine_of_steps
-from headrace.plan.plan import Plan
-from headrace.plan.search import nominal_machine_of
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.forecast.own_rates import Seen, is_worth_taking, machine_of_steps
+from headrace.plan.search.given import refuse_other_bits
+from headrace.plan.search.search import nominal_machine_of
+from headrace.plan.value.buffer_sizes import scratch_bytes
+from headrace.plan.value.plan import Plan
 from headrace.store import StateStore
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, DiskFull, PlanInfeasible
 from headrace.terms.events import NO_STEP, Event, Notice, OpDone, Sink
 from headrace.terms.lanes import Lane, lane_named
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.options import Options
 
 # How often a run takes another plan because its steps showed how fast its machine is, and the record's name for what is left.
 MOST_REPLANS = 2

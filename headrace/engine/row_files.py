@@ -12,10 +12,10 @@ from headrace.files import BlockFile, DirectFile
 from headrace.store import StateStore
 from headrace.store.run_folders import ROWS_NAME
 from headrace.terms.errors import RunDirectoryError
-from headrace.update.lazy_rows import AppliedUpdates, LazyRows
-from headrace.update.rule import UpdateRule
-from headrace.update.table_rows import ROWS, FirstRows, Table, TableRows, row_layout
-from headrace.update.wire import Wire
+from headrace.update.rules.rule import UpdateRule
+from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows
+from headrace.update.tables.table_rows import ROWS, FirstRows, Table, TableRows, row_layout
+from headrace.update.wires.wire import Wire
 
 
 def open_rows(

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from headrace.flow.step_batch import KEYS, StepBatch, check_apart, checked_batch, filled_up, step_batch
-from headrace.flow.step_state import StepState
-from headrace.flow.traffic import Traffic
-from headrace.flow.whole_loss import by_tokens, called, scored_labels
+from headrace.flow.step.step_batch import KEYS, StepBatch, check_apart, checked_batch, filled_up, step_batch
+from headrace.flow.step.step_state import StepState
+from headrace.flow.step.whole_loss import by_tokens, called, scored_labels
+from headrace.flow.weights.traffic import Traffic
 from headrace.losses import Loss, TokenLoss
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import DataError
 from headrace.terms.events import Evaluation
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 
 
 class Scoring:

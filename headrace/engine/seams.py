@@ -5,21 +5,21 @@ these.
 from dataclasses import dataclass, field
 
 from headrace.codec import Codec
-from headrace.engine.crowd import Crowd
-from headrace.engine.fleet import Fleet
+from headrace.engine.company import Company
+from headrace.flow.step.serve import Workers
 from headrace.losses import Loss, TokenLoss, loss_of
 from headrace.model import Chain
 from headrace.store import StateStore
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.forms import Form
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.options import Options
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.options import Options
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.forms import Coding, forms_under
-from headrace.update.site import Site
-from headrace.update.stored_codes import StoredCodes
-from headrace.update.wire import Wire
+from headrace.update.sites.site import Site
 from headrace.update.wires import DenseWire, wire_of
+from headrace.update.wires.forms import Coding, forms_under
+from headrace.update.wires.stored_codes import StoredCodes
+from headrace.update.wires.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Seams:
     wire: Wire = field(default_factory=DenseWire)
     codec: Codec | None = None
     site: Site | None = None
-    workers: Crowd | None = None
-    fleet: Fleet | None = None
+    workers: Workers | None = None
+    fleet: Company | None = None
     token_loss: TokenLoss | None = None
     parted: bool = False
 
@@ -50,7 +50,7 @@ class Seams:
         return names | ({"loss": self.loss_name} if self.token_loss else {})
 
     @property
-    def company(self) -> dict[str, Fleet | None]:
+    def company(self) -> dict[str, Company | None]:
         """With whom a step's parts work: ranks that share out every unit, or stages."""
         return {"line" if self.fleet and self.fleet.by_stages else "peers": self.fleet}
 

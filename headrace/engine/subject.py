@@ -21,25 +21,25 @@ from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.row_files import open_rows
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, measured_weights
-from headrace.flow.buffers import GRADIENT_VIEWS, Buffers
-from headrace.flow.completing import read_trained
-from headrace.flow.expert_loads import ExpertLoads
-from headrace.flow.expert_source import ExpertSource
-from headrace.flow.load import UnitReader, import_model
-from headrace.flow.make import Maker
-from headrace.flow.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
-from headrace.flow.settle import PROPOSED, changed, settle
-from headrace.flow.step_state import Verdict
-from headrace.flow.trained_experts import TrainedExperts
+from headrace.flow.step.settle import PROPOSED, changed, settle
+from headrace.flow.step.step_state import Verdict
+from headrace.flow.weights.buffers import GRADIENT_VIEWS, Buffers
+from headrace.flow.weights.completing import read_trained
+from headrace.flow.weights.expert_loads import ExpertLoads
+from headrace.flow.weights.expert_source import ExpertSource
+from headrace.flow.weights.load import UnitReader, import_model
+from headrace.flow.weights.make import Maker
+from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
+from headrace.flow.weights.trained_experts import TrainedExperts
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, exact_units
-from headrace.model.adapters import Adapters
-from headrace.model.block_parts import block_parts
-from headrace.model.stored_experts import NotStoredSingly
-from headrace.plan.buffer_sizes import scratch_bytes
-from headrace.plan.plan import Plan
+from headrace.model.adapters.adapters import Adapters
+from headrace.model.streams.block_parts import block_parts
+from headrace.model.streams.stored_experts import NotStoredSingly
+from headrace.plan.value.buffer_sizes import scratch_bytes
+from headrace.plan.value.plan import Plan
 from headrace.store import ShardStore, StateStore, StoreRequest
 from headrace.store.committed import ReadableState
 from headrace.terms.block_parts import BlockParts
@@ -47,14 +47,14 @@ from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.forms import Form
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 from headrace.update import Updater, optimizer_of, rule_of
-from headrace.update.stored_codes import stored_codes
-from headrace.update.table_rows import FirstRows, TableRows
-from headrace.update.wire import Content, Wire
+from headrace.update.tables.table_rows import FirstRows, TableRows
 from headrace.update.wires.rows import rows_in_place_of
+from headrace.update.wires.stored_codes import stored_codes
+from headrace.update.wires.wire import Content, Wire
 
 # Elements of a chunk in a state that is made before there is a plan.
 _CHUNK_ELEMENTS = 4 << 20

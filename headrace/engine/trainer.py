@@ -14,21 +14,21 @@ from headrace.engine.replanning import MOST_REPLANS, REPLANS_LEFT, LaneTotals, R
 from headrace.engine.saving import Saver
 from headrace.engine.scoring import Scoring, mean_loss
 from headrace.engine.seams import Seams
-from headrace.flow.execute import interpreter_of
-from headrace.flow.settle import proposed_in
-from headrace.flow.step_batch import StepBatch
-from headrace.flow.step_state import StepState, Verdict
-from headrace.flow.steps import Schedule, Steps
-from headrace.flow.traffic import Traffic
+from headrace.flow.run.execute import interpreter_of
+from headrace.flow.step.settle import proposed_in
+from headrace.flow.step.step_batch import StepBatch
+from headrace.flow.step.step_state import StepState, Verdict
+from headrace.flow.step.steps import Schedule, Steps
+from headrace.flow.weights.traffic import Traffic
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter, measured_peaks
-from headrace.plan.given import load_plan
-from headrace.plan.plan import Plan
-from headrace.plan.space import Problem
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.search.given import load_plan
+from headrace.plan.search.problem import Problem
+from headrace.plan.value.plan import Plan
 from headrace.terms.closing import Closing
 from headrace.terms.events import Event, Sink, StepResult
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.options import Options
 from headrace.terms.saving import Saved, Saving
 from headrace.update import HitRate, LossScale
 

@@ -2,8 +2,8 @@
 
 from headrace.files import file_systems
 from headrace.store import StateStore
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.options import Options
 
 
 def tune(store: StateStore, options: Options) -> None:

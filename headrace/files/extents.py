@@ -14,9 +14,9 @@ from headrace.files.block_file import BLOCK_BYTES, Bytes, Ticket, check_aligned
 from headrace.files.direct import takes_direct_reads
 from headrace.files.threads import ThreadEngine, Transfer
 from headrace.terms.closing import Closing
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import ShortTransfer, StorageError
 from headrace.terms.events import Sink
+from headrace.terms.machine.drives import InFlight
 from headrace.terms.sizes import round_up
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.files.directory_facts import describe_directory, file_systems
-from headrace.terms.budget import default_bytes
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.budget import default_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from functools import partial
 from headrace.files.block_file import BLOCK_BYTES, BlockFile, Bytes
 from headrace.files.patience import Patience
 from headrace.terms.closing import Closing
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Notice, Sink
+from headrace.terms.machine.drives import InFlight
 from headrace.terms.sizes import format_seconds
 
 Transfer = tuple[BlockFile, int, Bytes]

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.option_kinds import shown
-from headrace.terms.run_options import NodeOptions, RunOptions
+from headrace.terms.options.option_kinds import shown
+from headrace.terms.options.run_options import NodeOptions, RunOptions
 
 
 def from_yaml(path: Path, changes: Mapping[str, Any] | None = None) -> RunOptions:

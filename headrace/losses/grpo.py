@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from headrace.losses.loss import Loss, Outcome
-from headrace.terms.declared import option
 from headrace.terms.errors import DataError
-from headrace.terms.option_kinds import OneOf, Whole
+from headrace.terms.options.declared import option
+from headrace.terms.options.option_kinds import OneOf, Whole
 
 DAPO, GRPO, DR_GRPO = "dapo", "grpo", "dr_grpo"
 GROUP, BATCH, NONE = "group", "batch", "none"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from headrace.losses.loss import Loss, Outcome, refuse_odd_rows
-from headrace.terms.declared import option
 from headrace.terms.errors import DataError
-from headrace.terms.option_kinds import Number
+from headrace.terms.options.declared import option
+from headrace.terms.options.option_kinds import Number
 
 
 @dataclass(frozen=True, kw_only=True)

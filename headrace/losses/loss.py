@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headrace.terms.errors import DataError
-from headrace.terms.named import Named
+from headrace.terms.options.named import Named
 
 
 class Outcome(NamedTuple):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from headrace.losses.dpo import smoothed
 from headrace.losses.loss import Preference, difference
-from headrace.terms.declared import option
-from headrace.terms.option_kinds import Number
+from headrace.terms.options.declared import option
+from headrace.terms.options.option_kinds import Number
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from headrace.losses.kto import Kto
 from headrace.losses.loss import Loss
 from headrace.losses.orpo import Orpo
 from headrace.losses.simpo import Simpo
-from headrace.terms.named import read_named
+from headrace.terms.options.named import read_named
 
 LOSSES: Mapping[str, type[Loss]] = {kind.name: kind for kind in (Dpo, Orpo, Simpo, Kto, Grpo)}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.machine.control_groups import groups_of, text_of
-from headrace.terms.budget import default_bytes
+from headrace.terms.options.budget import default_bytes
 
 _HERE = Path("/")
 _UNKNOWN_BYTES = 1 << 62

@@ -27,10 +27,10 @@ from headrace.measure.loads import Figures, Load, rates_together, seconds_of
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.measure.results import both_ways, drive_figures, slowdowns, title
 from headrace.model import WideProducts
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.sizes import MIB, format_bytes
 
 BRIEF_SECONDS = 10.0

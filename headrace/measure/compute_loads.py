@@ -20,7 +20,7 @@ from headrace.machine.protocol import Machine
 from headrace.measure.loads import Load, rate_of
 from headrace.model import Chain, GradientSink, MicroBatch, WideProducts
 from headrace.terms.layout import ParameterSpec
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 BLOCKS = 2
 _VOCABULARY = 512

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.machine.protocol import Machine
 from headrace.measure.compute_loads import BLOCKS, chain_of
-from headrace.model.generation_check import ready_to_generate, seat_taps
-from headrace.model.host_attention import attended
-from headrace.model.narrow import has_kernel, multiplied
-from headrace.model.seats import Seat
+from headrace.model.kernels.narrow import has_kernel, multiplied
+from headrace.model.seats.generation_check import ready_to_generate, seat_taps
+from headrace.model.seats.host_attention import attended
+from headrace.model.seats.seats import Seat
 
 _HIDDEN, _PROMPT, _PASSES = 64, 8, 14
 # Weights that no cache holds, and how often they are multiplied.

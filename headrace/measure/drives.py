@@ -19,8 +19,8 @@ from headrace.files.scratch import remove_dead, scratch
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.measure.loads import rates_together, seconds_of
 from headrace.terms.closing import Closing
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import DiskFull, StorageError
+from headrace.terms.machine.drives import InFlight
 from headrace.terms.sizes import MIB, format_bytes
 
 _LARGEST_FILE_BYTES = 4 << 30

@@ -20,10 +20,10 @@ import torch
 from headrace.files import drive_name
 from headrace.files.durable import write_whole
 from headrace.machine.cpu import CpuMachine, processor_name
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.json_text import parse_json
 from headrace.terms.layout import COMPUTE_DTYPES
+from headrace.terms.machine.ceilings import Ceilings
 
 _FOLDER = "machines"
 _POLL_SECONDS = 0.1

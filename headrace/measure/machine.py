@@ -25,11 +25,11 @@ from headrace.measure.drives import Drive, DriveLoad
 from headrace.measure.loads import Figures, Load, in_order, interleaved, rates_together, seconds_of
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.measure.results import both_ways, drive_figures, slowdowns, title
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.sizes import MIB
 
 _ROUNDS = 3

@@ -15,9 +15,9 @@ from headrace.machine.host_memory import huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import GroupRange
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 from headrace.update import StepScalars, Updater, optimizer_of, rule_of, square_sum
-from headrace.update.rule import Chunk
+from headrace.update.rules.rule import Chunk
 
 # The default rule: plans know other rules by their rate relative to its.
 _RULE = rule_of(optimizer_of(Options()), "bfloat16")

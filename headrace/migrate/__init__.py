@@ -4,6 +4,13 @@ Each tool is one module with its name, `recognises(values)` and `translate(sourc
 key of the file becomes an option, or is named with the reason why it has none. What cannot be trained as asked is refused.
 """
 
-from headrace.migrate.migration import TOOLS, Migration, migrate
+from typing import TYPE_CHECKING
 
-__all__ = ["TOOLS", "Migration", "migrate"]
+from headrace.terms.faces import lazy_face
+
+if TYPE_CHECKING:
+    from headrace.migrate.migration import TOOLS as TOOLS
+    from headrace.migrate.migration import Migration as Migration
+    from headrace.migrate.migration import migrate as migrate
+
+__getattr__ = lazy_face(__name__)

@@ -12,7 +12,7 @@ from headrace.files.yaml_options import read_yaml
 from headrace.migrate import axolotl, deepspeed, llama_factory, trl
 from headrace.migrate.source import Source
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 @dataclass(frozen=True, slots=True)

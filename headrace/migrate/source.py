@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.terms.declared import Declaration
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.declared import Declaration
+from headrace.terms.options.run_options import RunOptions
 
 _OPTIONS: dict[str, Declaration] = {each.key: each for each in RunOptions.declarations()}
 

@@ -14,7 +14,7 @@ import torch
 
 from headrace.machine.host_memory import Bytes
 from headrace.net.lane import Lane, Piece, finish_all
-from headrace.terms.summing import Order
+from headrace.terms.options.summing import Order
 
 NODE = 0
 # Elements of a piece: small enough that the pieces of a round overlap, large enough for the link.

@@ -23,7 +23,7 @@ from headrace.net.generation import Generation
 from headrace.net.link import NODE, answer_link, visitors_lane
 from headrace.net.proof import is_proof, nonce, proof
 from headrace.terms.errors import ConfigError, PeerLost
-from headrace.terms.muster import Muster
+from headrace.terms.options.muster import Muster
 
 # The number of heartbeats after which a silent peer counts as lost; the seconds between two looks at membership; the seconds in
 # which a living peer accepts an invitation.

@@ -20,7 +20,7 @@ from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all
 from headrace.terms.closing import Closing
 from headrace.terms.errors import PeerLost
 from headrace.terms.launch import Launch
-from headrace.terms.summing import Order
+from headrace.terms.options.summing import Order
 
 # One lane for each thread that may use it: weights, gradients, norms, commits, and what is said between steps. "clear" is
 # that of `SharedCopy`.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.report.metrics import Record, best_of
-from headrace.terms.optimizer import ALL
+from headrace.terms.options.optimizer import ALL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.plan.simulate import union_seconds
+from headrace.plan.clock.simulate import union_seconds
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluated, Event, OpDone

@@ -15,16 +15,16 @@ from headrace.ask.between_steps import BesideSteps
 from headrace.ask.explain import explain, explain_outcome
 from headrace.ask.outcome import outcome_of
 from headrace.ask.plan_report import PlanReport
-from headrace.data.open_data import read_model_config
+from headrace.data.batches.open_data import read_model_config
 from headrace.files import file_systems
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.plan import Plan
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.value.plan import Plan
 from headrace.report.metrics import Record
 from headrace.runs.protocols import Display
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
 # The forecast is corrected if steps are longer or shorter by more than this factor, and at least so many seconds are left.

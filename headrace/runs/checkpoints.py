@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.ask.between_steps import BesideSteps, Keeping, Pacing
-from headrace.data.open_data import read_model_config
+from headrace.data.batches.open_data import read_model_config
 from headrace.files.durable import appearing
 from headrace.files.scratch import remove_tree
 from headrace.report.metrics import Record, best_of, lowest_so_far
@@ -24,8 +24,8 @@ from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ExportFailed, ModelError, RunDirectoryError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.json_text import parse_json
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.provenance import PROVENANCE_NAME
-from headrace.terms.run_options import RunOptions
 from headrace.terms.saving import Saving
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.events import NO_STEP, Committed, Event, OpDone, Planned, Sink, StepResult
 
 

@@ -8,27 +8,27 @@ from functools import partial
 from pathlib import Path
 
 from headrace.engine.beginning import Whole
-from headrace.engine.crowd import Crowd
-from headrace.engine.fleet import Fleet
-from headrace.engine.line import Line
-from headrace.engine.node import NodeEngine
+from headrace.engine.node.crowd import Crowd
+from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
-from headrace.engine.sharded import ShardedEngine
-from headrace.engine.staged import StagedEngine
+from headrace.engine.shared.fleet import Fleet
+from headrace.engine.shared.line import Line
+from headrace.engine.shared.sharded import ShardedEngine
+from headrace.engine.shared.staged import StagedEngine
 from headrace.engine.trainer import Engine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.runs.protocols import Engines, StateKind
 from headrace.store import RunLock, read_manifest, remove_uncommitted, remove_unmade
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Sink
 from headrace.terms.layout import UnitLayout
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.options import Options
 from headrace.terms.packed_rows import PackedRows
 
 

@@ -15,13 +15,13 @@ import torch
 
 from headrace.ask.between_steps import Evaluating
 from headrace.data import Batch
-from headrace.data.batches import Batches
-from headrace.data.held_out import HeldOutRows
-from headrace.data.open_data import tensors_of
+from headrace.data.batches.batches import Batches
+from headrace.data.batches.held_out import HeldOutRows
+from headrace.data.batches.open_data import tensors_of
 from headrace.report.metrics import Record, evaluations_since_best
 from headrace.runs.protocols import RunningEngine
 from headrace.terms.events import Evaluated, Notice, Sink
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from headrace.data.turn_end import turn_end_file
+from headrace.data.batches.turn_end import turn_end_file
 from headrace.files.durable import sync, write_whole
 from headrace.files.hub import hub_name_of
 from headrace.report import CardFacts, model_card
@@ -16,9 +16,9 @@ from headrace.report.metrics import Record, best_of
 from headrace.runs.checkpoints import Checkpoints, link_model, provenance_of, remove_superseded
 from headrace.runs.protocols import ExportingEngine, RunningEngine
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.data_source import source_of
 from headrace.terms.errors import ExportFailed
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.data_source import source_of
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.saving import Saving
 
 _CARD_NAME = "README.md"

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.data import Batch
-from headrace.data.batches import Batches
-from headrace.data.open_data import tensors_of
+from headrace.data.batches.batches import Batches
+from headrace.data.batches.open_data import tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.near_limit import NearLimit
-from headrace.plan.plan import Plan
-from headrace.plan.serving import explain_serving, grouping_of
+from headrace.plan.search.serving import explain_serving, grouping_of
+from headrace.plan.value.plan import Plan
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.metrics import read_metrics
 from headrace.report.trackers import TRACKERS, Tracker
@@ -38,9 +38,9 @@ from headrace.runs.replanning import PlanInUse
 from headrace.runs.rollouts import Rollouts
 from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import RunDirectoryError, StorageError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.protocol import Machine
 from headrace.measure.kept import Wanted, alone, find_kept, keep
-from headrace.plan.forecast import forecast
-from headrace.plan.plan import Plan
-from headrace.plan.search import nominal_machine_of
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.search.search import nominal_machine_of
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import HeadraceError
 from headrace.terms.events import Notice, Sink
-from headrace.terms.run_options import RunOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from headrace.store import leftovers_of, remove_leftover
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, HeadraceError, PeerLost, RunDirectoryError, StepFailed, StorageError
-from headrace.terms.options import Options
-from headrace.terms.run_options import NodeOptions
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import NodeOptions
 from headrace.terms.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from headrace.engine.crowd import Crowd
+    from headrace.engine.node.crowd import Crowd
     from headrace.runs.local_steps.learner import Learning
 
 # Seconds that a worker waits for a node that is not there, or not there any more.
@@ -65,7 +65,7 @@ def serve(
             from headrace.runs.local_steps.node import serve_learners
 
             return serve_learners(config, listener, display, refuse_another)
-        from headrace.engine.crowd import Crowd  # late, because it imports the model library: workers may come meanwhile
+        from headrace.engine.node.crowd import Crowd  # late, because it imports the model library: workers may come meanwhile
 
         crowd = Crowd(listener, config.muster)
         finished = _run(config, crowd, display)
@@ -257,7 +257,7 @@ class _Peer(Closing):
         self._learning.attend(member, generation)
 
     def _compute(self, generation: Generation) -> None:
-        from headrace.engine.worker import Worker  # late, for the same reason
+        from headrace.engine.node.worker import Worker  # late, for the same reason
 
         own, display = self._own, self._display
         with (

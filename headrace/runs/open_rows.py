@@ -4,17 +4,17 @@ from dataclasses import replace
 from datetime import date
 
 from headrace.data import DataSpec
-from headrace.data.batches import Batches
-from headrace.data.chat_template import asks_for_time
-from headrace.data.open_data import open_batches, open_tokenizer
-from headrace.data.prompt_batches import PromptBatches, read_prompts
-from headrace.data.prompts import Prompts
+from headrace.data.batches.batches import Batches
+from headrace.data.batches.open_data import open_batches, open_tokenizer
+from headrace.data.batches.prompt_batches import PromptBatches, read_prompts
+from headrace.data.chat.chat_template import asks_for_time
+from headrace.data.chat.prompts import Prompts
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
 from headrace.machine.limits import available_memory_bytes
-from headrace.terms.budget import default_bytes
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.budget import default_bytes
+from headrace.terms.options.run_options import RunOptions
 
 
 def open_rows(config: RunOptions, *, resumed: bool = False) -> Batches:

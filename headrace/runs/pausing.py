@@ -13,7 +13,7 @@ from headrace.ask.between_steps import Pacing
 from headrace.runs.protocols import RunningEngine
 from headrace.terms.errors import DiskFull
 from headrace.terms.events import Notice, Sink, StepResult
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
 # What stays free for records of steps: a step writes some 20 KB of lanes, now and then a timeline of a megabyte.

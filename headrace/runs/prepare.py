@@ -8,22 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from headrace.data.batches import Batches
-from headrace.data.open_data import total_steps, with_lengths
-from headrace.plan.given import with_lengths_of_plan
+from headrace.data.batches.batches import Batches
+from headrace.data.batches.open_data import total_steps, with_lengths
+from headrace.plan.search.given import with_lengths_of_plan
 from headrace.runs.open_rows import halved, open_rows
 from headrace.runs.protocols import Engines
 from headrace.runs.rewards import reward_of
 from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
-from headrace.terms.contradictions import refuse_evaluation_of_nothing
-from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
-from headrace.terms.preferences import takes_rewards
-from headrace.terms.run_options import NodeOptions, RunOptions
+from headrace.terms.options.contradictions import refuse_evaluation_of_nothing
+from headrace.terms.options.data_source import DataSource, source_of
+from headrace.terms.options.preferences import takes_rewards
+from headrace.terms.options.run_options import NodeOptions, RunOptions
 from headrace.update.combinations import refuse_combination
-from headrace.update.going_on import going_on
+from headrace.update.wires.going_on import going_on
 
 _NAME_BYTES = 143  # the longest name in an encrypted home directory; elsewhere 255 bytes are allowed
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.report import Reporter
 from headrace.terms.events import Evaluation, StepResult
 from headrace.terms.saving import Saving

@@ -17,10 +17,10 @@ from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.launch import Launch
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from headrace.engine.fleet import Fleet
+    from headrace.engine.shared.fleet import Fleet
 
 
 def train_in_ranks(config: RunOptions, launch: Launch, *, display: Display | None = None) -> Finished:
@@ -58,7 +58,7 @@ def follow(launch: Launch) -> None:
         signal.signal(number, signal.SIG_IGN)
     take_gpu(launch)
     with _fleet(launch) as fleet:
-        from headrace.engine.sharded import join
+        from headrace.engine.shared.sharded import join
 
         folders = list[Path]()
 
@@ -81,7 +81,7 @@ def _with_ranks(finished: Finished, fleet: "Fleet") -> Finished:
 
 @contextmanager
 def _fleet(launch: Launch) -> Iterator["Fleet"]:
-    from headrace.engine.fleet import Fleet
+    from headrace.engine.shared.fleet import Fleet
 
     with Ranks.of(launch) as ranks:
         yield Fleet(ranks)

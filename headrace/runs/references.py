@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from headrace.data import Batch, BatchStream
-from headrace.data.batches import Batches
-from headrace.data.open_data import tensors_of
+from headrace.data.batches.batches import Batches
+from headrace.data.batches.open_data import tensors_of
 from headrace.losses import loss_of
 from headrace.runs.evaluating import Evaluations
 from headrace.runs.protocols import RunningEngine
-from headrace.terms.adapter import Lora, adapter_of
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.adapter import Lora, adapter_of
+from headrace.terms.options.run_options import RunOptions
 
 _RECORD = struct.Struct("<qdI")
 

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.runs.protocols import RunningEngine
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import Notice, Sink
-from headrace.terms.run_options import RunOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:

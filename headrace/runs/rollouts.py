@@ -18,16 +18,16 @@ from typing import IO, Any
 import torch
 
 from headrace.data import Batch
-from headrace.data.batches import Batches
-from headrace.data.open_data import open_tokenizer
-from headrace.data.prompt_batches import Prompt, PromptBatches
+from headrace.data.batches.batches import Batches
+from headrace.data.batches.open_data import open_tokenizer
+from headrace.data.batches.prompt_batches import Prompt, PromptBatches
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
-from headrace.model.beside_files import is_adapter_directory
+from headrace.model.adapters.beside_files import is_adapter_directory
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.rewards import reward_of
 from headrace.terms.errors import DataError, StepFailed, in_one_line
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 FOLDER = "headrace-rollouts"
 _IGNORED = -100
@@ -112,7 +112,7 @@ class Rollouts:
 
     def _asked(self, request: Mapping[str, Any], heed: Callable[[], bool]) -> dict[str, Any] | None:
         if self._worker is None:
-            command = [sys.executable, "-m", "headrace.generate.rollout_worker"]
+            command = [sys.executable, "-m", "headrace.generate.uses.rollout_worker"]
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self._worker = subprocess.Popen(command, start_new_session=True, **pipes)
         worker = self._worker

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.data_source import DataSource, source_of
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.options import Options
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.data_source import DataSource, source_of
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import RunOptions
 
 
 def refuse_another_run(directory: RunDirectory, config: RunOptions) -> None:

@@ -19,12 +19,12 @@ from headrace.runs.protocols import Display, NoDisplay
 from headrace.runs.same_run import refuse_another_run
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, PeerLost, StepFailed
-from headrace.terms.options import Options
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import RunOptions
 from headrace.update.combinations import refuse_in_stages
 
 if TYPE_CHECKING:
-    from headrace.engine.line import Line
+    from headrace.engine.shared.line import Line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,8 @@ def follow(options: Options, staging: Staging, *, display: Display | None = None
 
 def _follow_once(options: Options, staging: Staging, meeting: Meeting, display: Display) -> bool:
     """Follow stage 0 until the run ends, which is returned."""
-    from headrace.engine.sharded import join
-    from headrace.engine.staged import StagedEngine
+    from headrace.engine.shared.sharded import join
+    from headrace.engine.shared.staged import StagedEngine
 
     folders = list[Path]()
 
@@ -166,7 +166,7 @@ def _follow_once(options: Options, staging: Staging, meeting: Meeting, display: 
 
 
 def _meet(meeting: Meeting, display: Display) -> "Line":
-    from headrace.engine.line import LANES, Line
+    from headrace.engine.shared.line import LANES, Line
 
     ranks: Ranks = meeting.meet(LANES, display.say)
     return Line(ranks)

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace.generate.answering import Answer
+from headrace.generate.uses.answering import Answer
 from headrace.serve.desk import Begun, Closing, Desk, Full, Told
 from headrace.serve.desk import Request as Handed
 from headrace.serve.figures import Figures

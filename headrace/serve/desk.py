@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from headrace.generate.answering import Answer, Printer, answers_of
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.uses.answering import Answer, Printer, answers_of
 from headrace.terms.errors import HeadraceError, InputError
 
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from headrace.generate.answering import Answer
+from headrace.generate.uses.answering import Answer
 from headrace.serve.desk import Desk
 from headrace.terms.events import Event, GenerationPass
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.data.api_bodies import check_keys, conversation_of, settings_of
-from headrace.data.prompts import Prompts
+from headrace.data.chat.api_bodies import check_keys, conversation_of, settings_of
+from headrace.data.chat.prompts import Prompts
 from headrace.serve.shapes import CHAT, Shape
 from headrace.terms.errors import HeadraceError, InputError, shortened
 

@@ -17,21 +17,21 @@ import torch
 import uvicorn
 
 from headrace.ask.model_config import position_limit
-from headrace.data.open_data import open_tokenizer
-from headrace.data.prompts import Prompts
-from headrace.generate.answering import changes_of
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import kept_copies
-from headrace.generate.plan import GenerationPlan
-from headrace.generate.whose_weights import open_generator
+from headrace.data.batches.open_data import open_tokenizer
+from headrace.data.chat.prompts import Prompts
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import kept_copies
+from headrace.generate.passes.whose_weights import open_generator
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.generate.uses.answering import changes_of
 from headrace.serve.app import Service
 from headrace.serve.desk import Desk
 from headrace.serve.figures import Figures
 from headrace.serve.reading import Limits, Reader
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.events import Event, Sink
-from headrace.terms.serve_options import ServeOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.serve_options import ServeOptions
 
 _MAX_LENGTH, _NEW_TOKENS = 4096, 512
 # More seats are taken while they cost at most this share of the speed.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.generate.answering import Answer
+from headrace.generate.uses.answering import Answer
 
 Json = dict[str, Any]
 

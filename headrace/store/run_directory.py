@@ -29,9 +29,9 @@ from typing import Any
 from headrace.files.durable import write_new, write_whole
 from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.files.yaml_options import from_yaml, to_yaml
-from headrace.plan.results import PLAN_NAME
+from headrace.plan.value.results import PLAN_NAME
 from headrace.terms.errors import HeadraceError, InputError, RunDirectoryError, StorageError, unwritten
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 @dataclass(frozen=True, slots=True)

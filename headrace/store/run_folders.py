@@ -15,10 +15,10 @@ from headrace.files import Beside, BlockFile, DirectFile, DirectoryFacts, descri
 from headrace.files.durable import sync, write_whole
 from headrace.store.lock import LOCK_NAME, RunLock
 from headrace.store.manifest import data_folder
-from headrace.terms.budget import default_bytes
 from headrace.terms.errors import ConfigError, DiskFull, StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.json_text import parse_json
+from headrace.terms.options.budget import default_bytes
 from headrace.terms.sizes import format_bytes
 
 # Opens the file at a path; makes it, with so many bytes reserved, where the second argument is not None.

@@ -23,10 +23,10 @@ from headrace.store.slots import VIRGIN, GroupSlots
 from headrace.store.transfers import Transfers, settle
 from headrace.store.verify import Progress, verify_groups
 from headrace.terms.closing import Closing
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.families import Durability
+from headrace.terms.machine.drives import InFlight
 
 
 class StateStore(Closing):

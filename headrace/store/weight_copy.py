@@ -28,10 +28,10 @@ from headrace.store.checksum import checksum
 from headrace.store.copied_files import CopyReader, WeightFiles
 from headrace.store.lock import LOCK_NAME, RunLock, lock_holder
 from headrace.store.run_folders import check_directories
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import CorruptData, RunDirectoryError, StorageError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.json_text import parse_json
+from headrace.terms.machine.drives import InFlight
 from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
 PREFIX = "headrace-weights-"

@@ -94,6 +94,27 @@ class BlockRows:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFigures:
+    """A table whose rows are read and updated one by one, as a plan sees it: `rows` of `width` numbers, `top` for a token."""
+
+    rows: int
+    width: int
+    top: int
+
+    def touched(self, tokens: int) -> int:
+        """Return the most rows that a step of so many tokens touches."""
+        return min(self.rows, self.top * tokens)
+
+    def held_bytes(self, tokens: int, state_bytes: int, waiting: int) -> int:
+        """Return the most host memory that a step takes for its rows. A number has `state_bytes` of states beside its weight.
+
+        Rows that are held have a sum of gradients, too. Updated ones are copied, and wait for up to `waiting` commits.
+        """
+        number = 4 + state_bytes
+        return self.touched(tokens) * self.width * (2 * (number + 4) + waiting * number)
+
+
 def note_on_rows(whole_bytes: int) -> str:
     """Return a note for a person: the embedding is not in memory."""
     return f"rows of the embedding are read from the file as tokens ask for them: {format_bytes(whole_bytes)} stay there"

@@ -106,7 +106,7 @@ class Flushed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A new run has its plan (`headrace.plan.plan.Plan`), and nothing of the model has been read yet."""
+    """A new run has its plan (`headrace.plan.value.plan.Plan`), and nothing of the model has been read yet."""
 
     plan: Any
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.terms.coding import CodedUnit, Decodes, decodes_of
 from headrace.terms.cuts import Cuts, cuts_of
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
 from headrace.terms.families import (
     BASIS,
@@ -31,7 +32,6 @@ from headrace.terms.families import (
     trained_unit,
 )
 from headrace.terms.layout import Plane, PlaneSet, UnitLayout, rest_of_master
-from headrace.terms.row_table import TableFigures
 from headrace.terms.rule_figures import RuleFigures
 
 # Where a unit's weights live between uses: on the drives, to be fetched for each pass, or where compute reads them. A unit that

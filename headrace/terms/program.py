@@ -153,7 +153,7 @@ class Op:
     model's operators where these are counted. `linked` are bytes that compute itself brings to the device, over the link,
     and `leaving` those that it takes away.
     `buffers` are those that it touches, as integers; which of them it reads and which it writes, the ledger knows
-    (plan/ledger.py).
+    (plan/schedules/ledger.py).
     """
 
     index: int

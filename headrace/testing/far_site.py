@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.machine.host_memory import Bytes
-from headrace.update.rule import StepScalars
-from headrace.update.tensors import as_tensor
+from headrace.update.rules.rule import StepScalars
+from headrace.update.rules.tensors import as_tensor
 
 
 class FarSite:

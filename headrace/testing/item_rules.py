@@ -11,15 +11,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headrace.terms.declared import option
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.option_kinds import Number
+from headrace.terms.options.declared import option
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.option_kinds import Number
 from headrace.terms.rule_figures import Grain, RuleFigures
-from headrace.update.rule import StepScalars
+from headrace.update.rules.rule import StepScalars
 from headrace.update.rules.sgd import SGD, sgd_rule
 from headrace.update.rules.table import RULES
-from headrace.update.tensor_rule import TensorRule, tree_sum
-from headrace.update.tensors import Scalars, Updated, root_of
+from headrace.update.rules.tensor_rule import TensorRule, tree_sum
+from headrace.update.rules.tensors import Scalars, Updated, root_of
 
 _MOMENTUM = 0.9
 # Bytes per element that torch's kernels read and write on a device (tests count them, and the temporaries).

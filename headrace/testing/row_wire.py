@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out, part
-from headrace.update.wire import Caught, Gradients, Wire
 from headrace.update.wires.factors import Factors
+from headrace.update.wires.wire import Caught, Gradients, Wire
 
 
 class RowWire(Wire):

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from headrace.store import checksum_reference
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT, GroupRange, Plane
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 from headrace.update import (
     DeviceUpdater,
     StepScalars,
@@ -32,8 +32,8 @@ from headrace.update import (
     UpdateRule,
     rule_of,
 )
-from headrace.update.rule import Chunk
-from headrace.update.tensors import as_tensor, join, split
+from headrace.update.rules.rule import Chunk
+from headrace.update.rules.tensors import as_tensor, join, split
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.1
 STEP = StepScalars(learning_rate=LEARNING_RATE, update=3, gradient_scale=0.5)

@@ -28,12 +28,12 @@ from headrace.terms.cuts import (
     pieces_of,
 )
 from headrace.terms.layout import COMPUTE_DTYPES, ItemRange, Plane, UnitLayout, lay_out
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 from headrace.testing.rule_contract import Planes, StorageMeter, TrafficMeter, gradient_of, on_tensors
 from headrace.update import DeviceUpdater, StepScalars, Updater, rule_of
-from headrace.update.rule import Chunk
-from headrace.update.tensor_rule import TensorRule, items_rule
-from headrace.update.tensors import as_tensor
+from headrace.update.rules.rule import Chunk
+from headrace.update.rules.tensor_rule import TensorRule, items_rule
+from headrace.update.rules.tensors import as_tensor
 
 STEP = StepScalars(learning_rate=1e-2, update=3, gradient_scale=0.5)
 # A matrix that is longer than what the host updates at once, one with an odd shape, a stack, a vector, and an embedding.

@@ -4,11 +4,11 @@ Invariant: choices that are not refused here work together; `tests/equivalence/t
 """
 
 from headrace.losses import loss_of
-from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import Options
-from headrace.terms.row_table import DENSE, Table
-from headrace.terms.summing import TREE
+from headrace.terms.options.adapter import adapter_of
+from headrace.terms.options.options import Options
+from headrace.terms.options.row_table import DENSE, Table
+from headrace.terms.options.summing import TREE
 from headrace.update.rules.table import optimizer_of, rule_of
 from headrace.update.wires import wire_of
 from headrace.update.wires.rows import Rows

@@ -17,15 +17,15 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 from headrace import Engine, GenerateOptions, Generator, Options
 from headrace.compress.decompression import decompress
 from headrace.compress.run import compress
-from headrace.generate.evaluator import Evaluator
-from headrace.generate.opened import GenerationModel
+from headrace.generate.passes.opened import GenerationModel
+from headrace.generate.uses.evaluator import Evaluator
 from headrace.model import IGNORED, self_check
-from headrace.model.checkpoint import read_config
-from headrace.model.instance import tiny_model
-from headrace.model.thresholds import tiny_of
-from headrace.terms.budget import Budget
-from headrace.terms.compress_options import CompressOptions
+from headrace.model.directory.checkpoint import read_config
+from headrace.model.trials.instance import tiny_model
+from headrace.model.trials.thresholds import tiny_of
 from headrace.terms.errors import HeadraceError
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.compress_options import CompressOptions
 
 LENGTHS = (13, 10)
 ROW = sum(LENGTHS)

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.ask.answer import Opened, open_question
 from headrace.terms.errors import ConfigError, ModelError
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 
 TINY: dict[str, Any] = {
     "model_type": "llama",

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 
 from headrace.ask.answer import plan_model
 from headrace.ask.plan_report import PlanReport
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 
 SHAPE = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8, "vocab_size": 4096}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headrace.ask.answer import plan_model
-from headrace.plan.plan import Plan
-from headrace.terms.options import Options
+from headrace.plan.value.plan import Plan
+from headrace.terms.options.options import Options
 from headrace.terms.sizes import GIB, MIB
 
 # Blocks of 1.6 GiB.

@@ -12,12 +12,12 @@ from transformers import GPT2Config, LlamaConfig
 
 from headrace.ask.cluster import plan_cluster
 from headrace.ask.cluster_report import ClusterReport, explain_cluster
-from headrace.plan.cluster import NODE, WORKER
-from headrace.plan.machine_profiles import load_bare_profile
+from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.forecast.cluster import NODE, WORKER
 from headrace.terms.errors import ConfigError
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.options.plan_options import PlanOptions
+from headrace.terms.options.summing import partial_sums
 from headrace.terms.program import Verb
-from headrace.terms.summing import partial_sums
 
 STEP: dict[str, Any] = {"tokens_per_step": 16 * 512, "sequence_length": 512, "max_grad_norm": 0}
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner, Result
 from headrace.cli.app import app
 from headrace.cli.configuration import plan_options_of
 from headrace.measure.kept import Wanted, keep
-from headrace.plan.machine_profiles import load_profile
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.declared import Declaration
-from headrace.terms.method_options import DTYPE_NAMES
-from headrace.terms.option_kinds import Day, Flag, Kind, Number, OneOf, Place, Size, Text, Whole
-from headrace.terms.run_options import RunOptions
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.declared import Declaration
+from headrace.terms.options.method_options import DTYPE_NAMES
+from headrace.terms.options.option_kinds import Day, Flag, Kind, Number, OneOf, Place, Size, Text, Whole
+from headrace.terms.options.run_options import RunOptions
 from headrace.update.rules.moment_planes import OTHER_NAMES
 
 

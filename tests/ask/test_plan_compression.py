@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from headrace.cli.app import app
 from headrace.compress.planner import CompressionReport, plan_compression
-from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError
+from headrace.terms.options.budget import Budget
 
 C2048 = {
     "model_type": "mixtral",

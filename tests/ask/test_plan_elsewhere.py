@@ -12,11 +12,11 @@ from headrace.ask import place
 from headrace.ask.answer import plan_model
 from headrace.ask.plan_report import PlanReport
 from headrace.machine import cpu, limits
-from headrace.model import cost_meter
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.nominal import nominal_machine
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.options import Options
+from headrace.model.costs import cost_meter
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.options import Options
 from headrace.terms.sizes import GIB, MIB
 
 Host = Callable[[pytest.MonkeyPatch], None]

@@ -13,7 +13,7 @@ from headrace.ask.local_rounds import LocalReport
 from headrace.ask.plan_report import PlanReport
 from headrace.cli.app import app
 from headrace.terms.errors import ConfigError
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.options.plan_options import PlanOptions
 
 
 @pytest.fixture

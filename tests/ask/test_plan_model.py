@@ -14,17 +14,17 @@ from headrace.ask import model_plans
 from headrace.ask.answer import plan_model
 from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
-from headrace.plan.forecast import StepSeconds, forecast
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.plan import Plan
-from headrace.plan.search import make_plan
-from headrace.plan.space import Problem
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.drives import MOST_BYTES
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.forecast.forecast import StepSeconds, forecast
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import make_plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, InputError, ModelError, StorageError
 from headrace.terms.lanes import Lane
-from headrace.terms.options import Options
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.machine.drives import MOST_BYTES
+from headrace.terms.options.options import Options
 from headrace.terms.sizes import GIB
 
 

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from headrace.ask.answer import plan_model
 from headrace.ask.ranks import RanksReport, plan_ranks
 from headrace.cli.app import app
-from headrace.plan.buffer_sizes import buffer_groups
-from headrace.plan.forecast import programs_of
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.plan import Plan
-from headrace.plan.ranks import of_rank, share_of_machine
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.forecast.forecast import programs_of
+from headrace.plan.schedules.ranks import of_rank, share_of_machine
+from headrace.plan.value.buffer_sizes import buffer_groups
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.program import Program, Verb
 
 MACHINE = "rtx4090-1ssd"

@@ -12,7 +12,7 @@ from headrace.ask.stages import plan_stages
 from headrace.ask.stages_report import StagesReport
 from headrace.cli.app import app
 from headrace.terms.errors import ConfigError
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.options.plan_options import PlanOptions
 
 ROWS, LENGTH = 8, 128
 

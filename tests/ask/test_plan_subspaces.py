@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from headrace.ask.answer import plan_model
 from headrace.ask.plan_report import PlanReport
 from headrace.terms.lanes import Lane
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 
 SEVEN = {
     "hidden_size": 4096,

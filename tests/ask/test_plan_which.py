@@ -8,7 +8,7 @@ from planned_models import llama_small, saved
 
 from headrace.ask.which import MACHINES, Shape, WhichReport, plan_which
 from headrace.terms.errors import ConfigError
-from headrace.terms.plan_options import PlanOptions
+from headrace.terms.options.plan_options import PlanOptions
 
 
 def report(alone: float | None, **tokens: float | None) -> WhichReport:

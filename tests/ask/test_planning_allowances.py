@@ -8,7 +8,7 @@ from headrace.ask import place
 from headrace.ask.place import default_device_bytes, default_device_overhead_bytes, default_host_bytes
 from headrace.machine import cuda, limits
 from headrace.machine.limits import available_memory_bytes
-from headrace.plan.machine_profiles import load_profile
+from headrace.plan.clock.machine_profiles import load_profile
 
 
 def test_a_machine_that_is_not_here_is_taken_by_its_profile() -> None:

@@ -14,8 +14,8 @@ from headrace.ask.answer import plan_model, report_of
 from headrace.ask.explain import explain, explain_outcome
 from headrace.ask.outcome import outcome_of
 from headrace.ask.plan_report import PlanReport
-from headrace.plan.machine_profiles import load_profile
-from headrace.terms.options import Options
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.terms.options.options import Options
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW
 

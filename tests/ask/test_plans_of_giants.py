@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.ask.answer import plan_model
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 from headrace.terms.sizes import GIB
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(1200)]

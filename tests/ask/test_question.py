@@ -13,9 +13,9 @@ from headrace.ask import place
 from headrace.ask.answer import plan_model
 from headrace.ask.place import runtime_bytes
 from headrace.machine.limits import machine_memory_bytes
-from headrace.plan.machine_profiles import load_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 from headrace.terms.sizes import GIB, MIB
 
 STEP = {"tokens_per_step": 1024, "sequence_length": 512}

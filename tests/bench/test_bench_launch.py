@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launch import DISK_LIMIT_BYTES, environment, require_disk, run_worker, scratch_directory, used_bytes
 
-from headrace.cli.environment import SPIN_COUNT
+from headrace.process import SPIN_COUNT
 
 MIB = 1 << 20
 

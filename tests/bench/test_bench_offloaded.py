@@ -24,7 +24,7 @@ from offloaded import (
     simulated_points,
 )
 
-from headrace.plan.simulate import simulate
+from headrace.plan.clock.simulate import simulate
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
 from headrace.terms.sizes import GIB

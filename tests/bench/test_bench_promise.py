@@ -15,7 +15,7 @@ from observed import Cores, bytes_inside, interference, median_rate, ssd_rates
 
 from headrace.files import DirectFile, ThreadEngine, Volume
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.plan.results import Results
+from headrace.plan.value.results import Results
 from headrace.terms.events import OpDone
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Verb

@@ -20,9 +20,9 @@ from fuyou import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.plan.simulate import simulate
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.clock.simulate import simulate
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Verb
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import slow_link
 
-from headrace.plan.links import Link, Network
-from headrace.plan.roofline import roofline_seconds
+from headrace.plan.clock.links import Link, Network
+from headrace.plan.clock.roofline import roofline_seconds
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Verb
 

@@ -30,7 +30,7 @@ from headrace.store import StateStore, read_manifest
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES
 from headrace.store.places import place_units
 from headrace.store.record import unpack_record
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 class TestModel:

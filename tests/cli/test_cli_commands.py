@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.cli import main, runs
 from headrace.cli.configuration import config_of
-from headrace.cli.environment import SPIN_COUNT, cache_directory, heavy_imports, set_process_defaults
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
 from headrace.cli.plain_errors import plainly
 from headrace.cli.samples import marked
+from headrace.process import SPIN_COUNT, cache_directory, heavy_imports, set_process_defaults
 from headrace.terms.errors import ConfigError, DiskFull, StepFailed
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 @pytest.fixture(autouse=True)
@@ -342,7 +342,7 @@ class TestStart:
     def test_no_more_threads_than_a_container_may_run(
         self, quota: float | None, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("headrace.cli.environment.quota_cores", lambda: quota)
+        monkeypatch.setattr("headrace.process.quota_cores", lambda: quota)
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
         monkeypatch.setenv("OMP_NUM_THREADS", given or "")  # put back afterwards, whatever happens to it
         if given is None:

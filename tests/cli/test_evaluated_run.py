@@ -16,7 +16,7 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 from headrace.cli import main
-from headrace.data.open_data import open_stream
+from headrace.data.batches.open_data import open_stream
 from headrace.report.metrics import read_metrics, read_records
 from headrace.store.run_directory import RunDirectory
 

@@ -13,8 +13,8 @@ from tiers import sampled
 
 from headrace.cli import main
 from headrace.model import Checkpoint
-from headrace.model.gguf_directory import gguf_directory
-from headrace.model.safetensors_file import read_bytes
+from headrace.model.gguf.gguf_directory import gguf_directory
+from headrace.model.stored.safetensors_file import read_bytes
 
 
 def exit_code(*words: object) -> int:

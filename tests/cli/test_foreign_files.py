@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from mutated import mutated
 from tiers import sampled
 
-from headrace.data.open_data import read_model_config
+from headrace.data.batches.open_data import read_model_config
 from headrace.files.yaml_options import from_yaml
-from headrace.model.checkpoint import _read_index
-from headrace.model.safetensors_file import read_header, read_rows
-from headrace.plan.given import load_plan
-from headrace.plan.machine_profiles import load_profile
+from headrace.model.directory.checkpoint import _read_index
+from headrace.model.stored.safetensors_file import read_header, read_rows
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.search.given import load_plan
 from headrace.report.lanes import read_recording
 from headrace.report.metrics import read_records
 from headrace.store import read_manifest

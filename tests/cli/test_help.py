@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from headrace.cli.app import app, main
 from headrace.cli.asked import asked_of
 from headrace.cli.sections import COMMANDS
-from headrace.terms.compress_options import CompressOptions
-from headrace.terms.declared import Declaration, Group
-from headrace.terms.eval_options import EvalOptions
-from headrace.terms.generate_options import GenerateOptions
-from headrace.terms.option_kinds import OneOf
-from headrace.terms.plan_options import PlanOptions
-from headrace.terms.run_options import NodeOptions, RunOptions
-from headrace.terms.serve_options import ServeOptions
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.declared import Declaration, Group
+from headrace.terms.options.eval_options import EvalOptions
+from headrace.terms.options.generate_options import GenerateOptions
+from headrace.terms.options.option_kinds import OneOf
+from headrace.terms.options.plan_options import PlanOptions
+from headrace.terms.options.run_options import NodeOptions, RunOptions
+from headrace.terms.options.serve_options import ServeOptions
 from headrace.update.rules.table import RULES
 from headrace.update.wires import WIRES
 

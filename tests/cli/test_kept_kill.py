@@ -17,12 +17,12 @@ from headrace.store.run_directory import RunDirectory
 pytestmark = pytest.mark.process
 
 MOMENTS = {
-    "before a tensor": "headrace.model.shard_writer:ShardWriter.write:15:before",
+    "before a tensor": "headrace.model.stored.shard_writer:ShardWriter.write:15:before",
     "before it is renamed": "headrace.files.durable:_sync_tree:2:after",
     "after it is renamed": "headrace.files.durable:os.replace:2:after",
     "before the next commit": "headrace.store:StateStore.commit:4:before",
     "after the next commit": "headrace.store:StateStore.commit:4:after",
-    "in the last": "headrace.model.shard_writer:ShardWriter.finish:3:before",
+    "in the last": "headrace.model.stored.shard_writer:ShardWriter.finish:3:before",
 }
 
 

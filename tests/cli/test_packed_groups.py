@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.cli import main
-from headrace.model import runner
-from headrace.model.sample_groups import groups_of
-from headrace.plan.forecast import forecast
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.plan import Plan
+from headrace.model.blocks.sample_groups import groups_of
+from headrace.model.parts import runner
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.value.plan import Plan
 from headrace.terms.packed_rows import PackedRows
 
 EDGE = 12  # samples of fewer tokens are rotated by other factors than those of more

@@ -18,8 +18,8 @@ import typer.main
 from headrace.cli.app import app, main
 from headrace.cli.configuration import config_of, plan_options_of
 from headrace.cli.first_look import look_at_choices, split_words
-from headrace.terms.plan_options import PlanOptions
-from headrace.terms.run_options import NodeOptions, RunOptions
+from headrace.terms.options.plan_options import PlanOptions
+from headrace.terms.options.run_options import NodeOptions, RunOptions
 
 ROOT = Path(__file__).parents[2]
 WRITTEN_FOR_ADDERS = "extending.md"  # its commands have what a reader is about to add

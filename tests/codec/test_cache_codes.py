@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.codec.cache_codes import CACHE_CODES, CacheCode, GroupCode
-from headrace.terms.generate_options import CACHE_DTYPES
+from headrace.terms.options.generate_options import CACHE_DTYPES
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(0, 9), st.sampled_from([1, 6, 16, 20, 64, 96]))
 

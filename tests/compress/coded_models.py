@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.codec import Codec, Parts
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
-from headrace.model.gguf_directory import gguf_directory
+from headrace.model.gguf.gguf_directory import gguf_directory
 
 # The method, what its configuration says besides, and the kind of model.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

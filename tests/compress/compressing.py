@@ -17,7 +17,7 @@ from headrace.codec.table import CODES
 from headrace.codec.ternary_target import TernaryTarget
 from headrace.compress.recoding import recode
 from headrace.compress.run import Compressed, compress
-from headrace.terms.compress_options import CompressOptions
+from headrace.terms.options.compress_options import CompressOptions
 
 SIZES = {
     "vocab_size": 320,

@@ -10,7 +10,7 @@ from tiers import sampled
 from headrace.compress import run as compression
 from headrace.compress.planner import plan_compression
 from headrace.compress.quantiser import Quantiser
-from headrace.terms.budget import Budget
+from headrace.terms.options.budget import Budget
 
 
 @pytest.mark.wide

@@ -11,8 +11,8 @@ from compressing import options, run
 from safetensors.torch import load_file, save_file
 
 from headrace.compress.run import compress
-from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, DataError, HeadraceError, ModelError, RunDirectoryError
+from headrace.terms.options.compress_options import CompressOptions
 
 
 def refused(model: Path, folder: Path, error: type[HeadraceError], words: str, **more: Any) -> None:

@@ -26,11 +26,11 @@ from headrace.compress.coded_files import digest_of
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.run import Compressed, result_table
 from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
-from headrace.flow.execute import interpreter_of
+from headrace.flow.run.execute import interpreter_of
 from headrace.model import Chain, Checkpoint
-from headrace.plan.ledger import Snapshot
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.lanes import Lane
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.program import Verb
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 

@@ -24,18 +24,18 @@ from transformers import AutoModelForCausalLM
 from headrace.cli import main
 from headrace.compress.decompression import decompress
 from headrace.engine.merging import merge_adapters
-from headrace.generate.evaluating import evaluate
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated, MicroBatch
-from headrace.generate.plan import GenerationPlan, generation_buffers
-from headrace.generate.planner import plan_generation
-from headrace.generate.whose_weights import open_generator
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.planner import plan_generation
+from headrace.generate.passes.whose_weights import open_generator
+from headrace.generate.plan.plan import GenerationPlan, generation_buffers
+from headrace.generate.uses.evaluating import evaluate
 from headrace.machine.cpu import CpuMachine
-from headrace.model.products import WideProducts
-from headrace.terms.budget import Budget
+from headrace.model.kernels.products import WideProducts
 from headrace.terms.errors import ConfigError
-from headrace.terms.eval_options import EvalOptions
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.eval_options import EvalOptions
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.sizes import PAGE_BYTES
 
 ROWS = (tuple(range(7, 16)), tuple(range(40, 49)))
@@ -98,7 +98,7 @@ def cached_bytes(plan: GenerationPlan) -> int:
 @pytest.mark.parametrize(("dtype", "device"), sampled([("float32", None), ("bfloat16", None), ("float32", "64MiB")]))
 def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, what a block is decoded from comes in as many pages as there may be seats."""
-    monkeypatch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headrace.plan.value.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
     coded = dense_int4[0] / "out"
     check_against_stock(coded, decompress(coded, tmp_path / "plain"), dtype, device)
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.cli import main
 from headrace.compress.decompression import decompress
-from headrace.generate.generator import Generator
+from headrace.generate.passes.generator import Generator
 from headrace.model import Checkpoint
-from headrace.model.gguf_directory import gguf_directory
+from headrace.model.gguf.gguf_directory import gguf_directory
 from headrace.terms.errors import InputError, ModelError
 
 

@@ -17,13 +17,13 @@ from headrace.codec.targets import Int4Target
 from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.verbs import Rows
-from headrace.generate.evaluator import Evaluator
-from headrace.generate.opened import GenerationModel
+from headrace.generate.passes.opened import GenerationModel
+from headrace.generate.uses.evaluator import Evaluator
 from headrace.machine.cpu import CpuMachine
 from headrace.model import IGNORED, MicroBatch, WideProducts, self_check
-from headrace.terms.budget import Budget
 from headrace.terms.errors import ModelError
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.generate_options import GenerateOptions
 
 LENGTH = 16
 # MiniMax of bfloat16 does not run in stock transformers: its own code multiplies float32 with bfloat16.

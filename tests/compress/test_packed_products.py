@@ -17,13 +17,13 @@ from answered_jobs import answered
 from headrace.ask.place import multiplies
 from headrace.codec import Parts
 from headrace.codec.published import PackQuantized
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import MicroBatch
-from headrace.generate.plan import FewRows, GenerationPlan
-from headrace.model import packed
-from headrace.model.packed import PackedMatrix
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.plan.plan import FewRows, GenerationPlan
+from headrace.model.kernels import packed
+from headrace.model.kernels.packed import PackedMatrix
 from headrace.terms.errors import ConfigError
+from headrace.terms.options.budget import Budget
 
 needs_kernel = pytest.mark.skipif(not packed.has_kernel(), reason="torch has no product with four bits for this processor")
 ROWS = (tuple(range(7, 10)), tuple(range(40, 43)))

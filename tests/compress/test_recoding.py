@@ -26,12 +26,12 @@ from headrace.compress.decompression import decompress
 from headrace.compress.recoding import Recoded, recode
 from headrace.compress.run import compress
 from headrace.compress.work import RECORD
-from headrace.generate.sources import ShardSource
+from headrace.generate.passes.sources import ShardSource
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.model import Chain, Checkpoint
-from headrace.terms.compress_options import CompressOptions
 from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.optimizer import Optimizer
 
 TO = "bf16x12"
 KINDS: dict[str, dict[str, Any]] = {

@@ -16,13 +16,13 @@ from tiers import sampled
 
 from headrace.compress.planner import plan_compression
 from headrace.compress.recoding import recode
-from headrace.generate.planner import plan_generation
-from headrace.plan.decoding import making_like, why_no_gain
-from headrace.plan.machine_profiles import load_profile
-from headrace.terms.budget import Budget
-from headrace.terms.ceilings import Ceilings
+from headrace.generate.passes.planner import plan_generation
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.value.decoding import making_like, why_no_gain
 from headrace.terms.errors import ConfigError
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.generate_options import GenerateOptions
 
 COUNTS = {"prompts": 1, "prompt_length": 8, "new_tokens": 4}
 SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}

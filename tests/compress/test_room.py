@@ -15,7 +15,7 @@ from headrace.codec.table import CODES
 from headrace.compress import rounding
 from headrace.compress.room import room_in
 from headrace.model import Chain
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 LLAMA = {"num_attention_heads": 4, "vocab_size": 320, "hidden_size": 64, "max_position_embeddings": 64}
 OPT = LLAMA | {"ffn_dim": 128, "word_embed_proj_dim": 64}

@@ -17,8 +17,8 @@ from headrace.compress.forecast import Block, Job, Matrices, side_by_side, terms
 from headrace.compress.planner import plan_compression
 from headrace.compress.rounding import BlockRounder
 from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
-from headrace.plan.ledger import Snapshot
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.schedules.ledger import Snapshot
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Verb
 
 PLAIN: dict[str, Any] = {

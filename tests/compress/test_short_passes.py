@@ -9,7 +9,7 @@ from compressing import files_of, run, write_model
 from tiers import sampled
 
 from headrace.compress import verbs
-from headrace.model.caught import CatchInputs
+from headrace.model.chain.caught import CatchInputs
 
 
 def whole_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tiny_architectures import CONFIGS
 from transformers import AutoModelForCausalLM
 
 from headrace.compress.decompression import decompress
-from headrace.model.safetensors_file import read_header
+from headrace.model.stored.safetensors_file import read_header
 from headrace.terms.errors import ModelError
 
 

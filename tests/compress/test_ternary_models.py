@@ -18,10 +18,10 @@ from test_compression import tensors_of
 import headrace
 from headrace.compress.decompression import decompress
 from headrace.engine import Engine, Seams
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import MicroBatch
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import MicroBatch
 from headrace.terms.errors import ModelError, StepFailed
+from headrace.terms.options.budget import Budget
 from headrace.testing import RowWire
 
 

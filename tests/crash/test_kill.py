@@ -35,7 +35,7 @@ MOMENTS = {
     "before a fit": f"{FIT}:22:before",
     "after a fit": f"{FIT}:22:after",
     "before a merge": "headrace.engine.subject:settle:1:before",
-    "within a merge": "headrace.flow.settle:_settle_unit:1:after",
+    "within a merge": "headrace.flow.step.settle:_settle_unit:1:after",
     "after a merge": "headrace.engine.subject:settle:1:after",
     "before a commit": "headrace.store:StateStore.commit:4:before",
     "within a commit": "headrace.store.record:RecordFiles.write:4:after",
@@ -57,9 +57,9 @@ PLAN_MOMENTS = {
 
 # Where a run is killed whose blocks come in parts.
 PART_MOMENTS = {
-    "as a part comes": "headrace.model.part_slots:PartSlots.bring:150:before",
-    "as a gradient leaves": "headrace.flow.leaving:LeavingGradients.add:50:after",
-    "before gradients are drained": "headrace.flow.leaving:LeavingGradients.finish:14:after",
+    "as a part comes": "headrace.model.parts.part_slots:PartSlots.bring:150:before",
+    "as a gradient leaves": "headrace.flow.weights.leaving:LeavingGradients.add:50:after",
+    "before gradients are drained": "headrace.flow.weights.leaving:LeavingGradients.finish:14:after",
     "after a commit": "headrace.store:StateStore.commit:3:after",
 }
 

@@ -14,8 +14,9 @@ from forked import kill_at
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.model import block_tables, head_rows
-from headrace.plan.plan import Plan
+from headrace.model.by_rows import block_tables
+from headrace.model.parts import head_rows
+from headrace.plan.value.plan import Plan
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import PlanInfeasible
 from headrace.testing import GroupedCodec, RowWire, item_rules

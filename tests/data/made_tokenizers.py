@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from headrace.data import TokenSet, write_tokens
-from headrace.data.values import Encoded
+from headrace.data.values.values import Encoded
 
 PLAIN = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

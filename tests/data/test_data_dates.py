@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from chat_templates import TEMPLATES, tokenizer_of
 
-from headrace.data import BatchStream, DataSpec, load_tokens, open_data, tokenize
-from headrace.data.chat_template import Template
+from headrace.data import BatchStream, DataSpec, load_tokens
+from headrace.data.batches import open_data
+from headrace.data.chat.chat_template import Template
+from headrace.data.tokens import tokenize
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 PLAIN = TEMPLATES["chatml"]
 FORMATS = ("%Y-%m-%d", "%d %b %Y", "%d %b %Y %H:%M:%S", "%s")

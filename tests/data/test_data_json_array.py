@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_data_long_lines import VALUES, alike
 
-from headrace.data import sources
-from headrace.data.json_array import elements
-from headrace.data.sources import find_sources, read_rows
+from headrace.data.read import sources
+from headrace.data.read.json_array import elements
+from headrace.data.read.sources import find_sources, read_rows
 from headrace.terms.errors import DataError
 
 

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_tokenizers import PLAIN, make_tokenizer
 
-from headrace.data import DataSpec, load_tokens, sources
-from headrace.data.long_lines import cut_strings
+from headrace.data import DataSpec, load_tokens
+from headrace.data.read import sources
+from headrace.data.read.long_lines import cut_strings
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.terms.errors import DataError

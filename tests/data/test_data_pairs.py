@@ -9,11 +9,11 @@ import pytest
 from made_tokenizers import make_tokenizer
 
 from headrace.data import BatchStream, DataSpec, load_tokens
-from headrace.data.held_out import HeldOutRows, split_off
-from headrace.data.sources import find_sources, read_rows
-from headrace.terms.data_source import DataSource
+from headrace.data.batches.held_out import HeldOutRows, split_off
+from headrace.data.read.sources import find_sources, read_rows
 from headrace.terms.errors import ConfigError, DataError
-from headrace.terms.preferences import Preferences
+from headrace.terms.options.data_source import DataSource
+from headrace.terms.options.preferences import Preferences
 
 
 def _spec(path: Path, length: int = 32, rows: int = 4) -> DataSpec:

@@ -14,11 +14,11 @@ from made_tokenizers import PLAIN, make_tokenizer
 from test_data_stream import assert_equal
 
 from headrace.data import BatchStream, DataSpec, load_tokens
-from headrace.data.sources import find_sources
-from headrace.data.streamed import StreamedBatches
-from headrace.terms.data_source import DataSource
+from headrace.data.batches.streamed import StreamedBatches
+from headrace.data.read.sources import find_sources
 from headrace.terms.errors import ConfigError, DataError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.data_source import DataSource
+from headrace.terms.options.run_options import RunOptions
 
 WORDS = ("water", "is led to", "the turbine", "by the headrace", "fox", "jumps over the lazy dog and", "two")
 TOKENIZER = make_tokenizer(PLAIN)

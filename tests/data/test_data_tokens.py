@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_tokenizers import PLAIN, TAGGED, make_tokenizer, make_tokens, numbered_tokens
 
-from headrace.data import BatchStream, DataSpec, TokenSet, block_array, load_tokens, token_writer, tokenize, write_tokens
-from headrace.data.values import Encoded
+from headrace.data import BatchStream, DataSpec, TokenSet, load_tokens, write_tokens
+from headrace.data.tokens import token_writer, tokenize
+from headrace.data.values import block_array
+from headrace.data.values.values import Encoded
 from headrace.terms.errors import ConfigError, CorruptData, DataError, DiskFull
 
 SAMPLES = st.lists(

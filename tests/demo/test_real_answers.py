@@ -17,7 +17,7 @@ from real_model import NAME, NoRealModel, real_model
 from stage import environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.cli.environment import cache_directory
+from headrace.process import cache_directory
 
 pytestmark = [pytest.mark.deep, pytest.mark.process, pytest.mark.timeout(3600)]
 QUESTION, NEW_TOKENS = "What does textwrap.dedent do in Python?", 16

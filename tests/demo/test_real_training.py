@@ -12,10 +12,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headrace
-from headrace.cli.environment import cache_directory
 from headrace.engine.trainer import Engine
 from headrace.machine.cpu import CpuMachine
-from headrace.model.products import WideProducts
+from headrace.model.kernels.products import WideProducts
+from headrace.process import cache_directory
 
 pytestmark = [pytest.mark.deep, pytest.mark.timeout(3600)]
 STEPS, ROWS, LENGTH = 50, 2, 32

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 
 import headrace
-from headrace.engine.crowd import Crowd
-from headrace.engine.node import NodeEngine
+from headrace.engine.node.crowd import Crowd
+from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.net import Address, Listener
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.runs.node import work
 from headrace.terms.events import Sink
-from headrace.terms.muster import Muster
+from headrace.terms.options.muster import Muster
 
 
 class Crew:

@@ -10,13 +10,13 @@ import torch
 from crew import node_options, weights_of
 from torch.distributed import HashStore
 
-from headrace.engine.fleet import Fleet
-from headrace.engine.line import LANES, Line
 from headrace.engine.seams import Seams
-from headrace.engine.sharded import ShardedEngine, join
-from headrace.engine.staged import StagedEngine
+from headrace.engine.shared.fleet import Fleet
+from headrace.engine.shared.line import LANES, Line
+from headrace.engine.shared.sharded import ShardedEngine, join
+from headrace.engine.shared.staged import StagedEngine
 from headrace.net import Ranks
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.events import Sink, StepResult
 
 Batches = Sequence[dict[str, torch.Tensor]]

@@ -21,13 +21,13 @@ import headrace
 from headrace.engine.merging import merge_adapters
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.generate.generator import Generator
-from headrace.generate.opened import GenerationModel
-from headrace.generate.whose_weights import open_model
-from headrace.terms.adapter import adapter_of
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.opened import GenerationModel
+from headrace.generate.passes.whose_weights import open_model
 from headrace.terms.errors import ConfigError, InputError, ModelError, RunDirectoryError
 from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability
+from headrace.terms.options.adapter import adapter_of
+from headrace.terms.options.budget import Budget
 from headrace.testing import GroupedCodec
 from headrace.update.wires import AdapterWire, FrozenWire
 

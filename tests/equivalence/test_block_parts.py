@@ -14,8 +14,8 @@ import headrace
 from headrace.engine.subject import Subject
 from headrace.engine.trainer import Engine
 from headrace.machine.cpu import CpuMachine
-from headrace.model.block_parts import PartSlots
-from headrace.plan.plan import Plan
+from headrace.model.streams.block_parts import PartSlots
+from headrace.plan.value.plan import Plan
 from headrace.terms.block_parts import BlockParts
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.sizes import PAGE_BYTES

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.model.stored_rows import rows_within
-from headrace.plan.plan import Plan
+from headrace.model.parts.stored_rows import rows_within
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import RunDirectoryError
 
 STEPS = 3
@@ -32,7 +32,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return what says whether all tables are large, or none."""
 
     def say(found: bool) -> None:
-        monkeypatch.setattr("headrace.model.block_tables.LEAST_BYTES", 0 if found else 1 << 60)
+        monkeypatch.setattr("headrace.model.by_rows.block_tables.LEAST_BYTES", 0 if found else 1 << 60)
 
     return say
 

@@ -16,14 +16,14 @@ from ranks import staged_run
 from safetensors.torch import load_file
 from short_run import short_run
 
-from headrace.engine.learner import Learner
+from headrace.engine.local.learner import Learner
 from headrace.engine.trainer import Engine
 from headrace.files.number_file import NumberFile
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 from headrace.update.combinations import refuse_combination
-from headrace.update.travel import TRAVELS
+from headrace.update.sites.travel import TRAVELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 

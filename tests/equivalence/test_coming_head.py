@@ -13,8 +13,8 @@ from test_visiting_head import home
 from tiers import sampled
 
 from headrace.engine.trainer import Engine
-from headrace.flow.coming_head import ComingHead
-from headrace.model import head_rows
+from headrace.flow.weights.coming_head import ComingHead
+from headrace.model.parts import head_rows
 from headrace.terms.errors import ConfigError
 
 STEPS = 2

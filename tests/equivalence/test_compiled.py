@@ -18,9 +18,9 @@ from versions import COMPILES_EXPERTS
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.model.compiled import CompiledBlocks, check_compiler
-from headrace.plan.plan import Plan
-from headrace.plan.words import explain_plan
+from headrace.model.chain.compiled import CompiledBlocks, check_compiler
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.words import explain_plan
 from headrace.terms.errors import ConfigError
 
 KINDS_OF_BLOCKS = {"llama": 1, "mixtral-aux": 1, "deepseek": 2}
@@ -29,9 +29,9 @@ KINDS_OF_BLOCKS = {"llama": 1, "mixtral-aux": 1, "deepseek": 2}
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compile without a compiler."""
-    monkeypatch.setattr("headrace.model.chain.CompiledBlocks", functools.partial(CompiledBlocks, "aot_eager"))
-    monkeypatch.setattr("headrace.model.chain.check_compiler", lambda device: None)
-    monkeypatch.setattr("headrace.model.chain.check_compiles", lambda config: None)  # tests/model has it
+    monkeypatch.setattr("headrace.model.chain.chain.CompiledBlocks", functools.partial(CompiledBlocks, "aot_eager"))
+    monkeypatch.setattr("headrace.model.chain.chain.check_compiler", lambda device: None)
+    monkeypatch.setattr("headrace.model.chain.chain.check_compiles", lambda config: None)  # tests/model has it
     yield
     torch._dynamo.reset()
 

@@ -15,7 +15,7 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.store import StateStore
 from headrace.terms.errors import CorruptData
 from headrace.terms.families import STATES, WEIGHTS

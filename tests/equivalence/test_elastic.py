@@ -11,14 +11,14 @@ from crew import Crew, node_options, weights_of
 from plain import LENGTH, SPLIT, batch_of
 from short_run import short_run
 
-from headrace.engine.node import NodeEngine
+from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PeerLost, StepFailed
 from headrace.terms.events import Event, Notice
-from headrace.terms.muster import Muster
-from headrace.terms.run_options import NodeOptions
+from headrace.terms.options.muster import Muster
+from headrace.terms.options.run_options import NodeOptions
 
 BATCHES = [batch_of(8, LENGTH, seed) for seed in range(5)]
 SPLIT_IN_FOUR = {**SPLIT, "micro_batch_sequences": 2, "num_micro_batches": 4, "loss_chunk_tokens": 2 * LENGTH}

@@ -15,8 +15,8 @@ from tiers import sampled
 import headrace
 from headrace.engine.seams import seams_of
 from headrace.engine.trainer import Engine
-from headrace.model.stored_rows import StoredRows
-from headrace.plan.plan import Plan
+from headrace.model.parts.stored_rows import StoredRows
+from headrace.plan.value.plan import Plan
 from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 

@@ -11,8 +11,8 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.model import head_rows
-from headrace.plan.plan import Plan
+from headrace.model.parts import head_rows
+from headrace.plan.value.plan import Plan
 
 ONCE: dict[str, Any] = {
     "micro_batch_sequences": ROWS, "num_micro_batches": 1, "accumulate": False, "loss_chunk_tokens": ROWS * LENGTH

@@ -19,11 +19,11 @@ import headrace
 from headrace.engine.trainer import Engine
 from headrace.files import space
 from headrace.model import Chain
-from headrace.plan.machine_profiles import load_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.store import StateStore, run_folders
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import ConfigError, DiskFull, RunDirectoryError
 from headrace.terms.events import Flushed, Notice, OpDone, StepResult
+from headrace.terms.machine.drives import InFlight
 from headrace.update import Checksums, Updater
 
 

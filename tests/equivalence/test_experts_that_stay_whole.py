@@ -10,7 +10,7 @@ from tiers import sampled
 from headrace.ask.answer import plan_model
 from headrace.engine.trainer import Engine
 from headrace.terms.errors import PlanInfeasible
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 
 TOGETHER = {"tokens_per_step": 32, "sequence_length": 16, "host_memory": "4GiB", "device_memory": 1}
 WORDS = "experts cannot come one at a time, which would take less: "

@@ -17,9 +17,9 @@ from tiers import sampled
 from headrace import Options
 from headrace.ask.answer import plan_model
 from headrace.engine.trainer import Engine
-from headrace.plan.given import load_plan
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.plan import Plan
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.search.given import load_plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
 
 ROWS, LENGTH = 6, 32

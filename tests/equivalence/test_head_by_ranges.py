@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.model import head_rows
-from headrace.plan.plan import Plan
+from headrace.model.parts import head_rows
+from headrace.plan.value.plan import Plan
 
 _RANGES = {"head_rows": 160}  # of 384: two ranges and a smaller one
 

@@ -14,8 +14,8 @@ from tiers import sampled
 import headrace
 from headrace.engine.seams import seams_of
 from headrace.engine.trainer import Engine
-from headrace.plan.choices import Hosted
-from headrace.plan.plan import Plan
+from headrace.plan.value.choices import Hosted
+from headrace.plan.value.plan import Plan
 
 ONE_ROW = SPLIT | {"micro_batch_sequences": 1, "num_micro_batches": ROWS}
 STEPS = 2

@@ -20,7 +20,7 @@ import headrace
 from headrace.engine.trainer import Engine
 from headrace.model import Chain
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 DECAY, STEPS = 0.1, 5
 SHAPE = {

@@ -21,9 +21,9 @@ from headrace.ask import planner as planner_module
 from headrace.engine import subject
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.flow import settle as settling
+from headrace.flow.step import settle as settling
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.plan.footprint import merging_bytes
+from headrace.plan.forecast.footprint import merging_bytes
 from headrace.store import StateStore
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.update.projectors import Projector

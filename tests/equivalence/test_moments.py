@@ -12,8 +12,8 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
-from headrace.plan.words import explain_plan
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.words import explain_plan
 from headrace.store import read_manifest
 from headrace.terms.errors import InputError
 from headrace.update.rules.adamw import adamw_planes
@@ -122,7 +122,7 @@ def test_training_follows_fp32_moments(model_dir: Callable[..., Path], tmp_path:
     """Forty steps from a loss of 6 to one below 4.5, with beta2 = 0.999: within 3 % of the loss at every step.
 
     The reduced runs wander within what another order of summation would do. Moments that stall are not seen in so few steps:
-    tests/update/test_reduced_moments.py.
+    tests/update/rules/test_reduced_moments.py.
     """
     path = model_dir("llama", "bfloat16")
     losses, runs = {}, {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8"}

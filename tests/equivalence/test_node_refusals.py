@@ -17,8 +17,8 @@ from headrace.store import RunLock
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Event, Notice
-from headrace.terms.muster import Muster
-from headrace.terms.run_options import NodeOptions
+from headrace.terms.options.muster import Muster
+from headrace.terms.options.run_options import NodeOptions
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ from plain import LENGTH, ROWS, SPLIT, batch_of
 from short_run import short_run
 from tiers import sampled
 
-from headrace.engine import lane_diary
-from headrace.engine.node import NodeEngine
+from headrace.engine.node import lane_diary
+from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.flow import compute, update
-from headrace.flow.step import HANDLERS
-from headrace.flow.step_state import StepState
-from headrace.plan.plan import Plan
+from headrace.flow.step import compute, update
+from headrace.flow.step.step import HANDLERS
+from headrace.flow.step.step_state import StepState
+from headrace.plan.value.plan import Plan
 from headrace.report.pages.views import lane_heading, lane_place
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, OpDone

@@ -19,8 +19,8 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.flow.buffers import Buffers
-from headrace.model.binding import Binding, GradientSink
+from headrace.flow.weights.buffers import Buffers
+from headrace.model.blocks.binding import Binding, GradientSink
 from headrace.store import StateStore
 from headrace.terms.errors import HeadraceError
 from headrace.terms.layout import ParameterSpec

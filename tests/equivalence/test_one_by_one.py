@@ -11,7 +11,7 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import PlanInfeasible
 
 ONE = {"host_slots": 1, "prefetch": 0}

@@ -15,7 +15,7 @@ from tiers import sampled
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.engine.trainer import Engine
-from headrace.model.thresholds import architecture_key
+from headrace.model.trials.thresholds import architecture_key
 
 LENGTHS = (LENGTH, 13, 11, 6, 2, LENGTH - 2)
 ROWS = ((0,), (1, 2, 4), (3,), (5,))

@@ -12,8 +12,8 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.choices import Hosted
-from headrace.plan.plan import Plan
+from headrace.plan.value.choices import Hosted
+from headrace.plan.value.plan import Plan
 from headrace.terms.events import OpDone
 from headrace.terms.program import Verb
 from headrace.terms.sizes import PAGE_BYTES
@@ -52,7 +52,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let blocks of tiny models have several pages."""
-    monkeypatch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headrace.plan.value.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
 
 
 def same(path: Path, tmp_path: Path, change: dict[str, Any], **options: Any) -> None:

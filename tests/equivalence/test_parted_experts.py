@@ -15,13 +15,13 @@ from tiers import sampled
 import headrace
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.trainer import Engine
-from headrace.flow import parted as parted_flow
-from headrace.flow.expert_source import ExpertSource
-from headrace.flow.step_state import AtExperts
-from headrace.generate.generator import Generator
-from headrace.generate.opened import GenerationModel
-from headrace.model.parted_experts import Visit
-from headrace.plan.plan import Plan
+from headrace.flow.step import parted as parted_flow
+from headrace.flow.step.step_state import AtExperts
+from headrace.flow.weights.expert_source import ExpertSource
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.opened import GenerationModel
+from headrace.model.parts.parted_experts import Visit
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import PlanInfeasible, RunDirectoryError
 
 EXPERTS, ATTENTION = "lora:rank=4,target_modules=o_proj+experts", "lora:rank=4"

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import headrace
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 
 ROWS, LENGTH, RATE = 2, 64, 1000.0
 EXPERTS = {"adapter": "lora:rank=4,target_modules=experts"}

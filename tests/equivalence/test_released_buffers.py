@@ -11,8 +11,8 @@ from poisoned import Poison
 from test_parted_experts import parted, together
 
 from headrace.engine.seams import Seams
-from headrace.generate.generator import Generator
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.terms.options.budget import Budget
 from headrace.terms.program import Pool
 
 FEW = {"chunk_elements": 2048, "resident_states": (), "host_slots": 2, "prefetch": 1, "state_slots": 2}

@@ -14,16 +14,16 @@ from tiers import sampled
 import headrace
 import headrace.ask.planner
 import headrace.engine.beginning
-from headrace.engine.node import NodeEngine
-from headrace.engine.sharded import ShardedEngine
-from headrace.engine.staged import StagedEngine
+from headrace.engine.node.node import NodeEngine
+from headrace.engine.shared.sharded import ShardedEngine
+from headrace.engine.shared.staged import StagedEngine
 from headrace.engine.trainer import Engine
-from headrace.flow.buffers import Buffers
-from headrace.plan.forecast import forecast
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.own_rates import Seen
-from headrace.plan.plan import Plan
-from headrace.plan.simulate import union_seconds
+from headrace.flow.weights.buffers import Buffers
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.clock.simulate import union_seconds
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.forecast.own_rates import Seen
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, DiskFull, PlanInfeasible
 from headrace.terms.events import Notice, OpDone
 from headrace.terms.lanes import Lane

@@ -13,7 +13,7 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.events import StepResult
 from headrace.terms.families import STATES
 from headrace.update import LossScale

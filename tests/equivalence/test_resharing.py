@@ -12,8 +12,8 @@ from ranks import ranks_run
 from short_run import short_run
 from tiers import sampled
 
-from headrace.engine import resharing
-from headrace.plan.plan import Plan
+from headrace.engine.shared import resharing
+from headrace.plan.value.plan import Plan
 from headrace.store import ShardStore, manifest, replacing
 from headrace.terms.errors import ConfigError, RunDirectoryError
 

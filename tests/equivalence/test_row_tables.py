@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine.merging import merge_adapters
-from headrace.engine.sharded import ShardedEngine
+from headrace.engine.shared.sharded import ShardedEngine
 from headrace.engine.trainer import Engine
-from headrace.generate.generator import Generator
-from headrace.generate.opened import GenerationModel
-from headrace.generate.whose_weights import open_model
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.opened import GenerationModel
+from headrace.generate.passes.whose_weights import open_model
 from headrace.terms.errors import ConfigError, ModelError
+from headrace.terms.options.budget import Budget
 
 LR, DECAY, STEPS = 1e-2, 0.1, 3
 TABLE = "table:rows=36,layers=1+3,top=5"

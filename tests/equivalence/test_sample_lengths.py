@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.model import probe
-from headrace.model.sample_groups import groups_of
+from headrace.model.blocks.sample_groups import groups_of
+from headrace.model.trials.probe import probe
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, StepResult
 

@@ -16,7 +16,7 @@ from headrace.engine.subject import Subject
 from headrace.engine.trainer import Engine
 from headrace.store import StateStore
 from headrace.terms.errors import ExportFailed
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 WAYS: dict[str, dict[str, Any]] = {
     "deferred": {},

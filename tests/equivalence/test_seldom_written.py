@@ -14,8 +14,8 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.flow import drain
-from headrace.plan.plan import Plan
+from headrace.flow.step import drain
+from headrace.plan.value.plan import Plan
 from headrace.terms.events import Event, StepResult
 
 STEPS = 9

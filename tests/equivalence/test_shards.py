@@ -13,9 +13,9 @@ from short_run import short_run
 from tiers import sampled
 
 from headrace.engine.trainer import Engine
-from headrace.flow.step import HANDLERS
-from headrace.flow.step_state import StepState
-from headrace.plan.plan import Plan
+from headrace.flow.step.step import HANDLERS
+from headrace.flow.step.step_state import StepState
+from headrace.plan.value.plan import Plan
 from headrace.terms.program import Op, Verb
 
 STEPS = 3

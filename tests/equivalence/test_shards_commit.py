@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiers import sampled
 
-from headrace.engine.fleet import VERSIONS, Fleet
+from headrace.engine.shared.fleet import VERSIONS, Fleet
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import ShardStore, StoreRequest
 from headrace.terms.errors import StorageError

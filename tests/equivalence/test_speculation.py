@@ -14,8 +14,8 @@ from tiers import sampled
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
-from headrace.plan.speculation import Speculation
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.speculation import Speculation
 from headrace.store import StateStore
 from headrace.terms.events import StepResult
 from headrace.update import LossScale

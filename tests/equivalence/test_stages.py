@@ -14,16 +14,16 @@ from ranks import staged_run
 from short_run import short_run
 from tiers import sampled
 
-from headrace.engine.stage_shares import StageShares
-from headrace.engine.staged import StagedEngine
+from headrace.engine.shared.stage_shares import StageShares
+from headrace.engine.shared.staged import StagedEngine
 from headrace.engine.trainer import Engine
 from headrace.net import Relay
-from headrace.plan.plan import Plan
-from headrace.plan.stage_place import StagePlace
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.stage_place import StagePlace
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import OpDone
 from headrace.terms.lanes import split_lane
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 
 STEPS, SPLIT_IN_FOUR = 3, {**SPLIT, "num_micro_batches": 4}
 SETTINGS: dict[str, dict[str, Any]] = {

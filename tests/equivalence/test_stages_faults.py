@@ -14,10 +14,10 @@ from ranks import staged_run
 from tiers import sampled
 from torch.distributed import HashStore
 
-from headrace.engine.line import LANES, Line
 from headrace.engine.seams import Seams
-from headrace.engine.sharded import join
-from headrace.engine.staged import StagedEngine
+from headrace.engine.shared.line import LANES, Line
+from headrace.engine.shared.sharded import join
+from headrace.engine.shared.staged import StagedEngine
 from headrace.net import Lane, Ranks
 from headrace.terms.errors import PeerLost, StepFailed
 

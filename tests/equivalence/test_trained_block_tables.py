@@ -19,9 +19,9 @@ from tiers import sampled
 import headrace
 from headrace.engine.block_tables import Tables
 from headrace.engine.trainer import Engine
-from headrace.model.learned_rows import LearnedRows
-from headrace.model.stored_rows import rows_within
-from headrace.plan.plan import Plan
+from headrace.model.by_rows.learned_rows import LearnedRows
+from headrace.model.parts.stored_rows import rows_within
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import PlanInfeasible, RunDirectoryError
 
 pytestmark = pytest.mark.wide  # some 25 s a case; the seam has its usual tests where the embedding is trained by rows

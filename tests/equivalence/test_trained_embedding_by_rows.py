@@ -14,10 +14,10 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.engine.learner import Learner
+from headrace.engine.local.learner import Learner
 from headrace.engine.trainer import Engine
-from headrace.model.learned_rows import LearnedRows
-from headrace.plan.plan import Plan
+from headrace.model.by_rows.learned_rows import LearnedRows
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
 
 STEPS = 4

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.flow.trained_experts import TrainedExperts
-from headrace.generate.generator import Generator
-from headrace.generate.opened import GenerationModel
-from headrace.plan.plan import Plan
+from headrace.flow.weights.trained_experts import TrainedExperts
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.opened import GenerationModel
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import PlanInfeasible
 
 PARTED = Seams(parted=True)

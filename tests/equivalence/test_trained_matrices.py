@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import headrace
 from headrace.engine.trainer import Engine
 from headrace.terms.families import STATES
-from headrace.terms.optimizer import is_matrix
+from headrace.terms.options.optimizer import is_matrix
 
 LR, DECAY = 1e-2, 0.1
 OPTIONS: dict[str, Any] = {"learning_rate": LR, "weight_decay": DECAY, "max_grad_norm": 0.5, "train": "matrices"}

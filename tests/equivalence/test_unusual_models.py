@@ -18,7 +18,7 @@ from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.terms.events import Event, Notice
 
 SHAPE = {

@@ -14,9 +14,9 @@ from test_hosted import ONE_ROW
 from tiers import sampled
 
 from headrace.engine.trainer import Engine
-from headrace.flow import visiting_head
-from headrace.plan.choices import Hosted
-from headrace.plan.plan import Plan
+from headrace.flow.step import visiting_head
+from headrace.plan.value.choices import Hosted
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
 
 STEPS = 2

@@ -13,7 +13,7 @@ from plain import LENGTH, ROWS, PlainTrainer, batch_of, train
 from tiers import sampled
 
 from headrace.machine.cpu import CpuMachine
-from headrace.model import products
+from headrace.model.kernels import products
 
 STEPS = 3
 PLACEMENTS: dict[str, dict[str, Any]] = {

@@ -12,10 +12,10 @@ from crew import Crew, crew, node_options, weights_of
 from plain import LENGTH, ROWS, batch_of
 from tiers import sampled
 
-from headrace.engine.node import NodeEngine
+from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
-from headrace.flow.step import HANDLERS
-from headrace.flow.step_state import StepState
+from headrace.flow.step.step import HANDLERS
+from headrace.flow.step.step_state import StepState
 from headrace.net import exchange
 from headrace.runs.node import lost_peer
 from headrace.terms.errors import PeerLost, StepFailed

@@ -17,9 +17,9 @@ from headrace.files import (
     measure_directory,
     measured_weights,
 )
-from headrace.plan.machine_profiles import load_profile
-from headrace.terms.drives import striped_shares
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import DiskFull, StorageError
+from headrace.terms.machine.drives import striped_shares
 from headrace.terms.sizes import MIB
 
 

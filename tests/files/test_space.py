@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.files import Beside, DirectFile, default_ssd_bytes, describe_directory, space
-from headrace.plan.machine_profiles import load_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError, DiskFull, StorageError
 
 

@@ -9,9 +9,9 @@ from drawn_bytes import random_bytes
 
 from headrace.files import BLOCK_BYTES, Bytes, ThreadEngine
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import DeviceStalled, StorageError
 from headrace.terms.events import Event, Notice
+from headrace.terms.machine.drives import InFlight
 from headrace.testing import Fault, FaultKind, FaultyFile, MemoryFile
 
 SIZE = 64 * BLOCK_BYTES

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from headrace.cli.generating import say
-from headrace.generate.cache_plan import SSD, CachePlan, with_inputs
-from headrace.generate.jobs import run_job
-from headrace.generate.plan import GenerationPlan
-from headrace.generate.search import GenerationQuestion, make_generation_plan
-from headrace.generate.seat_caches import CacheFile, SeatCache
-from headrace.generate.whose_weights import open_generator
-from headrace.terms.generate_options import GenerateOptions
+from headrace.generate.passes.seat_caches import CacheFile, SeatCache
+from headrace.generate.passes.whose_weights import open_generator
+from headrace.generate.plan.cache_plan import SSD, CachePlan, with_inputs
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
+from headrace.generate.uses.jobs import run_job
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.sizes import PAGE_BYTES
 
 
@@ -28,7 +28,7 @@ def in_tiers(patch: pytest.MonkeyPatch, *, by_inputs: bool = False) -> None:
         caches = CachePlan(homes=(SSD,) * plan.num_blocks, slots=2, page_bytes=PAGE_BYTES)
         return replace(plan, caches=[*with_inputs(caches, plan.costs)][-1] if by_inputs else caches)
 
-    patch.setattr("headrace.generate.planner.make_generation_plan", on_drives)
+    patch.setattr("headrace.generate.passes.planner.make_generation_plan", on_drives)
 
 
 def job(model: Path, folder: Path, ssd: Path | None, code: str | None = None) -> int:

@@ -4,7 +4,7 @@ import pytest
 from tiers import sampled
 from tiny_architectures import CONFIGS, make_config
 
-from headrace.model.generation_check import check_generation
+from headrace.model.seats.generation_check import check_generation
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from tiers import sampled
 from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import AutoModelForCausalLM
 
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated, MicroBatch
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import Generated, MicroBatch
 from headrace.terms.events import Event, GenerationPass
+from headrace.terms.options.budget import Budget
 
 # By name: slots for what every token reads, experts that stay, when all are read ahead, a separate device, interpreter.
 PLACES: dict[str, dict[str, Any]] = {

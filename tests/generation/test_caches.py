@@ -21,17 +21,17 @@ from test_generation_search import question
 from tiers import sampled
 
 from headrace.files import DirectFile
-from headrace.generate.cache_plan import HOST, SSD, CachePlan, with_inputs
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated, MicroBatch
-from headrace.generate.schedule import build_pass
-from headrace.generate.search import make_generation_plan
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.plan.cache_plan import HOST, SSD, CachePlan, with_inputs
+from headrace.generate.plan.schedule import build_pass
+from headrace.generate.plan.search import make_generation_plan
 from headrace.machine.cpu import CpuMachine
-from headrace.model.products import WideProducts
-from headrace.plan.ledger import Snapshot
-from headrace.terms.budget import Budget
+from headrace.model.kernels.products import WideProducts
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.errors import DiskFull
 from headrace.terms.lanes import Lane
+from headrace.terms.options.budget import Budget
 from headrace.terms.program import Pool
 from headrace.terms.sizes import PAGE_BYTES
 from headrace.testing.faulty_file import Fault, FaultKind, FaultyFile
@@ -187,7 +187,7 @@ def test_a_drive_that_is_full_loses_nothing(model: Path, tmp_path: Path, monkeyp
 
     in_tiers(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.generate.seat_caches.DirectFile.nameless", failing)
+        patch.setattr("headrace.generate.passes.seat_caches.DirectFile.nameless", failing)
         with pytest.raises(DiskFull, match=r"keys and values.*what is done is kept"):
             job(model, tmp_path / "full", tmp_path)
     assert not (tmp_path / "full/out.jsonl").exists()

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Mixtra
 from headrace.machine.cpu import CpuMachine
 from headrace.measure.decoding import decoding_seconds, row_product_rate
 from headrace.model import Chain
-from headrace.model.generation_check import ready_to_generate
-from headrace.model.generation_costs import generation_costs
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.rates import Rates
+from headrace.model.seats.generation_check import ready_to_generate
+from headrace.model.seats.generation_costs import generation_costs
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.clock.rates import Rates
 from headrace.terms.costs import CALLS_OF_EXPERT
 from headrace.terms.lanes import Lane
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.program import Op, Verb
 
 SIZES: dict[str, Any] = {

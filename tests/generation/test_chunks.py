@@ -14,14 +14,14 @@ from test_caches import COMMON, PLACES, WAYS
 from tiers import sampled
 from tiny_architectures import CONFIGS, make_config
 
-from headrace.generate.cache_plan import CachePlan
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import MicroBatch
-from headrace.generate.plan import GenerationPlan
-from headrace.generate.planner import GenerationPlanner
-from headrace.model.generation_check import why_not_chunked
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.planner import GenerationPlanner
+from headrace.generate.plan.cache_plan import CachePlan
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.model.seats.generation_check import why_not_chunked
 from headrace.terms.errors import PlanInfeasible
+from headrace.terms.options.budget import Budget
 from headrace.terms.sizes import PAGE_BYTES
 
 CASES = [(name, place) for name in ("llama", "gemma3", "deepseek-v3", "gpt-oss", "bamba") for place in ("memory", *PLACES)]
@@ -115,7 +115,7 @@ def test_a_job_keeps_its_chunks(model: Path, tmp_path: Path, monkeypatch: pytest
     assert job(model, tmp_path / "whole", None) == 0
     assert chunks.pop() == (8, 3)
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.generate.jobs.JobProgress", lambda *args: (_ for _ in ()).throw(Killed))
+        patch.setattr("headrace.generate.uses.jobs.JobProgress", lambda *args: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             job(model, tmp_path / "killed", None)
     assert job(model, tmp_path / "killed", None) == 0

@@ -14,14 +14,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from headrace.codec.cache_codes import CACHE_CODES
-from headrace.generate.cache_plan import CachePlan, whole_bytes
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated
-from headrace.generate.plan import GenerationPlan
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import Generated
+from headrace.generate.plan.cache_plan import CachePlan, whole_bytes
+from headrace.generate.plan.plan import GenerationPlan
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, Notice
-from headrace.terms.generate_options import CACHE_DTYPES
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.generate_options import CACHE_DTYPES
 from headrace.terms.sizes import PAGE_BYTES
 
 HOMES = {**PLACES, "compute": (("compute",), False), "device": (("compute",), True)}

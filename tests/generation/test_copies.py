@@ -15,20 +15,20 @@ from some_prompts import prompts
 from tiers import sampled
 
 from headrace.files import Bandwidth, Extent, Volume
-from headrace.generate.copying import why_no_copy
-from headrace.generate.evaluating import evaluate
-from headrace.generate.generator import Generator
-from headrace.generate.peaks import with_peaks
-from headrace.generate.planner import plan_generation
+from headrace.generate.passes.copying import why_no_copy
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.planner import plan_generation
+from headrace.generate.plan.peaks import with_peaks
+from headrace.generate.uses.evaluating import evaluate
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.plan.machine_profiles import load_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.store.copied_files import WeightFiles
 from headrace.store.weight_copy import PREFIX, WeightCopy
-from headrace.terms.budget import Budget
 from headrace.terms.errors import ConfigError, CorruptData, DiskFull, RunDirectoryError, StorageError
-from headrace.terms.eval_options import EvalOptions
 from headrace.terms.events import Event, Notice
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.eval_options import EvalOptions
+from headrace.terms.options.generate_options import GenerateOptions
 
 SMALL = {"stripe_bytes": 4096, "piece_bytes": 8192}
 
@@ -288,12 +288,12 @@ def test_a_copy_is_made_where_it_pays(
     directory = directory_of("llama")
     paths = sorted(directory.glob("*.safetensors"))
     assert "have them already" in why_no_copy(paths, drives)
-    monkeypatch.setattr("headrace.generate.copying.on_drives_of", lambda paths, directories: False)
+    monkeypatch.setattr("headrace.generate.passes.copying.on_drives_of", lambda paths, directories: False)
     monkeypatch.setattr("headrace.files.directory_facts.measure_directory", lambda path, size: Bandwidth(2e9, 1e9, 1e9))
-    monkeypatch.setattr("headrace.generate.copying.measured_reading", lambda paths: 1e9)
+    monkeypatch.setattr("headrace.generate.passes.copying.measured_reading", lambda paths: 1e9)
     # Three directories of one drive of 2 GB/s.
     assert why_no_copy(paths, drives) == ""
-    monkeypatch.setattr("headrace.generate.copying.measured_reading", lambda paths: 1.9e9)
+    monkeypatch.setattr("headrace.generate.passes.copying.measured_reading", lambda paths: 1.9e9)
     assert "would be read at" in why_no_copy(paths, drives)
 
 
@@ -314,7 +314,7 @@ def test_a_plan_says_what_a_copy_takes(directory_of: Callable[..., Path], drives
         return plan_generation(model, options, None if here else machine, here=here, **sizes).explain()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.generate.search._filled", lambda plan, allowance: iter([with_peaks(plan, allowance)]))
+        patch.setattr("headrace.generate.plan.search._filled", lambda plan, allowance: iter([with_peaks(plan, allowance)]))
         assert "copied to 4 drives, striped once" in notes(model, options, here=False)
         ssd = GenerateOptions.of({"host_memory": "4GiB", "ssd": drives})
         assert "have them already" in notes(str(directory_of("gemma3")), ssd, here=True)

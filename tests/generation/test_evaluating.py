@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import headrace
 from headrace.cli import main
 from headrace.engine.merging import merge_adapters
-from headrace.generate.evaluating import evaluate
-from headrace.generate.evaluator import Continuations, Evaluator
-from headrace.generate.opened import GenerationModel
-from headrace.model import scoring
-from headrace.terms.budget import Budget
+from headrace.generate.passes.opened import GenerationModel
+from headrace.generate.uses.evaluating import evaluate
+from headrace.generate.uses.evaluator import Continuations, Evaluator
+from headrace.model.seats import scoring
 from headrace.terms.errors import ConfigError, DataError, ModelError
-from headrace.terms.eval_options import EvalOptions
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.eval_options import EvalOptions
+from headrace.terms.options.generate_options import GenerateOptions
 
 CHATS = [[("user", "w" * (1 + each)), ("assistant", "water" * (1 + each % 3))] for each in range(7)]
 

@@ -10,7 +10,7 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from tiny_sizes import SIZES
 from transformers import PreTrainedTokenizerFast
 
-from headrace.generate.evaluating import evaluate
+from headrace.generate.uses.evaluating import evaluate
 from headrace.terms.errors import ModelError
 
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 2}

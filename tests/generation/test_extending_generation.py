@@ -29,7 +29,7 @@ def outputs(folder: Path, *commands: list[str]) -> list[str]:
 
 @pytest.mark.wide
 def test_an_option_of_generation_is_one_file(model: Path, tmp_path: Path) -> None:
-    assert apply("An option of generation", tmp_path) == {"headrace/terms/generate_options.py"}
+    assert apply("An option of generation", tmp_path) == {"headrace/terms/options/generate_options.py"}
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES), encoding="utf-8")
     plain = ["generate", str(model), "--max-new-tokens", "12", "--temperature", "0", "--host-memory", "2GiB"]
     one, job = ["--raw", "--prompt", "water water water"], ["--raw", "--input", "in.jsonl", "--output", "out.jsonl"]
@@ -48,7 +48,7 @@ def test_an_option_of_generation_is_one_file(model: Path, tmp_path: Path) -> Non
 @pytest.mark.deep
 def test_a_kind_of_run_is_three_files(model: Path, tmp_path: Path) -> None:
     assert apply("A kind of run", tmp_path) == {
-        f"headrace/{name}.py" for name in ("cli/app", "cli/embedding", "generate/embedding")
+        f"headrace/{name}.py" for name in ("cli/app", "cli/embedding", "generate/uses/embedding")
     }
     texts = ["water", "to the turbine", "flows"]
     commands, lines = outputs(tmp_path, ["--help"], ["embed", str(model), *texts, "--host-memory", "2GiB"])

@@ -12,24 +12,24 @@ from tiers import sampled
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from headrace.cli import main
-from headrace.generate.cache_plan import CachePlan
-from headrace.generate.peaks import with_peaks
-from headrace.generate.plan import GenerationPlan
-from headrace.generate.planner import plan_generation
-from headrace.generate.schedule import build_pass
-from headrace.generate.search import GenerationQuestion, make_generation_plan
-from headrace.generate.seconds import seconds_of_all_tokens
-from headrace.plan.allowance import Allowance
-from headrace.plan.expert_plan import ExpertFigures
-from headrace.plan.ledger import Snapshot
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.rates import Rates
+from headrace.generate.passes.planner import plan_generation
+from headrace.generate.plan.cache_plan import CachePlan
+from headrace.generate.plan.peaks import with_peaks
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.generate.plan.schedule import build_pass
+from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
+from headrace.generate.plan.seconds import seconds_of_all_tokens
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.clock.rates import Rates
+from headrace.plan.schedules.ledger import Snapshot
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.expert_plan import ExpertFigures
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
-from headrace.terms.generate_options import GenerateOptions
 from headrace.terms.lanes import Lane
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import MIB
 

@@ -15,20 +15,20 @@ from test_caches import COMMON, NEW, PLACES, WAYS, micro_batches
 from test_generation_search import costs_of, fits, question, seconds
 from tiers import sampled
 
-from headrace.generate.cache_plan import HOST, CachePlan
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import Generated
-from headrace.generate.peaks import with_peaks
-from headrace.generate.plan import GenerationPlan
-from headrace.generate.schedule import build_pass
-from headrace.generate.search import GenerationQuestion, make_generation_plan
-from headrace.generate.seat_caches import SeatCache
-from headrace.model.host_attention import attended
-from headrace.plan.ledger import Snapshot
-from headrace.plan.rates import Rates
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import Generated
+from headrace.generate.passes.seat_caches import SeatCache
+from headrace.generate.plan.cache_plan import HOST, CachePlan
+from headrace.generate.plan.peaks import with_peaks
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.generate.plan.schedule import build_pass
+from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
+from headrace.model.seats.host_attention import attended
+from headrace.plan.clock.rates import Rates
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.errors import ConfigError
 from headrace.terms.lanes import Lane
+from headrace.terms.options.budget import Budget
 from headrace.terms.program import Verb
 from headrace.terms.sizes import MIB, PAGE_BYTES
 

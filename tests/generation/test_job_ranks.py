@@ -17,12 +17,12 @@ import pytest
 from node_processes import rank_process
 from test_jobs import LINES, WRONG, answer, options_for, write
 
-from headrace.generate import job_ranks
-from headrace.generate.job_ranks import Helpers, answer_for
-from headrace.generate.job_tasks import Answers, Shape, Task
+from headrace.generate.uses import job_ranks
+from headrace.generate.uses.job_ranks import Helpers, answer_for
+from headrace.generate.uses.job_tasks import Answers, Shape, Task
 from headrace.net import Ranks
 from headrace.terms.errors import PeerLost, PlanInfeasible, StorageError
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.options.generate_options import GenerateOptions
 
 LIMIT_SECONDS = 200.0
 TASKS = [Task(number, ((number, 2),), number, {"seed": number}) for number in range(7)]

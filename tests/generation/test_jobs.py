@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from headrace.cli.generating import say
-from headrace.data.prompt_lines import read_line
-from headrace.data.prompts import Prompts
-from headrace.generate.generator import Generator
-from headrace.generate.jobs import JobProgress, run_job
-from headrace.generate.whose_weights import open_generator
+from headrace.data.chat.prompt_lines import read_line
+from headrace.data.chat.prompts import Prompts
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.whose_weights import open_generator
+from headrace.generate.uses.jobs import JobProgress, run_job
 from headrace.terms.errors import ConfigError, DataError, RunDirectoryError, StorageError
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.options.generate_options import GenerateOptions
 
 FOUR = {"max_tokens": 4}
 LINES: list[Any] = [
@@ -295,7 +295,7 @@ def test_a_file_that_cannot_be_used_is_refused(model: Path, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.generate.jobs.os.fsync", full)
+        patch.setattr("headrace.generate.uses.jobs.os.fsync", full)
         with pytest.raises(StorageError, match="free some space"):
             answer(model, options)
     (tmp_path / "out.jsonl").write_text("something")

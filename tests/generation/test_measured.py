@@ -10,14 +10,14 @@ from banked_plans import with_banks
 from some_prompts import prompts
 from tiers import sampled
 
-from headrace.flow.expert_source import ExpertSource
-from headrace.generate.cache_plan import SSD, CachePlan
-from headrace.generate.generator import Generator
-from headrace.generate.measured import Measured
-from headrace.generate.micro_batches import MicroBatch
+from headrace.flow.weights.expert_source import ExpertSource
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.measured import Measured
+from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.plan.cache_plan import SSD, CachePlan
 from headrace.serve.figures import Figures
-from headrace.terms.budget import Budget
 from headrace.terms.events import Event, GenerationPass
+from headrace.terms.options.budget import Budget
 from headrace.terms.sizes import PAGE_BYTES
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 6}

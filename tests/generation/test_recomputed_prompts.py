@@ -11,17 +11,17 @@ from test_caches import COMMON, PLACES, WAYS, _arithmetic, generated
 from test_generation_search import question
 from tiers import sampled
 
-from headrace.generate.cache_plan import SSD, CachePlan, with_inputs
-from headrace.generate.generator import Generator
-from headrace.generate.micro_batches import MicroBatch
-from headrace.generate.search import GenerationQuestion, make_generation_plan
-from headrace.generate.seconds import seconds_of_all_tokens, with_forecast
-from headrace.model.stored_layer import StoredLayer
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.rates import Rates
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.plan.cache_plan import SSD, CachePlan, with_inputs
+from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
+from headrace.generate.plan.seconds import seconds_of_all_tokens, with_forecast
+from headrace.model.seats.stored_layer import StoredLayer
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.clock.rates import Rates
 from headrace.terms.costs import GenerationCosts, RecomputeCosts
 from headrace.terms.events import GenerationPass
+from headrace.terms.options.budget import Budget
 from headrace.terms.sizes import MIB, PAGE_BYTES
 
 NAMES = ("opt", "gpt-neox", "bloom", "qwen3", "gemma2", "qwen3-moe", "gpt2", "gpt-oss", "qwen3-next")

@@ -15,20 +15,20 @@ from test_jobs import Killed, answer, options_for, write
 from tiers import sampled
 from tiny_architectures import CONFIGS, make_config
 
-from headrace.generate import jobs
-from headrace.generate.cache_plan import SSD, CachePlan, whole_bytes
-from headrace.generate.compose import composed
-from headrace.generate.generator import Generator
-from headrace.generate.job_tasks import Shape
-from headrace.generate.plan import FewRows, GenerationPlan
-from headrace.generate.search import GenerationQuestion, make_generation_plan
-from headrace.generate.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
+from headrace.generate.passes.generator import Generator
+from headrace.generate.plan.cache_plan import SSD, CachePlan, whole_bytes
+from headrace.generate.plan.compose import composed
+from headrace.generate.plan.plan import FewRows, GenerationPlan
+from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
+from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
+from headrace.generate.uses import jobs
+from headrace.generate.uses.job_tasks import Shape
 from headrace.model import Chain
-from headrace.model.generation_check import ready_to_generate
-from headrace.model.generation_costs import generation_costs
-from headrace.terms.budget import Budget
+from headrace.model.seats.generation_check import ready_to_generate
+from headrace.model.seats.generation_costs import generation_costs
 from headrace.terms.costs import GenerationCosts
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.sizes import MIB, PAGE_BYTES
 
 PROMPTS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 2)), min_size=1, max_size=50)

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from test_banks import with_banks
 from test_caches import COMMON, NEW, WAYS, micro_batches
 
-from headrace.generate.cache_plan import HOST, CachePlan
-from headrace.generate.generator import Generator
-from headrace.generate.plan import GenerationPlan
-from headrace.generate.schedule import build_pass
-from headrace.plan.expert_plan import ExpertFigures, ExpertPlan
-from headrace.plan.ledger import Snapshot
-from headrace.plan.nominal import nominal_machine
-from headrace.plan.simulate import Timed, Timeline, simulate
-from headrace.terms.budget import Budget
+from headrace.generate.passes.generator import Generator
+from headrace.generate.plan.cache_plan import HOST, CachePlan
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.generate.plan.schedule import build_pass
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.clock.simulate import Timed, Timeline, simulate
+from headrace.plan.schedules.ledger import Snapshot
+from headrace.plan.value.expert_plan import ExpertFigures, ExpertPlan
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.events import OpDone
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.lanes import Lane
+from headrace.terms.options.budget import Budget
 from headrace.terms.program import Program, Verb
 from headrace.terms.sizes import MIB, PAGE_BYTES
 
@@ -176,7 +176,7 @@ def test_the_engine_sends_pages_in_the_plans_order_with_the_bits_of_generate(
     name: str, directory_of: Callable[..., Path], stock: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The diary of the link is the program's queue, on a processor that plays a device."""
-    monkeypatch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
+    monkeypatch.setattr("headrace.plan.value.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
     asked, directory, diary = {**COMMON, **WAYS["sampled"]}, directory_of(name), list[OpDone]()
 
     def note(event: Any) -> None:

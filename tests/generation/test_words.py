@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace.cli import main
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.options.generate_options import GenerateOptions
 
 Run = Callable[..., tuple[int, str, str]]
 

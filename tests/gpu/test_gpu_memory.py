@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.words import explain_plan
+from headrace.plan.value.words import explain_plan
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.sizes import GIB, MIB, format_bytes, round_up
 

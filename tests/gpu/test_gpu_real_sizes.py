@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 
 pytestmark = pytest.mark.gpu
 ROWS, LENGTH, RATE = 2, 64, 1000.0

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.flow import compute
+from headrace.flow.step import compute
 from headrace.model import Replay
 
 pytestmark = pytest.mark.gpu

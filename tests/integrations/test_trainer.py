@@ -18,11 +18,11 @@ from trainers import TEXTS, USUAL, Make, StopAfter, logged, weights
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import headrace.ask.planner
-from headrace.plan.given import load_plan
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.plan import Plan
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.search.given import load_plan
+from headrace.plan.value.plan import Plan
 from headrace.runs import train
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 def test_a_run_has_the_bits_of_headrace_train(make: Make, talking: Path, tmp_path: Path) -> None:

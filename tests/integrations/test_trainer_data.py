@@ -16,7 +16,7 @@ from tiers import sampled
 from trainers import TEXTS, USUAL, Make, logged, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
-from headrace.data.values import IGNORED
+from headrace.data.values.values import IGNORED
 from headrace.integrations.transformers import HeadraceTrainer
 from headrace.integrations.transformers.rows import TokenRows
 from headrace.terms.errors import ConfigError, DataError

@@ -21,7 +21,7 @@ MOMENTS = {
     "before a commit": "headrace.store:StateStore.commit:4:before",
     "in an evaluation": "headrace.engine.trainer:Engine.evaluate:2:before",
     "after an evaluation": "headrace.engine.trainer:Engine.evaluate:2:after",
-    "in a checkpoint": "headrace.model.shard_writer:ShardWriter.finish:2:before",
+    "in a checkpoint": "headrace.model.stored.shard_writer:ShardWriter.finish:2:before",
     "after the last step": "transformers:Trainer._finalize_training:1:before",
 }
 

@@ -10,8 +10,8 @@ import torch
 from first_plans import Plans
 
 import headrace.ask.planner
-from headrace.engine.outer import OuterState, outer_options
-from headrace.terms.run_options import NodeOptions
+from headrace.engine.local.outer import OuterState, outer_options
+from headrace.terms.options.run_options import NodeOptions
 
 
 @pytest.fixture(autouse=True, scope="package")

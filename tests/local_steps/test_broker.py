@@ -14,16 +14,16 @@ import torch
 from numpy.typing import NDArray
 from tiers import sampled
 
-from headrace.data.open_data import open_stream
-from headrace.engine.outer import OuterState
+from headrace.data.batches.open_data import open_stream
+from headrace.engine.local.outer import OuterState
 from headrace.files.number_file import NumberFile
 from headrace.runs.engines import state_of
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.ledger import Journal, read_journal
 from headrace.runs.local_steps.rounds import ByQuorum
 from headrace.runs.protocols import StateKind
-from headrace.terms.run_options import NodeOptions
-from headrace.update.travel import TRAVELS
+from headrace.terms.options.run_options import NodeOptions
+from headrace.update.sites.travel import TRAVELS
 
 STEPS, MERGES = 3, 3
 

@@ -15,8 +15,8 @@ from headrace.net import Address, Lane
 from headrace.runs.loop import train
 from headrace.runs.node import serve, work
 from headrace.terms.errors import ConfigError
-from headrace.terms.options import Options
-from headrace.terms.run_options import NodeOptions, RunOptions
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import NodeOptions, RunOptions
 
 
 class Learners:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiers import sampled
 
-from headrace.engine.outer import Change, Merge, OuterState
+from headrace.engine.local.outer import Change, Merge, OuterState
 from headrace.files.number_file import NumberFile
 from headrace.terms.errors import CorruptData, PeerLost
-from headrace.update.travel import TRAVELS
+from headrace.update.sites.travel import TRAVELS
 
 TRAVEL = TRAVELS["bfloat16"]
 

@@ -10,7 +10,7 @@ import pytest
 from headrace.runs.local_steps.ledger import Journal, Ledger, Lot, read_journal
 from headrace.runs.local_steps.rounds import ByQuorum, Replayed
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import NodeOptions
+from headrace.terms.options.run_options import NodeOptions
 
 
 class Clock:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.engine.outer import Change, Merge, OuterState
+from headrace.engine.local.outer import Change, Merge, OuterState
 from headrace.files.number_file import NumberFile
-from headrace.update.travel import TRAVELS
+from headrace.update.sites.travel import TRAVELS
 
 INT8 = TRAVELS["int8"]
 

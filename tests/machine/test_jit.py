@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.machine import jit
-from headrace.store import checksum
+from headrace.store.checksum import checksum
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_a_loop_is_compiled_all_the_same() -> None:
     assert values.tolist() == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("name", ["headrace.store.checksum", "headrace.update.kernels", "headrace.update.loops"])
+@pytest.mark.parametrize("name", ["headrace.store.checksum", "headrace.update.rules.kernels", "headrace.update.rules.loops"])
 def test_what_has_loops_can_be_imported(name: str) -> None:
     assert loaded_again(name).__name__ == name
 

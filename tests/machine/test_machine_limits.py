@@ -14,8 +14,8 @@ from headrace.machine import near_limit
 from headrace.machine.control_groups import quota_cores
 from headrace.machine.limits import available_memory_bytes, control_group_limit_bytes, default_host_bytes, pinnable_memory_bytes
 from headrace.machine.near_limit import NearLimit
-from headrace.terms.budget import default_bytes
 from headrace.terms.events import Event, Notice
+from headrace.terms.options.budget import default_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 UNLIMITED_V1 = "9223372036854771712"

@@ -16,8 +16,8 @@ from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.measure.brief import LEAST_HOST_BYTES, Room, look_at_products, measure_briefly
 from headrace.measure.drives import Drive, remove_leftovers
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, StorageError
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.sizes import MIB
 
 

@@ -14,8 +14,8 @@ import torch
 
 from headrace.measure import kept
 from headrace.measure.kept import Wanted, alone, find_kept, keep
-from headrace.plan.machine_profiles import load_profile
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.terms.machine.ceilings import Ceilings
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from headrace.measure.loads import in_order, interleaved, rate_of, rates_togethe
 from headrace.measure.machine import measure_machine
 from headrace.measure.memory_loads import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.model import profile
-from headrace.terms.ceilings import Ceilings
-from headrace.terms.drives import InFlight
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.machine.drives import InFlight
 
 
 class Clock(threading.local):

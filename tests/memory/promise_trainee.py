@@ -15,8 +15,8 @@ import headrace
 import headrace.ask.planner
 from headrace.engine.trainer import Engine
 from headrace.machine.host_memory import anonymous_bytes
-from headrace.plan.paging import paged
-from headrace.plan.plan import Plan
+from headrace.plan.search.paging import paged
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import PlanInfeasible
 from headrace.testing import item_rules
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from node_processes import rank_process, write_model, write_texts
 
-from headrace.plan.buffer_sizes import buffer_groups
-from headrace.plan.plan import Plan
+from headrace.plan.value.buffer_sizes import buffer_groups
+from headrace.plan.value.plan import Plan
 from headrace.terms.sizes import MIB
 
 pytestmark = [pytest.mark.process, pytest.mark.deep]

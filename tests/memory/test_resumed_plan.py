@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.allowance import planned_runtime_bytes
+from headrace.plan.value.allowance import planned_runtime_bytes
 from headrace.terms.events import Event, Notice
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from headrace.files.yaml_options import from_yaml
 from headrace.migrate import TOOLS, migrate
 from headrace.migrate.source import Source
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B

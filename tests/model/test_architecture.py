@@ -9,12 +9,14 @@ from tiny_architectures import CONFIGS, make_config
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from headrace.model import Chain, build_skeleton, find_blocks, probe, self_check
-from headrace.model import probe as probe_function
-from headrace.model.text_part import text_part
-from headrace.model.tiny import shrink_values
+from headrace.model import Chain, build_skeleton, self_check
+from headrace.model.blocks.find_blocks import find_blocks
+from headrace.model.blocks.text_part import text_part
+from headrace.model.trials.probe import probe
+from headrace.model.trials.probe import probe as probe_function
+from headrace.model.trials.tiny import shrink_values
 from headrace.terms.errors import ModelError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 
 def test_self_check_passes(case: Any) -> None:

@@ -15,7 +15,7 @@ from tiny_architectures import CONFIGS, make_config
 
 from headrace.model import Chain, Checkpoint, import_unit
 from headrace.terms.errors import ModelError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 
 def edit_config(directory: Path, **values: Any) -> None:

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import headrace
-from headrace.model.instance import tiny_model
-from headrace.model.skeleton import build_skeleton
+from headrace.model.blocks.skeleton import build_skeleton
+from headrace.model.trials.instance import tiny_model
 
 _SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -44,5 +44,5 @@ def test_threads_that_build_at_once_do_so_one_after_the_other(monkeypatch: pytes
 def test_one_module_builds_models() -> None:
     root = Path(headrace.__file__).parent
     assert [str(path.relative_to(root)) for path in root.rglob("*.py") if "AutoModelForCausalLM" in path.read_text()] == [
-        "model/building.py"
+        "model/blocks/building.py"
     ]

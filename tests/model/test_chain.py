@@ -9,7 +9,7 @@ from tiny_architectures import CONFIGS, DROPOUT_GPT2, flats_of, make_batches, ma
 
 from headrace.model import Chain, MicroBatch, block_seed, shift_labels
 from headrace.terms.errors import ConfigError, ModelError, StepFailed
-from headrace.terms.optimizer import Optimizer, ParameterGroup
+from headrace.terms.options.optimizer import Optimizer, ParameterGroup
 
 OPTIMIZER = Optimizer(weight_decay=0.1)
 

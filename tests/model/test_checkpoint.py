@@ -19,9 +19,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from headrace.model import Chain, Checkpoint, Exporter, import_unit, match_weights
-from headrace.model.importing import check_copies
+from headrace.model.directory.importing import check_copies
 from headrace.terms.errors import ExportFailed, ModelError, RunDirectoryError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 SAVED = ["llama", "llama-tied", "gpt2", "opt-projected", "gemma3", "falcon", "mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"]
 

@@ -13,13 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import COMPILES_EXPERTS
 
 from headrace.model import BlockCall, Chain, profile
-from headrace.model.block_major import compare_gradients
-from headrace.model.compiled import CompiledBlocks, check_compiler, check_compiles
-from headrace.model.instance import tiny_samples
-from headrace.model.probe import tiny_runner
-from headrace.model.thresholds import architecture_key
+from headrace.model.chain.compiled import CompiledBlocks, check_compiler, check_compiles
+from headrace.model.trials.block_major import compare_gradients
+from headrace.model.trials.instance import tiny_samples
+from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_binding_other_weights_compiles_nothing() -> None:
 
 @pytest.mark.wide
 def test_costs_name_no_operators_and_count_a_blocks_gradients_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.model.chain.check_compiler", lambda device: None)
+    monkeypatch.setattr("headrace.model.chain.chain.check_compiler", lambda device: None)
     chain = Chain.from_config(make_config(CONFIGS["llama"]), "bfloat16", Optimizer())
     own = profile(chain, 2, 16)
     chain.compile_blocks()

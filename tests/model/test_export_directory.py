@@ -107,7 +107,7 @@ def test_a_mount_point_is_refused_before_anything_is_written(
 ) -> None:
     (tmp_path / "drive").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "drive")
-    monkeypatch.setattr("headrace.model.export.is_mount_point", lambda path: path == tmp_path / "drive")
+    monkeypatch.setattr("headrace.model.written.export.is_mount_point", lambda path: path == tmp_path / "drive")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ExportFailed, match=r"out: it is a mount point.*choose a directory inside it"):
         exporter(tmp_path / "out").write()

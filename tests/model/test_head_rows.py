@@ -7,13 +7,14 @@ import torch
 from tiers import sampled
 from tiny_architectures import CONFIGS, flats_of, make_batches, make_config, make_plain
 
-from headrace.model import Chain, head_rows, shift_labels
-from headrace.model.chain_values import IGNORED
-from headrace.model.head_check import takes_head_by_rows
-from headrace.model.head_rows import rows_of_range
-from headrace.model.probe import tiny_runner
-from headrace.model.thresholds import architecture_key
-from headrace.terms.optimizer import Optimizer
+from headrace.model import Chain, shift_labels
+from headrace.model.blocks.chain_values import IGNORED
+from headrace.model.parts import head_rows
+from headrace.model.parts.head_rows import rows_of_range
+from headrace.model.trials.head_check import takes_head_by_rows
+from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.thresholds import architecture_key
+from headrace.terms.options.optimizer import Optimizer
 
 _ROWS = 48  # of 160: the last range is smaller
 

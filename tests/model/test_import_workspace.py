@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
 from headrace.model import Chain, Checkpoint, import_unit, import_workspace_bytes
 from headrace.terms.layout import COMPUTE_DTYPES, planes_with, rest_of_master
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 
 def save(directory: Path, dtype: str, kind: str) -> Path:

@@ -11,14 +11,15 @@ from tiny_architectures import CONFIGS, make_config
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from headrace.model import Chain, liger
-from headrace.model.block_major import compare_gradients
-from headrace.model.instance import tiny_samples
-from headrace.model.liger import LigerBlocks, check_liger
-from headrace.model.probe import tiny_runner
-from headrace.model.thresholds import architecture_key
+from headrace.model import Chain
+from headrace.model.chain import liger
+from headrace.model.chain.liger import LigerBlocks, check_liger
+from headrace.model.trials.block_major import compare_gradients
+from headrace.model.trials.instance import tiny_samples
+from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 CALLS: list[str] = []
 
@@ -165,7 +166,7 @@ def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("package")
 def test_a_chain_with_them_replays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
-    monkeypatch.setattr("headrace.model.chain.check_liger", lambda config, device: checked.append(str(device)))
+    monkeypatch.setattr("headrace.model.chain.chain.check_liger", lambda config, device: checked.append(str(device)))
     chain = Chain.from_config(make_config(CONFIGS["llama"]), "float32", Optimizer())
     chain.use_liger()
     assert checked == ["cpu"]

@@ -18,12 +18,12 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from headrace import Engine, Options
 from headrace.ask.answer import plan_model
 from headrace.ask.model_config import read_parts
-from headrace.data.open_data import read_model_config, with_lengths
-from headrace.generate.opened import GenerationModel
+from headrace.data.batches.open_data import read_model_config, with_lengths
+from headrace.generate.passes.opened import GenerationModel
 from headrace.model import Checkpoint, self_check
-from headrace.terms.budget import Budget
 from headrace.terms.errors import HeadraceError, ModelError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.run_options import RunOptions
 
 _SIZES = (2, 3, 16, 31, 33, 64, 159, 161, 4097, 10**5, 10**6, 2**24, 2**28, 2**31, 2**40)
 _WORDS = ("float16", "bool", "int4", "gelu", "eager", "llama", "mixtral", "gpt2", "bert", "t5", "yarn", "linear", "dynamic")

@@ -59,7 +59,7 @@ WAYS: dict[str, Callable[[Path], Any]] = {
 
 
 def _to_score(path: Path, budget: Any, dtype: Any, sink: Any) -> Any:
-    from headrace.generate.opened import GenerationModel
+    from headrace.generate.passes.opened import GenerationModel
 
     return GenerationModel.of_directory(path, budget, dtype, sink, self_check)
 

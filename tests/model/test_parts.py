@@ -16,8 +16,8 @@ from tiny_wholes import DIFFERING, REFUSED, WHOLES, WITH_PICTURES_ONLY, make_who
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.ask.model_config import read_parts
-from headrace.model import Checkpoint, Exporter, build_skeleton, check_whole, self_check, text_part
-from headrace.model.text_part import names_in_whole
+from headrace.model import Checkpoint, Exporter, build_skeleton, check_whole, self_check
+from headrace.model.blocks.text_part import names_in_whole, text_part
 from headrace.terms.errors import ModelError
 
 WEIGHTS = "model.safetensors"

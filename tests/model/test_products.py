@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
-import headrace.model.products as products
+import headrace.model.kernels.products as products
 from headrace.model import Chain, MicroBatch, Record, Replay, WideProducts, profile
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 NARROW = (torch.bfloat16, torch.float16)
 HIDDEN, LENGTH = 64, 48

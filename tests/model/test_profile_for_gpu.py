@@ -9,7 +9,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from headrace.model import Chain, profile
 from headrace.terms.costs import ATTENTION, BlockCosts
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 LENGTH, HEADS = 256, 8
 

@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
 
 from headrace.model import Chain, MicroBatch, profile
-from headrace.model.call_tensors import tensors_of
-from headrace.model.thresholds import architecture_key
+from headrace.model.blocks.call_tensors import tensors_of
+from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.errors import ModelError
-from headrace.terms.optimizer import Optimizer
+from headrace.terms.options.optimizer import Optimizer
 
 ROWS, LENGTH = 2, 64
 SHAPE = {

@@ -12,9 +12,11 @@ from tiers import sampled
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from headrace.model import find_blocks, probe, self_check
-from headrace.model.generation_check import check_generation
-from headrace.model.thresholds import architecture_key
+from headrace.model import self_check
+from headrace.model.blocks.find_blocks import find_blocks
+from headrace.model.seats.generation_check import check_generation
+from headrace.model.trials.probe import probe
+from headrace.model.trials.thresholds import architecture_key
 
 SMALL_HEADS = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 384}
 EXPERIMENT = {

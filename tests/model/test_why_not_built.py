@@ -13,7 +13,7 @@ from tiny_sizes import SIZES
 from transformers import CONFIG_MAPPING
 
 from headrace.ask.model_config import read_parts
-from headrace.data.open_data import read_model_config
+from headrace.data.batches.open_data import read_model_config
 from headrace.model import Checkpoint, build_skeleton, self_check
 from headrace.terms.errors import ModelError
 

@@ -10,8 +10,8 @@ import torch
 
 from headrace.net import Address, Generation, Listener, Member
 from headrace.net.exchange import add_up, spread_out, take_in, take_sum
-from headrace.terms.muster import Muster
-from headrace.terms.summing import SEQUENTIAL, order_of
+from headrace.terms.options.muster import Muster
+from headrace.terms.options.summing import SEQUENTIAL, order_of
 
 PORT, SECRET, VERSION = 29500, b"of this test", "test"
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.net import Address, Generation, Listener, Member
-from headrace.terms.muster import Muster
+from headrace.terms.options.muster import Muster
 
 VERSION = "test"
 

@@ -17,7 +17,7 @@ from tiers import sampled
 from headrace.net import Generation, exchange
 from headrace.net.lane import Lane
 from headrace.terms.errors import PeerLost
-from headrace.terms.summing import SEQUENTIAL, order_of
+from headrace.terms.options.summing import SEQUENTIAL, order_of
 
 
 @pytest.fixture

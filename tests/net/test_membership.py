@@ -13,7 +13,7 @@ from net_peers import VERSION, Clock, at_once, joined, listening
 from headrace.net import Address, Lane, Listener, Member
 from headrace.net.proof import is_proof, proof
 from headrace.terms.errors import ConfigError, PeerLost
-from headrace.terms.muster import Muster
+from headrace.terms.options.muster import Muster
 
 
 def stop_heart(member: Member) -> None:

@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 from small_plans import small_plan
 
-from headrace.plan.choices import Hosted
-from headrace.plan.plan import Plan
+from headrace.plan.value.choices import Hosted
+from headrace.plan.value.plan import Plan
 
 
 @st.composite

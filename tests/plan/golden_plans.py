@@ -28,11 +28,11 @@ from headrace.ask.answer import plan_model  # noqa: E402
 from headrace.ask.cluster import plan_cluster  # noqa: E402
 from headrace.codec.published import PackQuantized  # noqa: E402
 from headrace.compress.planner import plan_compression  # noqa: E402
-from headrace.generate.planner import plan_generation  # noqa: E402
-from headrace.plan.machine_profiles import load_profile  # noqa: E402
-from headrace.terms.generate_options import GenerateOptions  # noqa: E402
-from headrace.terms.options import Options  # noqa: E402
-from headrace.terms.plan_options import PlanOptions  # noqa: E402
+from headrace.generate.passes.planner import plan_generation  # noqa: E402
+from headrace.plan.clock.machine_profiles import load_profile  # noqa: E402
+from headrace.terms.options.generate_options import GenerateOptions  # noqa: E402
+from headrace.terms.options.options import Options  # noqa: E402
+from headrace.terms.options.plan_options import PlanOptions  # noqa: E402
 
 STORED = Path(__file__).parent / "golden"
 # Two cores, one SSD and no GPU: the machine on which the combinations of bench/promise.py are trained.

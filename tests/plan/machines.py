@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headrace.terms.ceilings import Ceilings
+from headrace.terms.machine.ceilings import Ceilings
 
 ON_DEVICE = ("compute", "device-update", "make")
 

@@ -3,8 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
-from headrace.plan.plan import Plan
-from headrace.plan.results import Results
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.results import Results
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW

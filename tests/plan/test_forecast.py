@@ -12,15 +12,15 @@ from machines import machine
 from small_plans import small_plan
 from tiers import sampled
 
-from headrace.plan.expert_plan import ExpertFigures, ExpertParts
-from headrace.plan.forecast import StepSeconds, forecast, redo_seconds, scoring_seconds
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
+from headrace.plan.forecast.forecast import StepSeconds, forecast, redo_seconds, scoring_seconds
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.train import build_program
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.value.expert_plan import ExpertFigures, ExpertParts
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
 
 
 def large_plan(num_blocks: int = 96, micro: int = 32, elements: int = 900_000_000 // 2048 * 2048, **changes: Any) -> Plan:

@@ -9,9 +9,9 @@ import pytest
 from test_search import costs_of, layouts, machine, problem
 from tiers import sampled
 
-from headrace.plan.given import adopted
-from headrace.plan.search import make_plan
-from headrace.plan.space import Problem
+from headrace.plan.search.given import adopted
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import make_plan
 from headrace.terms.costs import ModelCosts
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.forms import in_place_forms

@@ -13,11 +13,11 @@ import pytest
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.buffer_sizes import chunk_bytes
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
+from headrace.plan.clock.simulate import simulate
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.train import build_program
-from headrace.plan.simulate import simulate
+from headrace.plan.value.buffer_sizes import chunk_bytes
+from headrace.plan.value.plan import Plan
 from headrace.terms.forms import UnitFigures, home_of
 
 BLOCKS, FORWARD, BACKWARD = 32, 12.2, 28.1  # milliseconds

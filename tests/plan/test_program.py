@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_plans import small_plan
 
-from headrace.flow.execute import _Completion
-from headrace.plan.buffer_sizes import buffer_groups
-from headrace.plan.choices import Hosted
-from headrace.plan.footprint import MOST_PROGRAMS, program_bytes
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
+from headrace.flow.run.execute import _Completion
+from headrace.plan.forecast.footprint import MOST_PROGRAMS, program_bytes
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.train import RECALLED_AHEAD, build_program, build_tail
+from headrace.plan.value.buffer_sizes import buffer_groups
+from headrace.plan.value.choices import Hosted
+from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Program, Verb
 from headrace.terms.sizes import PAGE_BYTES
@@ -33,7 +33,7 @@ IN_ORDER_LANES = {Lane.COMPUTE, Lane.UPDATE, Lane.DEVICE_UPDATE, Lane.COMMIT, La
 def small_pages() -> Iterator[None]:
     """Let blocks of small plans have several pages."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("headrace.plan.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
+        patch.setattr("headrace.plan.value.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
         yield
 
 

@@ -14,13 +14,14 @@ from small_plans import small_plan
 from test_search import LENGTH, WIDTH, costs_of, machine, problem
 from tiers import sampled
 
-from headrace.plan.buffer_sizes import buffer_groups
-from headrace.plan.forecast import forecast
-from headrace.plan.given import adopted
-from headrace.plan.plan import Plan
-from headrace.plan.ranks import RankMachine
-from headrace.plan.search import make_plan
-from headrace.plan.space import Problem, placements_of, plan_of
+from headrace.plan.forecast.forecast import forecast
+from headrace.plan.schedules.ranks import RankMachine
+from headrace.plan.search.given import adopted
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import make_plan
+from headrace.plan.search.space import placements_of, plan_of
+from headrace.plan.value.buffer_sizes import buffer_groups
+from headrace.plan.value.plan import Plan
 from headrace.terms.costs import ModelCosts
 from headrace.terms.embedding_rows import SECONDS_PER_ROW, EmbeddingRows
 from headrace.terms.errors import ConfigError, PlanInfeasible

@@ -9,22 +9,23 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from tiers import sampled
 
-from headrace.plan import forecast as forecasts
-from headrace.plan import policy, search
-from headrace.plan.allowance import Allowance
-from headrace.plan.footprint import with_footprint, with_runtime
-from headrace.plan.forecast import StepSeconds, forecast
-from headrace.plan.plan import Plan
-from headrace.plan.replaying import replay_order
-from headrace.plan.search import make_plan, nominal_ceilings
-from headrace.plan.space import THRIFTS, Choice, Problem, filled, placements_of, plan_of
-from headrace.plan.workload import Workload
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.forecast import forecast as forecasts
+from headrace.plan.forecast.footprint import with_footprint, with_runtime
+from headrace.plan.forecast.forecast import StepSeconds, forecast
+from headrace.plan.search import policy, search
+from headrace.plan.search.problem import Problem
+from headrace.plan.search.search import make_plan, nominal_ceilings
+from headrace.plan.search.space import THRIFTS, Choice, filled, placements_of, plan_of
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.replaying import replay_order
+from headrace.plan.value.workload import Workload
 from headrace.terms.costs import BlockCosts, ModelCosts, OperatorCosts
-from headrace.terms.drives import Drive
 from headrace.terms.errors import InputError, PlanInfeasible
 from headrace.terms.forms import in_place_forms
 from headrace.terms.layout import lay_out
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.machine.drives import Drive
 from headrace.terms.sizes import GIB, MIB
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from machines import machine
 from small_plans import small_plan
 
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
+from headrace.plan.clock.simulate import simulate
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.train import build_program
-from headrace.plan.simulate import simulate
-from headrace.terms.ceilings import Ceilings
+from headrace.plan.value.plan import Plan
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.lanes import Lane
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Program
 
 RATES = ("compute", "read", "write", "inward", "outward", "update", "device")

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from test_search import BLOCKS, machine, problem
 from tiers import sampled
 
-from headrace.plan.buffer_sizes import buffer_groups, scratch_bytes
-from headrace.plan.forecast import forecast, programs_of
-from headrace.plan.plan import Plan
-from headrace.plan.search import make_plan
-from headrace.plan.stage_place import StageChoices, StagePlace
-from headrace.plan.staging import placed, stage_problem
+from headrace.plan.forecast.forecast import forecast, programs_of
+from headrace.plan.search.search import make_plan
+from headrace.plan.search.staging import placed, stage_problem
+from headrace.plan.value.buffer_sizes import buffer_groups, scratch_bytes
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.stage_place import StageChoices, StagePlace
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
 from headrace.terms.sizes import GIB, MIB

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.plan.simulate import union_seconds
+from headrace.plan.clock.simulate import union_seconds
 from headrace.report.lanes import LanesFile, read_recording, summarise
 from headrace.report.metrics import Record, read_metrics
 from headrace.terms.errors import RunDirectoryError

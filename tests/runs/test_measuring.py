@@ -16,15 +16,15 @@ from training_fakes import FakeHost, Screen, fake_plan, run_options
 from headrace.machine.cpu import CpuMachine
 from headrace.measure import brief
 from headrace.measure.kept import Wanted, keep
-from headrace.plan.forecast import forecast
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.nominal import nominal_machine
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.forecast.forecast import forecast
 from headrace.report.pages import read_run
 from headrace.runs import RunOptions, measuring, resume, train
 from headrace.runs.measuring import MachineOfRun
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import DiskFull
 from headrace.terms.events import Event, Notice, StepResult
+from headrace.terms.machine.ceilings import Ceilings
 
 NOMINAL_SECONDS = forecast(fake_plan(), nominal_machine(1, host_bytes=4096, device_bytes=None)).step_seconds
 LONG = int(1000 / NOMINAL_SECONDS)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from training_fakes import run_options
 
-from headrace.data.open_data import open_stream
+from headrace.data.batches.open_data import open_stream
 from headrace.runs.evaluating import Evaluations
 from headrace.runs.references import References
 from headrace.terms.errors import RunDirectoryError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 class _Scorer:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from training_fakes import FakeEngine, FakeHost, Screen, fake_plan, run_options
 
-from headrace.plan.given import load_plan
-from headrace.plan.nominal import nominal_machine
+from headrace.plan.clock.nominal import nominal_machine
+from headrace.plan.search.given import load_plan
 from headrace.runs import Interrupted, RunOptions, resume, train
 from headrace.runs.replanning import PlanInUse
 from headrace.terms.events import Notice

@@ -11,10 +11,10 @@ import pytest
 import torch
 from node_processes import write_model
 
-from headrace.data.open_data import open_tokenizer
-from headrace.data.prompt_batches import Prompt, PromptBatches, read_prompts
-from headrace.data.prompts import Prompts
-from headrace.data.values import Batch, DataSpec
+from headrace.data.batches.open_data import open_tokenizer
+from headrace.data.batches.prompt_batches import Prompt, PromptBatches, read_prompts
+from headrace.data.chat.prompts import Prompts
+from headrace.data.values.values import Batch, DataSpec
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
 from headrace.runs import rollouts, train
@@ -22,7 +22,7 @@ from headrace.runs.open_rows import halved
 from headrace.runs.rewards import reward_of
 from headrace.runs.rollouts import Rollouts
 from headrace.terms.errors import ConfigError, DataError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 G, LENGTH = 2, 16
 

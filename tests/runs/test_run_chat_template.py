@@ -6,7 +6,7 @@ import pytest
 
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 def test_the_run_directory_has_its_own_copy_and_forgets_it_with_the_rest(tmp_path):
@@ -23,7 +23,7 @@ def test_the_run_directory_has_its_own_copy_and_forgets_it_with_the_rest(tmp_pat
 
 @pytest.mark.parametrize(("content", "why"), [(None, "cannot be read"), ("  \n", "is empty")])
 def test_a_template_that_is_none_is_refused(tmp_path: Path, content, why):
-    from headrace.data.open_data import read_chat_template
+    from headrace.data.batches.open_data import read_chat_template
 
     if content is not None:
         (tmp_path / "t.jinja").write_text(content)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from training_fakes import FakeHost, Screen, run_options, write_data
 from transformers import TrainerState
 
-from headrace.data.open_data import open_stream, with_lengths
+from headrace.data.batches.open_data import open_stream, with_lengths
 from headrace.report.metrics import MetricsFile, best_of, evaluations_since_best, read_metrics, read_records
 from headrace.runs import Interrupted, RunOptions, resume, train
 from headrace.runs.evaluating import Evaluations
@@ -101,8 +101,8 @@ class TestWhatIsHeldOut:
     def test_the_share_is_kept_by_seed(self, share: float, seed: int) -> None:
         import numpy as np
 
-        from headrace.data.held_out import split_off
-        from headrace.data.tokens import TokenSet
+        from headrace.data.batches.held_out import split_off
+        from headrace.data.values.tokens import TokenSet
 
         offsets = np.arange(0, 164, 4)
         info = _info(samples=40)
@@ -150,7 +150,7 @@ class TestWhatIsHeldOut:
 
 
 def _info(samples: int) -> Any:
-    from headrace.data.tokens import TokenInfo
+    from headrace.data.values.tokens import TokenInfo
 
     counts = dict.fromkeys(
         (

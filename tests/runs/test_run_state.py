@@ -20,7 +20,7 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event
 from headrace.terms.families import trained_unit
 from headrace.terms.layout import lay_out
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 from headrace.update.rules.adamw import adamw_planes
 
 

@@ -11,7 +11,7 @@ from headrace.net import Address
 from headrace.runs.stages import Staging, train_in_stages
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, RunDirectoryError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 
 class Met(Exception):

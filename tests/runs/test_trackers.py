@@ -8,7 +8,7 @@ import pytest
 from headrace.report.trackers import TRACKERS, Tracker
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Evaluated
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 EVALUATED = Evaluated(step=3, loss=1.5, tokens=7, seconds=0.25)
 SCALARS = {"eval/loss": 1.5, "eval/seconds": 0.25}

@@ -21,15 +21,15 @@ from transformers import TrainerState
 from headrace.ask.answer import report_of
 from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
-from headrace.data import open_data, tokenize
+from headrace.data.batches import open_data
+from headrace.data.tokens import tokenize
 from headrace.files import DirectFile
 from headrace.files.yaml_options import from_yaml
 from headrace.machine.meter import MemoryMeter
-from headrace.plan.machine_profiles import load_profile
-from headrace.plan.plan import Plan
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.value.plan import Plan
 from headrace.report import read_metrics
 from headrace.runs import Interrupted, RunOptions, resume, train
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import (
     ConfigError,
     DataError,
@@ -42,7 +42,8 @@ from headrace.terms.errors import (
     StorageError,
 )
 from headrace.terms.events import Notice, OpDone, StepResult
-from headrace.terms.optimizer import Schedule
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.optimizer import Schedule
 
 
 @pytest.fixture

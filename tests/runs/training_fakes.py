@@ -13,14 +13,14 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from headrace.plan.plan import Plan
-from headrace.plan.results import Results
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.results import Results
 from headrace.report import Reporter
 from headrace.runs import Engines
 from headrace.runs.protocols import StateKind
 from headrace.terms.events import Committed, Evaluation, Event, Notice, OpDone, Planned, StepResult
 from headrace.terms.forms import UnitFigures, home_of
-from headrace.terms.options import Options
+from headrace.terms.options.options import Options
 from headrace.terms.saving import Saved, Saving
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW

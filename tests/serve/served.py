@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from headrace.serve.server import Serving, serve
 from headrace.terms.events import Event, GenerationPass
-from headrace.terms.serve_options import ServeOptions
+from headrace.terms.options.serve_options import ServeOptions
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

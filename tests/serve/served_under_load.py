@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headrace.machine.meter import MemoryMeter
 from headrace.serve.server import Serving, serve
-from headrace.terms.serve_options import ServeOptions
+from headrace.terms.options.serve_options import ServeOptions
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch
 from served import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.terms.serve_options import ServeOptions
+from headrace.terms.options.serve_options import ServeOptions
 
 TEXTS = ["water", "w", "the turbine turns", "flows downhill and on", "a b c d e f", "headrace"]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from served import Serve, Server
 from transformers import AutoTokenizer
 
-from headrace.data.prompts import Prompts
+from headrace.data.chat.prompts import Prompts
 from headrace.serve import desk
 from headrace.serve.reading import Asked, Limits, Reader, Refused
 from headrace.serve.shapes import CHAT, TEXT

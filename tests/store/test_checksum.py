@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from headrace.store import checksum, checksum_reference
+from headrace.store import checksum_reference
+from headrace.store.checksum import checksum
 
 PATIENCE = 4000
 

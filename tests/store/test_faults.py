@@ -19,7 +19,8 @@ from store_world import (
 
 from headrace.files import BlockFile, Bytes, DirectFile, patience
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.store import OpenFile, StateStore, checksum, open_direct, place_units
+from headrace.store import OpenFile, StateStore, open_direct, place_units
+from headrace.store.checksum import checksum
 from headrace.terms.errors import CorruptData, DeviceStalled, DiskFull, RunDirectoryError, ShortTransfer, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.families import WEIGHTS

@@ -9,9 +9,10 @@ import torch
 from kept_profiles import MOST_VERSIONS, KeptProfiles, digest_of, forget_oldest, read, write
 from transformers import AutoConfig
 
-from headrace.model import Chain, head_rows, profile
-from headrace.model.cost_profile import profile as profile_itself
-from headrace.terms.optimizer import Optimizer
+from headrace.model import Chain, profile
+from headrace.model.costs.cost_profile import profile as profile_itself
+from headrace.model.parts import head_rows
+from headrace.terms.options.optimizer import Optimizer
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 

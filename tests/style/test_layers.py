@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ask",),
     ("engine",),
     ("compress", "generate", "migrate", "runs"),
-    ("integrations", "serve"),
+    ("integrations", "process", "serve"),
     ("cli",),
     ("testing",),
     ("__main__",),
@@ -86,7 +86,7 @@ def test_what_points_up_or_sideways_is_seen() -> None:
     refused = (("plan", "headrace.model.Chain"), ("plan", "headrace.engine"), ("plan", "headrace.Budget"), ("plan", ".search"))
     allowed = (
         ("plan", "headrace.terms.sizes.GIB"),
-        ("plan", "headrace.plan.search"),
+        ("plan", "headrace.plan.search.search"),
         ("cli", "headrace.Budget"),
         ("plan", "math"),
     )
@@ -105,8 +105,8 @@ def test_what_needs_no_torch_imports_none() -> None:
 
 
 # Who knows of peers: what forms generations, the site that pulls from a node and pushes to it, jobs that are shared out.
-KNOWS_PEERS = {f"engine/{name}.py" for name in ("crowd", "fleet", "line", "worker")}
-KNOWS_PEERS |= {"generate/job_ranks.py", "update/sites/node.py"}
+KNOWS_PEERS = {f"engine/{name}.py" for name in ("node/crowd", "node/worker", "shared/talk", "shared/line")}
+KNOWS_PEERS |= {"generate/uses/job_ranks.py", "update/sites/node.py"}
 
 
 def test_only_one_room_knows_the_library_of_peers_and_few_know_that_room() -> None:
@@ -139,7 +139,7 @@ def hidden(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def test_nothing_is_hidden() -> None:
     found = [(name_of(path), line, kind) for path in FILES for line, kind in hidden(TREES[path])]
-    assert [one for one in found if not one[0].startswith("cli/") or "global" in one[2]] == []
+    assert [one for one in found if not one[0].startswith(("cli/", "process.py")) or "global" in one[2]] == []
 
 
 def test_what_is_hidden_is_seen() -> None:
@@ -147,29 +147,79 @@ def test_what_is_hidden_is_seen() -> None:
     assert sorted(line for line, _ in hidden(tree)) == [2, 3, 3, 3]
 
 
-def more_than_exports(tree: ast.Module) -> bool:
-    """Say whether a package's front does anything besides importing what it exports, or loading it when it is asked for."""
-    imported: list[str] = []
-    exported: list[str] = []
-    lazy = any(isinstance(node, ast.FunctionDef) and node.name == "__getattr__" for node in tree.body)
+def is_lazy_face(tree: ast.Module) -> bool:
+    """Say whether a package's front does nothing but offer what it imports under `TYPE_CHECKING` (`terms.faces`)."""
     for node in tree.body[1:]:  # after the docstring
-        if lazy and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            imported += [alias.name for each in node.body if isinstance(each, ast.ImportFrom) for alias in each.names]
-        elif lazy and (isinstance(node, ast.FunctionDef) or getattr(node, "module", None) in ("importlib", "typing")):
+        if isinstance(node, ast.ImportFrom):
+            if node.module not in ("typing", "headrace.terms.faces"):
+                return False
+        elif isinstance(node, ast.If):
+            offered = [alias for each in node.body if isinstance(each, ast.ImportFrom) for alias in each.names]
+            if ast.unparse(node.test) != "TYPE_CHECKING" or any(alias.asname != alias.name for alias in offered):
+                return False
+        elif ast.unparse(node) != "__getattr__ = lazy_face(__name__)":
+            return False
+    return True
+
+
+def test_faces_of_packages_are_lazy() -> None:
+    faces = [path for path in FILES if path.name == "__init__.py" and path.parent != ROOT]
+    assert [name_of(path) for path in faces if not is_lazy_face(TREES[path])] == []
+    assert not is_lazy_face(ast.parse('"""Eager."""\nfrom headrace.model.costs.skip import skip as skip'))
+
+
+def test_a_face_offers_no_name_of_a_module_beside_it() -> None:
+    """Once that module is imported the name would mean the module."""
+    found = []
+    for path in FILES:
+        if path.name == "__init__.py" and path.parent != ROOT:
+            beside = {each.stem for each in path.parent.iterdir()}
+            found += [f"{name_of(path)}: {name}" for _, full in imports(path) if (name := full.rpartition(".")[2]) in beside]
+    assert found == []
+
+
+# Rooms of packages from the left to the right ("": files beside the rooms): a room imports those to its left.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "terms": ("", "machine", "options"),
+    "data": ("values", "chat", "read", "pairs", "tokens", "batches"),
+    "model": (
+        *("blocks", "stored", "directory", "parts", "kernels", "gguf", "trials", "chain", "written", "adapters", "streams"),
+        *("costs", "by_rows", "seats"),
+    ),
+    "plan": ("value", "clock", "schedules", "forecast", "search"),
+    "update": ("rules", "tables", "sites", "projectors", "wires", ""),
+    "flow": ("run", "weights", "step"),
+    "engine": ("", "node", "shared", "local"),
+    "generate": ("plan", "passes", "uses"),
+}
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module of `headrace.PACKAGE`; "" for one beside the rooms."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 and parts[2] in ROOMS[parts[1]] else ""
+
+
+def test_a_room_imports_rooms_to_its_left() -> None:
+    found = []
+    for path in FILES:
+        package = package_of(path)
+        if package not in ROOMS or path == ROOT / package / "__init__.py":
             continue
-        elif isinstance(node, ast.ImportFrom):
-            imported += [alias.asname or alias.name for alias in node.names]
-            exported += [alias.name for alias in node.names if alias.asname == alias.name]  # `import X as X`
-        elif isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
-            exported += ast.literal_eval(node.value)
-        else:
-            return True
-    return sorted(imported) != sorted(exported)  # the order is ruff's to check (RUF022)
+        order, own = ROOMS[package], room_of("headrace." + name_of(path).replace("/", "."))
+        for place, name in imports(path):
+            inside = name.startswith(f"headrace.{package}.")
+            if inside and order.index(room_of(name)) > order.index(own):
+                found.append(f"{place}: {name}")
+            if inside and room_of(name) == "" and "" not in order:
+                found.append(f"{place}: {name}, by the package's own face")
+    assert found == []
 
 
-def test_package_fronts_only_export() -> None:
-    fronts = [path for path in FILES if path.name == "__init__.py" and path.parent != ROOT]
-    assert [name_of(path) for path in fronts if more_than_exports(TREES[path])] == []
+def test_every_folder_of_a_package_with_rooms_is_a_room() -> None:
+    for package, rooms in ROOMS.items():
+        folders = {path.name for path in (ROOT / package).iterdir() if path.is_dir()} - {"__pycache__", "machines"}
+        assert folders == set(rooms) - {""}, package
 
 
 def test_files_and_functions_stay_readable() -> None:

@@ -118,7 +118,7 @@ def test_scripts_import_what_is_there() -> None:
 
 def test_what_leads_nowhere_is_seen() -> None:
     assert missing_links("[a](README.md) [b](docs/none.md#part) [c](https://x.y/z.md)", ROOT) == ["docs/none.md"]
-    named = "`headrace/flow/step.py`, flow/none.py, docs/design.md, /proc/self/none.md, other/place.py"
+    named = "`headrace/flow/step/step.py`, flow/none.py, docs/design.md, /proc/self/none.md, other/place.py"
     assert missing_files(named, [ROOT, ROOT / "headrace"]) == ["flow/none.py", "docs/design.md"]
     wrong = ast.parse("from headrace import Options, AdamW\nfrom headrace.none import x\nfrom headrace.plan import search")
     assert [name for _, name in unknown_names(wrong)] == ["headrace.AdamW", "headrace.none.x"]

@@ -46,5 +46,5 @@ def test_inside_functions_only_the_opener_is_imported(wing: str) -> None:
 
 def test_what_loads_training_is_seen() -> None:
     assert any(map(of_training, loaded_with("headrace.engine.trainer", modules())))
-    assert of_training("headrace.update.rule")
-    assert not of_training("headrace.plan.ledger")
+    assert of_training("headrace.update.rules.rule")
+    assert not of_training("headrace.plan.schedules.ledger")

@@ -10,12 +10,12 @@ from update_planes import COMPUTE_DTYPES, adamw, copied, ordinary, same_planes
 
 from headrace.terms.errors import ConfigError
 from headrace.update import StepScalars
-from headrace.update.lazy_rows import AppliedUpdates, LazyRows, Rows
-from headrace.update.rule import Chunk
 from headrace.update.rules.adafactor import Adafactor
 from headrace.update.rules.lion import Lion
+from headrace.update.rules.rule import Chunk
 from headrace.update.rules.sgd import SGD
 from headrace.update.rules.table import rule_of
+from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows, Rows
 
 WIDTH = 24
 

@@ -14,10 +14,10 @@ from headrace.terms.layout import PARAMETER_ALIGNMENT, lay_out, part, realigned
 from headrace.testing.memory_file import MemoryFile
 from headrace.testing.power_supply import PowerSupply
 from headrace.update import StepScalars
-from headrace.update.lazy_rows import AppliedUpdates, LazyRows
-from headrace.update.norm import BLOCK_ELEMENTS, square_sum
-from headrace.update.rule import Chunk
-from headrace.update.table_rows import Table, TableRows, row_layout
+from headrace.update.rules.norm import BLOCK_ELEMENTS, square_sum
+from headrace.update.rules.rule import Chunk
+from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows
+from headrace.update.tables.table_rows import Table, TableRows, row_layout
 
 ROWS, WIDTH, DECAY, SCALE = 60, 16, 0.1, 0.5
 

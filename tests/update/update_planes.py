@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.update import StepScalars
 from headrace.update.rules.adamw import AdamW, AdamWRule
-from headrace.update.tensors import split
+from headrace.update.rules.tensors import split
 
 Planes = tuple[NDArray[Any], tuple[NDArray[Any], ...]]
 

@@ -1,5 +1,10 @@
 """lm-eval: its tasks on a model of any size (docs/evaluation.md). It needs the extra `eval`."""
 
-from headrace.integrations.lm_eval.model import HeadraceLM
+from typing import TYPE_CHECKING
 
-__all__ = ["HeadraceLM"]
+from headrace.terms.faces import lazy_face
+
+if TYPE_CHECKING:
+    from headrace.integrations.lm_eval.model import HeadraceLM as HeadraceLM
+
+__getattr__ = lazy_face(__name__)

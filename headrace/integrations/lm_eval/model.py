@@ -21,17 +21,17 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from headrace.data.open_data import open_tokenizer
-from headrace.generate.copying import Copying
-from headrace.generate.evaluator import Continuations, Evaluator
-from headrace.generate.opened import GenerationModel
-from headrace.generate.whose_weights import open_generator, open_model
+from headrace.data.batches.open_data import open_tokenizer
+from headrace.generate.passes.copying import Copying
+from headrace.generate.passes.opened import GenerationModel
+from headrace.generate.passes.whose_weights import open_generator, open_model
+from headrace.generate.uses.evaluator import Continuations, Evaluator
 from headrace.model import IGNORED, self_check
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Sink
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.generate_options import GenerateOptions
 
 # Tokens of a row where neither the model nor its tokenizer has a limit, and of an answer where a task has none: lm-eval's own.
 _MAX_LENGTH, _MAX_ANSWER = 2048, 256

@@ -11,11 +11,11 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
 from headrace.integrations.lm_eval.model import HeadraceLM
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import ConfigError, DataError, HeadraceError, in_one_line
-from headrace.terms.eval_options import EvalOptions
 from headrace.terms.events import Sink
-from headrace.terms.generate_options import GenerateOptions
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.eval_options import EvalOptions
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
 

@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.named import named_text
+from headrace.terms.options.named import named_text
 
 _TAKEN = {"r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_dora"}
 # What says nothing of the numbers.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from headrace.data.values import IGNORED
-from headrace.flow.step_batch import KEYS
+from headrace.data.values.values import IGNORED
+from headrace.flow.step.step_batch import KEYS
 from headrace.terms.errors import DataError
 
 Batch = Mapping[str, torch.Tensor]

@@ -16,7 +16,7 @@ from headrace.files.durable import write_whole
 from headrace.files.yaml_options import to_yaml
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.report import LanesFile, MetricsFile, Reporters
 from headrace.report.metrics import Record
 from headrace.runs.account import Account
@@ -27,12 +27,12 @@ from headrace.runs.measuring import MachineOfRun
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.replanning import PlanInUse
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.closing import Closing
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Evaluated, Event, Notice, StepResult
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.run_options import RunOptions
 from headrace.terms.packed_rows import PackedRows
-from headrace.terms.run_options import RunOptions
 
 Say = Callable[[str, str], None]
 """Tells a person a text, as `info` or `warning`."""

@@ -22,7 +22,7 @@ from headrace.runs.engines import discard, state_of
 from headrace.runs.protocols import RunningEngine, StateKind
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, DataError, RunDirectoryError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 # Options that decide the state of a run, or its bits. A step is told its learning rate, so schedules may change.
 _KEPT = ("optimizer", "weight_decay", "parameter_groups", "adapter", "max_grad_norm", "compute_dtype", "seed")

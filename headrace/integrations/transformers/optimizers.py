@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.named import named_text
-from headrace.terms.optimizer import ParameterGroup, Schedule
+from headrace.terms.options.named import named_text
+from headrace.terms.options.optimizer import ParameterGroup, Schedule
 
 # Schedules that have the same curve here; others are computed by transformers and handed to each step.
 _KINDS = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}

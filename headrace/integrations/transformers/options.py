@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.data.open_data import with_lengths
+from headrace.data.batches.open_data import with_lengths
 from headrace.files.hub import fetched_model, is_hub_name
 from headrace.integrations.transformers.optimizers import schedule_of
-from headrace.terms.data_source import OF_PROGRAM
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.data_source import OF_PROGRAM
+from headrace.terms.options.run_options import RunOptions
 
 # What a run is planned with, beside `args`.
 PLACEMENT = ("ssd", "host_memory", "device_memory", "machine", "plan", "cache", "sequence_length")

@@ -18,18 +18,18 @@ import torch
 from torch.utils.data import Dataset
 
 from headrace.data import DataSpec, TokenSet
-from headrace.data.chat_template import asks_for_time
-from headrace.data.forms import MASKS
-from headrace.data.open_data import fitting, open_tokenizer, read_chat_template, read_model_config
-from headrace.data.packing import packed_rows
-from headrace.data.sources import Source, read_rows, rows_after
-from headrace.data.tables import rows_of_data_set
-from headrace.data.tokenize import tokens_of
-from headrace.data.values import IGNORED, Kind, Row, Tokenizer
+from headrace.data.batches.open_data import fitting, open_tokenizer, read_chat_template, read_model_config
+from headrace.data.chat.chat_template import asks_for_time
+from headrace.data.chat.forms import MASKS
+from headrace.data.read.sources import Source, read_rows, rows_after
+from headrace.data.read.tables import rows_of_data_set
+from headrace.data.tokens.tokenize import tokens_of
+from headrace.data.values.packing import packed_rows
+from headrace.data.values.values import IGNORED, Kind, Row, Tokenizer
 from headrace.integrations.transformers.loop_state import day_of
 from headrace.runs.engines import why_not_packed
 from headrace.terms.errors import ConfigError, DataError
-from headrace.terms.options import DEFAULT_SEQUENCE_LENGTH
+from headrace.terms.options.options import DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.packed_rows import PackedRows
 
 

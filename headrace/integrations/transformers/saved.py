@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from headrace.data.turn_end import turn_end_file
+from headrace.data.batches.turn_end import turn_end_file
 from headrace.files.scratch import remove_tree
 from headrace.integrations.transformers.engine_run import EngineRun
 from headrace.runs.checkpoints import link_model, provenance_of

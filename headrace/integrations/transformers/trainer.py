@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length
 from transformers.utils import logging
 
-from headrace.data.open_data import MissingTokenizer, tokenizer_for_data
+from headrace.data.batches.open_data import MissingTokenizer, tokenizer_for_data
 from headrace.integrations.transformers import loop_state
 from headrace.integrations.transformers.adapters import with_adapters
 from headrace.integrations.transformers.arguments import check_arguments, check_methods, refusal
@@ -28,10 +28,10 @@ from headrace.integrations.transformers.options import PLACEMENT, compute_dtype_
 from headrace.integrations.transformers.rows import Reading, RightPadding, TokenRows, longest_of
 from headrace.integrations.transformers.saved import write_model
 from headrace.model import Checkpoint
-from headrace.model.skeleton import build_skeleton
-from headrace.plan.plan import Plan
+from headrace.model.blocks.skeleton import build_skeleton
+from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
-from headrace.terms.run_options import RunOptions
+from headrace.terms.options.run_options import RunOptions
 
 logger = logging.get_logger("transformers.headrace")
 _FIRST_ROWS = 1024  # they say how many samples rows hold

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.plan.expert_plan import ROUNDS_IN_MEMORY, ExpertPlan
-from headrace.plan.ledger import Ledger
-from headrace.plan.slots import SOURCE_SLOTS
+from headrace.plan.schedules.ledger import Ledger
+from headrace.plan.value.expert_plan import ROUNDS_IN_MEMORY, ExpertPlan
+from headrace.plan.value.slots import SOURCE_SLOTS
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import Plane
 from headrace.terms.program import Pool, Verb, buffer

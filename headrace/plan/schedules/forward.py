@@ -5,11 +5,11 @@ Weights come as for a training step, and the next program, of either kind, finds
 
 from typing import Any
 
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
 from headrace.plan.schedules.hosted import HostedStates
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.parted import PartedBlocks
 from headrace.plan.schedules.weights import RESIDENT, Weights
+from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
 

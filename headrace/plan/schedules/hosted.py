@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.plan.ledger import Ledger
-from headrace.plan.plan import Plan
+from headrace.plan.schedules.ledger import Ledger
+from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Verb, buffer
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from headrace.plan.ledger import Snapshot
-from headrace.plan.placement import Placement
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.weights import NONE, Weights
+from headrace.plan.value.placement import Placement
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PIECE_SHIFT, Verb
 

@@ -8,10 +8,10 @@ weights in host memory, and the gradients of a round leave before those of the n
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.plan.expert_plan import ROUNDS_IN_MEMORY, ROUNDS_SUMMED
-from headrace.plan.ledger import Ledger
-from headrace.plan.plan import Plan
 from headrace.plan.schedules.experts import ROUTED, BringExperts
+from headrace.plan.schedules.ledger import Ledger
+from headrace.plan.value.expert_plan import ROUNDS_IN_MEMORY, ROUNDS_SUMMED
+from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
 

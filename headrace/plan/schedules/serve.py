@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.updates import NORM, PIECE, Updates
 from headrace.plan.schedules.weights import VERDICT
+from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
 

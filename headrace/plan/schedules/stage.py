@@ -8,12 +8,12 @@ sums are grouped as in one process.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.plan.buffer_sizes import PARKING_SLOTS
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.train import Training
 from headrace.plan.schedules.updates import NORM
 from headrace.plan.schedules.weights import RESIDENT, VERDICT, Weights
+from headrace.plan.value.buffer_sizes import PARKING_SLOTS
+from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Program, Verb, buffer
 

@@ -9,12 +9,12 @@ and the next step's program is built from it. In the steady state it repeats its
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.plan.ledger import Known, Snapshot, What
-from headrace.plan.plan import Plan
 from headrace.plan.schedules.hosted import HostedStates
+from headrace.plan.schedules.ledger import Known, Snapshot, What
 from headrace.plan.schedules.parted import PARKED, PartedBlocks
 from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, held_at
 from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDICT
+from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Program, Verb, buffer
 

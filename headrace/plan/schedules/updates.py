@@ -7,11 +7,11 @@ is still to be done.
 from itertools import accumulate
 from typing import Any
 
-from headrace.plan.buffer_sizes import ChunkBytes, chunk_bytes
-from headrace.plan.ledger import Snapshot
-from headrace.plan.plan import Plan
+from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.pages import Pages
 from headrace.plan.schedules.weights import RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT
+from headrace.plan.value.buffer_sizes import ChunkBytes, chunk_bytes
+from headrace.plan.value.plan import Plan
 from headrace.terms.cuts import is_uneven
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer

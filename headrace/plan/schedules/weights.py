@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from headrace.plan.ledger import Ledger, Snapshot
-from headrace.plan.placement import Placement
-from headrace.plan.slots import SOURCE_SLOTS
+from headrace.plan.schedules.ledger import Ledger, Snapshot
+from headrace.plan.value.placement import Placement
+from headrace.plan.value.slots import SOURCE_SLOTS
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Verb, buffer
 

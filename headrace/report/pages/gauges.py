@@ -5,7 +5,7 @@ Invariant: bars of one tier share one scale, so that a measured bar longer than 
 
 from collections.abc import Mapping, Sequence
 
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.report.metrics import Record
 from headrace.report.pages.findings import Rate
 from headrace.report.pages.markup import element, escape, rate

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import headrace.report.pages
 from headrace.files.durable import write_whole
-from headrace.plan.results import PLAN_NAME
-from headrace.plan.words import explain_plan
+from headrace.plan.value.results import PLAN_NAME
+from headrace.plan.value.words import explain_plan
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
 from headrace.report.metrics import best_of
 from headrace.report.pages.findings import Findings, find

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.files.durable import write_whole
-from headrace.plan.forecast import Forecast
-from headrace.plan.plan import Plan
+from headrace.plan.forecast.forecast import Forecast
+from headrace.plan.value.plan import Plan
 from headrace.report.pages.findings import Findings, find
 from headrace.report.pages.page import render_plan
 from headrace.report.pages.run_files import RunFiles

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from headrace.plan.plan import Plan
-from headrace.plan.results import PLAN_NAME
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.results import PLAN_NAME
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME, Recording, read_recording
 from headrace.report.metrics import Record, is_evaluation, read_metrics, read_records
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.errors import HeadraceError, RunDirectoryError
 from headrace.terms.json_text import parse_json
+from headrace.terms.machine.ceilings import Ceilings
 
 METRICS_NAME = "metrics.jsonl"
 MACHINE_NAME = "machine.json"

@@ -6,8 +6,8 @@ Invariant: a sentence is made only if its figures are known, and says whether th
 from headrace.report.pages.findings import Findings, together_share
 from headrace.report.pages.markup import decimal_bytes
 from headrace.report.pages.run_files import RunFiles
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.lanes import Lane, Share, lane_named, sharing_lanes, sharing_words, split_lane
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 

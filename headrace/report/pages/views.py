@@ -7,7 +7,7 @@ the step before that continue in this one are part of the view. Their parts outs
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from headrace.plan.simulate import Timeline
+from headrace.plan.clock.simulate import Timeline
 from headrace.report.lanes import Recording
 from headrace.terms.lanes import Lane, Peer, lane_named, split_lane
 

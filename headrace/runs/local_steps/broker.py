@@ -18,12 +18,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from headrace.data import Batch, BatchStream
-from headrace.engine.outer import Change, Merge, OuterState
+from headrace.engine.local.outer import Change, Merge, OuterState
 from headrace.files.number_file import NumberFile
 from headrace.files.scratch import remove_tree
 from headrace.runs.local_steps.ledger import MOST_STALENESS, Journal, Ledger, Lot
 from headrace.runs.local_steps.rounds import Rounds
-from headrace.update.travel import TRAVELS, Travel
+from headrace.update.sites.travel import TRAVELS, Travel
 
 # Changes that are kept, each from one version to the next: who is further behind is sent all weights.
 _KEPT_CHANGES = 2

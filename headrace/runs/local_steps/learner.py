@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from headrace.engine.learner import Learner
-from headrace.engine.worker import refuse_other_options
+from headrace.engine.local.learner import Learner
+from headrace.engine.node.worker import refuse_other_options
 from headrace.files.durable import write_whole
 from headrace.files.number_file import NumberFile
 from headrace.files.scratch import remove_tree
@@ -28,8 +28,8 @@ from headrace.store import RunLock
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError
 from headrace.terms.events import Event, Notice
-from headrace.terms.options import Options
-from headrace.update.travel import TRAVELS
+from headrace.terms.options.options import Options
+from headrace.update.sites.travel import TRAVELS
 
 _MOST_LEARNERS = 64  # of one run in one directory
 _OWN = ("host_memory", "device_memory", "machine", "ssd")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data import BatchStream
-from headrace.data.open_data import open_stream
-from headrace.engine.outer import OuterState, outer_options
+from headrace.data.batches.open_data import open_stream
+from headrace.engine.local.outer import OuterState, outer_options
 from headrace.model import Checkpoint
-from headrace.model.export import files_beside_weights
+from headrace.model.written.export import files_beside_weights
 from headrace.net import Generation, Listener
 from headrace.report import MetricsFile, Reporters
 from headrace.runs.checkpoints import Checkpoints
@@ -33,8 +33,8 @@ from headrace.runs.signals import Interrupted, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import HeadraceError, PeerLost, RunDirectoryError
 from headrace.terms.events import Event, Notice, StepResult
-from headrace.terms.run_options import NodeOptions
-from headrace.update.travel import TRAVELS
+from headrace.terms.options.run_options import NodeOptions
+from headrace.update.sites.travel import TRAVELS
 
 _LOOK_SECONDS = 0.05
 # In the run directory: what learners pushed, and what they are sent.

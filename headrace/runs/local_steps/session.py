@@ -12,7 +12,7 @@ from headrace.net import Generation
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of, sums_of
 from headrace.terms.errors import PeerLost
-from headrace.update.travel import Travel
+from headrace.update.sites.travel import Travel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.data import Batch
-from headrace.data.open_data import tensors_of
+from headrace.data.batches.open_data import tensors_of
 from headrace.files.durable import appearing
 from headrace.net import Lane
 from headrace.terms.errors import PeerLost

@@ -1,8 +1,15 @@
 """Projectors into a subspace of gradients: one file for each way to choose one (`projector` says what one is)."""
 
-from headrace.update.projectors.projector import IDENTITY as IDENTITY
-from headrace.update.projectors.projector import Kind as Kind
-from headrace.update.projectors.projector import Pair as Pair
-from headrace.update.projectors.projector import Projector as Projector
-from headrace.update.projectors.projector import relative_error as relative_error
-from headrace.update.projectors.table import PROJECTORS as PROJECTORS
+from typing import TYPE_CHECKING
+
+from headrace.terms.faces import lazy_face
+
+if TYPE_CHECKING:
+    from headrace.update.projectors.projector import IDENTITY as IDENTITY
+    from headrace.update.projectors.projector import Kind as Kind
+    from headrace.update.projectors.projector import Pair as Pair
+    from headrace.update.projectors.projector import Projector as Projector
+    from headrace.update.projectors.projector import relative_error as relative_error
+    from headrace.update.projectors.table import PROJECTORS as PROJECTORS
+
+__getattr__ = lazy_face(__name__)

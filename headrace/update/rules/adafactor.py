@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from headrace.terms.declared import option
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.option_kinds import Number
+from headrace.terms.options.declared import option
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.option_kinds import Number
 from headrace.update.rules.factored import FactoredRule, Factoring, weight_of_newest
 
 

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.terms.declared import option
 from headrace.terms.layout import PlaneSet, planes_with
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.option_kinds import Number, OneOf
+from headrace.terms.options.declared import option
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.option_kinds import Number, OneOf
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.loops import inlined
-from headrace.update.rule import ElementRule, StepScalars
+from headrace.update.rules.loops import inlined
 from headrace.update.rules.moment_planes import MOMENT_PLANES, MOMENTS, OTHER_NAMES
 from headrace.update.rules.moments import MOMENT_CODES
-from headrace.update.tensors import Scalars, Updated, root_of
+from headrace.update.rules.rule import ElementRule, StepScalars
+from headrace.update.rules.tensors import Scalars, Updated, root_of
 
 # By kind of moments: the most bytes per element alive at once on a device beside the planes, and the rate of a core relative to
 # float32 moments. Smaller moments move fewer bytes, but encoding them takes arithmetic.

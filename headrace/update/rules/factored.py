@@ -28,11 +28,11 @@ from headrace.terms.cuts import num_sides
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import ItemRange, Plane, planes_with
 from headrace.terms.rule_figures import Grain, RuleFigures
-from headrace.update.kernels import joined, lower_half, narrowed_float16, not_nan, upper_half, widened
-from headrace.update.loops import digest_of, inlined
-from headrace.update.rule import StepScalars
-from headrace.update.tensor_rule import TensorRule
-from headrace.update.tensors import Scalars, Updated
+from headrace.update.rules.kernels import joined, lower_half, narrowed_float16, not_nan, upper_half, widened
+from headrace.update.rules.loops import digest_of, inlined
+from headrace.update.rules.rule import StepScalars
+from headrace.update.rules.tensor_rule import TensorRule
+from headrace.update.rules.tensors import Scalars, Updated
 
 SIDES = Plane("sides", "float32", 4, of="sides")
 _FLOPS_PER_ELEMENT = 40  # of the three passes together; a root or a division counts as one

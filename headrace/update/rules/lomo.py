@@ -23,18 +23,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.machine.jit import compiled, full_width
-from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import planes_with
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.option_kinds import OneOf
+from headrace.terms.options.declared import option
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.option_kinds import OneOf
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.kernels import widened
-from headrace.update.loops import digest_of, inlined
-from headrace.update.rule import Chunk, ElementRule, StepScalars, Summing, noise_key
+from headrace.update.rules.kernels import widened
+from headrace.update.rules.loops import digest_of, inlined
 from headrace.update.rules.moment_tensors import tensor_rounded_at_random
 from headrace.update.rules.moments import rounded_at_random
-from headrace.update.tensors import Noise, Scalars, Updated
+from headrace.update.rules.rule import Chunk, ElementRule, StepScalars, Summing, noise_key
+from headrace.update.rules.tensors import Noise, Scalars, Updated
 
 # Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.
 _DEVICE_TRAFFIC_BYTES = {"bfloat16": 152, "float32": 54, "float16": 66}

@@ -1,7 +1,7 @@
 """How moments may be kept: the planes of each kind, and the numbers on which compiled loops and tensors agree."""
 
 from headrace.terms.layout import Plane
-from headrace.update.loops import TILE_ELEMENTS
+from headrace.update.rules.loops import TILE_ELEMENTS
 
 # Parameters that share one scale where moments have 8 bits (Dettmers et al. 2022, section 2: small blocks contain outliers).
 MOMENT_BLOCK_ELEMENTS = TILE_ELEMENTS

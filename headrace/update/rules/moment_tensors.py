@@ -13,7 +13,7 @@ from headrace.update.rules.moment_planes import (
     NOISE_ROUNDS,
     SMALLEST_M,
 )
-from headrace.update.tensors import Noise, root_of, rounded_bits
+from headrace.update.rules.tensors import Noise, root_of, rounded_bits
 
 
 def decode_tensors_bfloat16(planes: Sequence[Tensor]) -> tuple[Tensor, ...]:

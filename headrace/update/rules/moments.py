@@ -21,8 +21,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from headrace.machine.jit import full_width
-from headrace.update.kernels import as_float, not_nan, widened
-from headrace.update.loops import TILE_ELEMENTS, StateCode, inlined
+from headrace.update.rules.kernels import as_float, not_nan, widened
+from headrace.update.rules.loops import TILE_ELEMENTS, StateCode, inlined
 from headrace.update.rules.moment_planes import (
     LARGEST_M,
     LARGEST_V,

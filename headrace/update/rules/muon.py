@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import ItemRange, Plane, planes_with
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.option_kinds import Flag, Number
+from headrace.terms.options.declared import option
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.option_kinds import Flag, Number
 from headrace.terms.rule_figures import Grain, RuleFigures
-from headrace.update.rule import ElementRule, StepScalars
 from headrace.update.rules.adamw import AdamW, AdamWRule
-from headrace.update.tensor_rule import TensorRule, tree_sum
-from headrace.update.tensors import Scalars, Updated, root_of, update_tensors
+from headrace.update.rules.rule import ElementRule, StepScalars
+from headrace.update.rules.tensor_rule import TensorRule, tree_sum
+from headrace.update.rules.tensors import Scalars, Updated, root_of, update_tensors
 
 _STATES = (Plane("m", "float32", 4), Plane("v", "float32", 4, of="alone"))
 _A, _B, _C = 3.4445, -4.7750, 2.0315

@@ -11,15 +11,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import Plane, planes_with
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.option_kinds import Flag, Number
+from headrace.terms.options.declared import option
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.option_kinds import Flag, Number
 from headrace.terms.rule_figures import RuleFigures
-from headrace.update.loops import inlined
-from headrace.update.rule import ElementRule, StepScalars
-from headrace.update.tensors import Scalars, Updated
+from headrace.update.rules.loops import inlined
+from headrace.update.rules.rule import ElementRule, StepScalars
+from headrace.update.rules.tensors import Scalars, Updated
 
 _BUFFER = Plane("momentum", "float32", 4)
 # Bytes per element that torch's kernels read and write on a device, and the most that they allocate at once. Tests count both.

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.named import read_named
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.options import Options
-from headrace.update.rule import UpdateRule
+from headrace.terms.options.named import read_named
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.options import Options
 from headrace.update.rules.adafactor import Adafactor, AdafactorRule
 from headrace.update.rules.adalomo import AdaLomo, AdaLomoRule
 from headrace.update.rules.adamw import AdamW, AdamWRule
 from headrace.update.rules.lion import Lion, LionRule
 from headrace.update.rules.lomo import Lomo, lomo_rule
 from headrace.update.rules.muon import Muon, MuonRule
+from headrace.update.rules.rule import UpdateRule
 from headrace.update.rules.sgd import SGD, sgd_rule
 
 RULES: dict[type[Optimizer], Callable[[Any, str], UpdateRule]] = {

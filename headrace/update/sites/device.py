@@ -14,8 +14,8 @@ from headrace.terms.cuts import lengths_of, parts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, ItemRange, Padding
 from headrace.terms.sizes import round_up
-from headrace.update.rule import Chunk, StepScalars, UpdateRule, group_pieces, refuse_cut_blocks
-from headrace.update.tensor_rule import item_shares, items_rule
+from headrace.update.rules.rule import Chunk, StepScalars, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.rules.tensor_rule import item_shares, items_rule
 
 
 class DeviceUpdater:

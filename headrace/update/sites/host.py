@@ -20,10 +20,10 @@ from headrace.terms.cuts import HOST_ITEM_ELEMENTS, lengths_of, parts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, Padding, PlaneSet
 from headrace.terms.sizes import round_up
-from headrace.update.norm import square_sum
-from headrace.update.rule import Checksums, Chunk, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
-from headrace.update.tensor_rule import TensorRule, item_shares, items_rule
-from headrace.update.tensors import as_tensor
+from headrace.update.rules.norm import square_sum
+from headrace.update.rules.rule import Checksums, Chunk, StepScalars, Summing, UpdateRule, group_pieces, refuse_cut_blocks
+from headrace.update.rules.tensor_rule import TensorRule, item_shares, items_rule
+from headrace.update.rules.tensors import as_tensor
 
 # Shares per thread: a thread that the system interrupts leaves its remaining shares to the others.
 _SHARES_PER_THREAD = 4

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation
 from headrace.net.exchange import add_up, take_in
-from headrace.terms.summing import Order
-from headrace.update.rule import StepScalars
-from headrace.update.tensors import as_tensor
+from headrace.terms.options.summing import Order
+from headrace.update.rules.rule import StepScalars
+from headrace.update.rules.tensors import as_tensor
 
 
 class NodeSite:

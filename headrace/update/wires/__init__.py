@@ -1,9 +1,16 @@
-"""How gradients travel: one file for each way (`headrace.update.wire` says what one is)."""
+"""How gradients travel: one file for each way (`headrace.update.wires.wire` says what one is)."""
 
-from headrace.update.wires.adapter import AdapterWire as AdapterWire
-from headrace.update.wires.dense import DenseWire as DenseWire
-from headrace.update.wires.frozen import FrozenWire as FrozenWire
-from headrace.update.wires.lsp import Lsp as Lsp
-from headrace.update.wires.lsp import LspWire as LspWire
-from headrace.update.wires.table import WIRES as WIRES
-from headrace.update.wires.table import wire_of as wire_of
+from typing import TYPE_CHECKING
+
+from headrace.terms.faces import lazy_face
+
+if TYPE_CHECKING:
+    from headrace.update.wires.adapter import AdapterWire as AdapterWire
+    from headrace.update.wires.dense import DenseWire as DenseWire
+    from headrace.update.wires.frozen import FrozenWire as FrozenWire
+    from headrace.update.wires.lsp import Lsp as Lsp
+    from headrace.update.wires.lsp import LspWire as LspWire
+    from headrace.update.wires.table import WIRES as WIRES
+    from headrace.update.wires.table import wire_of as wire_of
+
+__getattr__ = lazy_face(__name__)

@@ -1,4 +1,4 @@
-"""What lies beside frozen blocks is trained, and nothing else: adapters (`model/adapters.py`), tables (`model/row_tables.py`).
+"""What lies beside frozen blocks is trained, and nothing else: adapters and row tables (`model/adapters`).
 
 The model's code is imported once a chain is there: choices that exclude one another are refused before transformers is loaded.
 """
@@ -13,21 +13,22 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from headrace.terms.adapter import Dora, Lora
-from headrace.terms.contradictions import refuse_adapters_and_parts
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, part
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.row_table import DENSE, EXACT, Table, TableFigures
-from headrace.update.lazy_rows import refuse_other_rules
+from headrace.terms.options.adapter import Dora, Lora
+from headrace.terms.options.contradictions import refuse_adapters_and_parts
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.row_table import DENSE, EXACT, Table
 from headrace.update.rules.table import rule_of
-from headrace.update.table_rows import RowFamily, TableRows
-from headrace.update.wire import Content, ReadTrained, Sink, Wire
+from headrace.update.tables.lazy_rows import refuse_other_rules
+from headrace.update.tables.table_rows import RowFamily, TableRows
+from headrace.update.wires.wire import Content, ReadTrained, Sink, Wire
 
 if TYPE_CHECKING:
     from headrace.model import Chain, Checkpoint, WeightMap
-    from headrace.model.beside import Beside, StoredBeside
-    from headrace.model.row_tables import RowTables
+    from headrace.model.adapters.row_tables import RowTables
+    from headrace.model.blocks.beside import Beside, StoredBeside
 
 
 @dataclass(frozen=True)
@@ -96,13 +97,13 @@ class BesideWire(Wire):
 
     def export_bytes(self, checkpoint: "Checkpoint") -> int:
         """Return the bytes of the files of what is beside blocks."""
-        from headrace.model.beside_files import beside_file_bytes
+        from headrace.model.adapters.beside_files import beside_file_bytes
 
         return beside_file_bytes(self.known)
 
     def stored(self, read_trained: ReadTrained) -> "StoredBeside":
         """Return the adapters and their newest tensors."""
-        from headrace.model.beside import StoredBeside
+        from headrace.model.blocks.beside import StoredBeside
 
         return StoredBeside(self.known, {unit: self._flat(read_trained, unit) for unit in self.known.layouts})
 
@@ -122,7 +123,7 @@ class AdapterWire(BesideWire):
     ways = (Lora, Dora)
 
     def _of(self, chain: "Chain") -> "Beside":
-        from headrace.model.adapters import Adapters
+        from headrace.model.adapters.adapters import Adapters
 
         assert isinstance(self.settings, Lora), "its ways are LoRA's"
         return Adapters.of(chain.model, chain.layouts, chain.num_blocks, self.settings, self.seed, chain.stored_type)
@@ -134,8 +135,8 @@ class AdapterWire(BesideWire):
             ModelError: this has no files that can be read, or is of another model.
             ConfigError: it has other matrices than are to be trained.
         """
-        from headrace.model.adapter_reading import read_adapters
-        from headrace.model.adapters import Adapters
+        from headrace.model.adapters.adapter_reading import read_adapters
+        from headrace.model.adapters.adapters import Adapters
 
         assert isinstance(self.settings, Lora), "its ways are LoRA's"
         if self.settings.from_ is None:
@@ -153,8 +154,8 @@ class AdapterWire(BesideWire):
 
     def export(self, content: Content, directory: Path) -> None:
         """Write the adapters alone, as PEFT's files."""
-        from headrace.model.adapter_files import write_adapters
-        from headrace.model.adapters import Adapters
+        from headrace.model.adapters.adapter_files import write_adapters
+        from headrace.model.adapters.adapters import Adapters
 
         read, adapters = partial(self._flat, content.read_trained), self.known
         assert isinstance(adapters, Adapters), "it made them"
@@ -169,7 +170,7 @@ class RowTableWire(BesideWire):
     settings: Table
 
     def _of(self, chain: "Chain") -> "Beside":
-        from headrace.model.row_tables import RowTables
+        from headrace.model.adapters.row_tables import RowTables
 
         return RowTables.of(chain.model, chain.layouts, self.settings, self.seed)
 
@@ -196,7 +197,7 @@ class RowTableWire(BesideWire):
 
     def stored(self, read_trained: ReadTrained) -> "StoredBeside":
         """Return the tables and their newest values, all of them."""
-        from headrace.model.beside import StoredBeside
+        from headrace.model.blocks.beside import StoredBeside
 
         whole, flats = self._tables.whole(), dict[int, Tensor]()
         for unit, layout in whole.layouts.items():
@@ -209,7 +210,7 @@ class RowTableWire(BesideWire):
 
     @property
     def _tables(self) -> "RowTables":
-        from headrace.model.row_tables import RowTables
+        from headrace.model.adapters.row_tables import RowTables
 
         tables = self.known
         assert isinstance(tables, RowTables), "it made them"
@@ -217,7 +218,7 @@ class RowTableWire(BesideWire):
 
     def export(self, content: Content, directory: Path) -> None:
         """Write the tables alone."""
-        from headrace.model.row_table_files import write_tables
+        from headrace.model.adapters.row_table_files import write_tables
 
         read = partial(self._flat, content.read_trained)
         write_tables(directory, self._tables, content.chain, content.weights, read, content.notes)

@@ -2,8 +2,8 @@
 
 from typing import ClassVar
 
-from headrace.terms.gradient import GradientWay
-from headrace.update.wire import Wire
+from headrace.terms.options.gradient import GradientWay
+from headrace.update.wires.wire import Wire
 
 
 class Dense(GradientWay):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from headrace.terms.forms import Form
 from headrace.terms.layout import UnitLayout
-from headrace.update.wire import Wire
+from headrace.update.wires.wire import Wire
 
 
 class FrozenWire(Wire):

@@ -18,18 +18,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from headrace.terms.declared import option
 from headrace.terms.errors import ConfigError
 from headrace.terms.forms import Form
-from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out, part, rest_of_master
-from headrace.terms.optimizer import Optimizer
-from headrace.terms.option_kinds import Number, OneOf, Whole
+from headrace.terms.options.declared import option
+from headrace.terms.options.gradient import GradientWay
+from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.options.option_kinds import Number, OneOf, Whole
 from headrace.update.projectors import PROJECTORS, Kind, relative_error
 from headrace.update.rules.table import rule_of
-from headrace.update.wire import Bases, Caught, Gradients, Moment, Proposal, Wire
 from headrace.update.wires.factors import Factors
 from headrace.update.wires.subspace import Subspace, half_and_quarter, subspaces
+from headrace.update.wires.wire import Bases, Caught, Gradients, Moment, Proposal, Wire
 
 # New projectors must have at most this share of the old ones' error on a held-out micro-batch, because a change is costly.
 _WORTH_A_CHANGE = 0.95

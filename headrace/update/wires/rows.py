@@ -15,25 +15,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headrace.terms.declared import option
+from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
-from headrace.terms.gradient import GradientWay
 from headrace.terms.layout import UnitLayout, rest_of_master
-from headrace.terms.optimizer import ALL, Optimizer
-from headrace.terms.option_kinds import OneOf
-from headrace.terms.row_table import TableFigures
-from headrace.terms.summing import SEQUENTIAL
-from headrace.update.lazy_rows import refuse_other_rules
+from headrace.terms.options.declared import option
+from headrace.terms.options.gradient import GradientWay
+from headrace.terms.options.optimizer import ALL, Optimizer
+from headrace.terms.options.option_kinds import OneOf
+from headrace.terms.options.summing import SEQUENTIAL
 from headrace.update.rules.table import rule_of
-from headrace.update.table_rows import RowFamily, TableRows
-from headrace.update.tensors import split
-from headrace.update.wire import Content, Wire
+from headrace.update.rules.tensors import split
+from headrace.update.tables.lazy_rows import refuse_other_rules
+from headrace.update.tables.table_rows import RowFamily, TableRows
 from headrace.update.wires.dense import DenseWire
+from headrace.update.wires.wire import Content, Wire
 
 if TYPE_CHECKING:
     from headrace.model import Chain
-    from headrace.model.export import UnitPlanes
-    from headrace.model.learned_rows import LearnedTable
+    from headrace.model.by_rows.learned_rows import LearnedTable
+    from headrace.model.written.export import UnitPlanes
 
 EVERY, BLOCKS = "every", "blocks"
 
@@ -80,7 +80,7 @@ class RowsWire(Wire):
         super().__init__(settings, seed)
         self._chain, self._rows, self._embedding = chain, list[TableRows](), dict[int, "LearnedTable"]()
         if chain is not None and self.has_embedding:
-            from headrace.model.learned_rows import LearnedTable
+            from headrace.model.by_rows.learned_rows import LearnedTable
 
             self._embedding[0] = LearnedTable.of(chain)
 
@@ -101,7 +101,7 @@ class RowsWire(Wire):
     @property
     def _known(self) -> "Mapping[int, LearnedTable]":
         """The tables of the chain, by unit."""
-        from headrace.model.learned_rows import LearnedTable
+        from headrace.model.by_rows.learned_rows import LearnedTable
 
         assert self._chain is not None, "the chain is known"
         return self._embedding | LearnedTable.in_blocks(self._chain)
@@ -145,8 +145,8 @@ class RowsWire(Wire):
     def export(self, content: Content, directory: Path) -> None:
         """Write the newest weights as an ordinary Hugging Face directory. All rows catch up for it; nothing of that is kept."""
         from headrace.model import Exporter
-        from headrace.model.block_tables import stored_rows_of
-        from headrace.model.export import ReadRows
+        from headrace.model.by_rows.block_tables import stored_rows_of
+        from headrace.model.written.export import ReadRows
 
         dtype, chain = content.chain.compute_dtype, content.chain
 

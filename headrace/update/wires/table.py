@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 
-from headrace.terms.adapter import adapter_of
 from headrace.terms.errors import ConfigError
-from headrace.terms.gradient import GradientWay
-from headrace.terms.named import read_named
-from headrace.terms.options import Options
-from headrace.update.wire import Wire
+from headrace.terms.options.adapter import adapter_of
+from headrace.terms.options.gradient import GradientWay
+from headrace.terms.options.named import read_named
+from headrace.terms.options.options import Options
 from headrace.update.wires.dense import Dense
+from headrace.update.wires.wire import Wire
 
 
 def _found() -> Iterator[tuple[type[GradientWay], type[Wire]]]:

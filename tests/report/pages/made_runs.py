@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.plan.plan import Plan
-from headrace.plan.results import Results
+from headrace.plan.value.plan import Plan
+from headrace.plan.value.results import Results
 from headrace.report.lanes import LanesFile
 from headrace.report.metrics import MetricsFile
-from headrace.terms.ceilings import Ceilings
 from headrace.terms.events import OpDone, StepResult
 from headrace.terms.forms import UnitFigures, home_of
+from headrace.terms.machine.ceilings import Ceilings
 from headrace.update import rule_of
 from headrace.update.rules.adamw import AdamW
 

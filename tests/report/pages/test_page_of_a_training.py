@@ -18,11 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.plan.plan import Plan
+from headrace.plan.value.plan import Plan
 from headrace.report import MetricsFile, Reporters
 from headrace.report.lanes import LanesFile, read_recording
 from headrace.report.metrics import read_metrics
-from headrace.report.pages import read_run, summary, write_report, write_trace
+from headrace.report.pages import read_run, write_report, write_trace
+from headrace.report.pages.summary import summary
 from headrace.terms.events import Event, OpDone, StepResult
 
 STEPS = 5

@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import made_machine, made_ops, write_run
 
-from headrace.report.pages import read_run, summary, write_report, write_trace
+from headrace.report.pages import read_run, write_report, write_trace
 from headrace.report.pages.findings import find
 from headrace.report.pages.lane_chart import FAMILY_OF
 from headrace.report.pages.markup import data_block, decimal_bytes, element, figure, rate, ticks
 from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
 from headrace.report.pages.step_charts import thin
+from headrace.report.pages.summary import summary
 from headrace.report.pages.views import Bar, in_rows, joined, lane_heading
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.lanes import Lane

@@ -11,10 +11,11 @@ from urllib.error import HTTPError
 import pytest
 from made_runs import made_machine, made_plan, write_run
 
-from headrace.plan.forecast import forecast
-from headrace.report.pages import read_run, summary
+from headrace.plan.forecast.forecast import forecast
+from headrace.report.pages import read_run
 from headrace.report.pages.plan_page import write_plan_page
-from headrace.report.watch import Watch
+from headrace.report.pages.summary import summary
+from headrace.report.pages.watch import Watch
 from headrace.terms.errors import ConfigError, RunDirectoryError
 
 

@@ -1,0 +1,1 @@
+"""Batches of a run: packed, streamed, of prompts, held out."""

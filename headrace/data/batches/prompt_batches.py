@@ -1,0 +1,150 @@
+"""Batches of prompts, for losses whose rows the model writes itself: a batch says which prompts a step has.
+
+Invariants: those of `batches.py`. All prompts are in memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.data.chat.prompts import Prompts
+from headrace.data.read.sources import find_sources, read_with
+from headrace.data.values.values import Batch, DataSpec
+from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.options.data_source import DataSource
+from headrace.terms.packed_rows import PackedRows
+
+_EXPECTED = "prompts are read with the column prompt: a text, or messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt: its tokens, what it was as data (a text, or messages), and its sample's other columns."""
+
+    ids: tuple[int, ...]
+    text: Any
+    columns: Mapping[str, Any]
+
+
+def read_prompts(
+    entries: Sequence[str | DataSource], cache: Path, prompts: Prompts, most_tokens: int
+) -> tuple[list[Prompt], int]:
+    """Return the prompts of all sources that have at most `most_tokens`, and how many have more.
+
+    Raises:
+        DataError: a sample has no prompt, or it cannot be read; or all prompts are too long.
+    """
+    found, lengths = list[Prompt](), list[int]()
+    for source in find_sources(entries, cache):
+        for row in read_with(source, ("prompt",), _EXPECTED):
+            given = row.values["prompt"]
+            try:
+                ids = prompts.of_text(given) if isinstance(given, str) else prompts.of_messages(given)
+            except DataError as error:
+                raise DataError(f"{row.place}: {error}") from error
+            if len(ids) > most_tokens:
+                lengths.append(len(ids))
+                continue
+            columns = {name: value for name, value in row.values.items() if name != "prompt"}
+            found.append(Prompt(tuple(ids), given, columns))
+    if not found:
+        raise DataError(
+            f"data: all {len(lengths)} prompts are too long: the shortest has {min(lengths)} tokens, and beside a completion "
+            f"there is room for {most_tokens}; give a longer sequence_length"
+        )
+    return found, len(lengths)
+
+
+class PromptBatches:
+    """`Batches` of `prompts`, so many a step, in another order in each epoch if the data are shuffled."""
+
+    held_out = None
+    by_earlier_rules = False
+    left_out = ()
+
+    def __init__(self, prompts: Sequence[Prompt], spec: DataSpec, generations: int, too_long: int) -> None:
+        """Start at the first prompt. A prompt takes `generations` rows of a step.
+
+        Raises:
+            ConfigError: a step has no whole number of them.
+        """
+        if not spec.rows_per_step or spec.rows_per_step % generations:
+            raise ConfigError(
+                f"tokens_per_step: a step has {spec.rows_per_step} rows of {spec.sequence_length} tokens, no multiple of "
+                f"num_generations={generations}; give {generations * spec.sequence_length}, or a multiple of it"
+            )
+        self.prompts, self._spec, self._too_long = tuple(prompts), spec, too_long
+        self._per_step, self._taken = spec.rows_per_step // generations, 0
+
+    @property
+    def spec(self) -> DataSpec:
+        """What the data were asked for."""
+        return self._spec
+
+    @property
+    def template_date(self) -> str | None:
+        """The day that the chat template was told; None if it does not ask."""
+        return self._spec.template_date
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Notes for the person who trains on the data."""
+        longer = (
+            f"{self._too_long} of {self._too_long + len(self.prompts)} prompts are left out: they leave no room for an answer"
+        )
+        memory = "half of the memory is for the steps, half for the process that generates"
+        return (memory, longer) if self._too_long else (memory,)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of an epoch."""
+        return len(self.prompts) / self._per_step
+
+    def epochs_ended(self, steps: int) -> int:
+        """Return how many epochs end within so many steps."""
+        return steps * self._per_step // len(self.prompts)
+
+    def first_rows(self, steps: int) -> PackedRows:
+        """Return no rows: nothing is packed."""
+        return PackedRows(self._spec.sequence_length)
+
+    def next_batch(self) -> Batch:
+        """Return a batch whose `samples` are the next step's prompts; its rows are still to be written."""
+        numbers = [self._number(place) for place in range(self._taken, self._taken + self._per_step)]
+        self._taken += self._per_step
+        nothing = np.zeros((0, 0), np.int64)
+        return Batch(
+            input_ids=nothing,
+            labels=nothing,
+            position_ids=None,
+            attention_mask=None,
+            token_mask=None,
+            num_tokens=0,
+            num_trained_tokens=0,
+            samples=np.array(numbers, np.int64),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the position: how many prompts were taken, of how many."""
+        return {"taken": self._taken, "prompts": len(self.prompts)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go to the position where `state` was taken.
+
+        Raises:
+            DataError: there were other prompts.
+        """
+        if state.get("prompts") != len(self.prompts):
+            raise DataError(
+                f"data: {len(self.prompts)} prompts, and the run began with {state.get('prompts')}; restore the files"
+            )
+        self._taken = int(state["taken"])
+
+    def _number(self, place: int) -> int:
+        epoch, within = divmod(place, len(self.prompts))
+        if not self._spec.shuffle:
+            return within
+        return int(np.random.default_rng((self._spec.seed, epoch)).permutation(len(self.prompts))[within])

@@ -1,0 +1,1 @@
+"""Conversations: chat templates, turns, prompts, and which words of them are trained."""

@@ -1,0 +1,87 @@
+"""Prompts to tokens, and tokens to answers: texts, conversations by the tokenizer's chat template, and where an answer ends.
+
+Invariant: a prompt is tokenised as in transformers' own examples: the template brings its own marks, so none is added twice.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from headrace.data.chat.chat_template import Template
+from headrace.data.values.bounded import tokenize
+from headrace.data.values.messages import read_messages, read_tools, whole_text
+from headrace.terms.errors import DataError, ModelError
+
+Messages = Sequence[Mapping[str, Any]]
+STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Makes token ids of prompts with a tokenizer. `raw`: text is taken as it is; `system` opens conversations without one.
+
+    A chat template that asks for the time gets the beginning of `day` (YYYY-MM-DD); None: it gets the time.
+    """
+
+    tokenizer: Any
+    raw: bool = False
+    system: str | None = None
+    day: str | None = None
+
+    def of_text(self, text: str) -> list[int]:
+        """Return the ids of a text. If the tokenizer has a chat template, it is what a user says, unless `raw`.
+
+        Raises:
+            DataError: the text has no tokens, or the template refuses it.
+            ModelError: there is a system message, but no template that says where it goes.
+        """
+        if not self.raw and self.tokenizer.chat_template:
+            return self.of_messages([{"role": "user", "content": text}])
+        if self.system is not None:
+            raise ModelError(
+                "system: the tokenizer has no chat template, or prompts are taken raw; write the system message into the prompt"
+            )
+        return self._ids(text)
+
+    def of_messages(self, messages: Messages, tools: Any = None) -> list[int]:
+        """Return the ids of a conversation, with the opening of the assistant's turn; the template renders `tools`.
+
+        Raises:
+            ModelError: the tokenizer has no chat template.
+            DataError: the template refuses the conversation, a message has a picture, a sound or a video, or tools are no list.
+        """
+        if not self.tokenizer.chat_template:
+            raise ModelError(
+                "the prompt is a conversation, but the tokenizer has no chat template. Use the tokenizer of an instruct "
+                "model, add a chat_template.jinja to its directory, or give the prompt as text with --raw"
+            )
+        whole = list(messages)
+        if self.system is not None and not (whole and whole[0].get("role") == "system"):
+            whole.insert(0, {"role": "system", "content": self.system})
+        read = read_messages("the prompt", whole, "messages").messages
+        text = self._template.render(self._template.given(read), read_tools("the prompt", tools), prompt=True)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, **options: Any) -> list[int]:
+        (tokens,) = tokenize([whole_text("the prompt", text)], self.tokenizer, len(text), **options)
+        return _some(tokens.ids)
+
+    @cached_property
+    def _template(self) -> Template:
+        return Template.of(self.tokenizer, self.day)
+
+
+def answer_of(tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], stops: Sequence[str]) -> tuple[str, str]:
+    """Return the text of an answer and why it ends: `stop` at a token or a text that ends it, `length` if it was cut."""
+    text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if cuts:
+        return text[: min(cuts)], STOP
+    return text, STOP if tokens and tokens[-1] in ends else LENGTH
+
+
+def _some(ids: list[int]) -> list[int]:
+    if not ids:
+        raise DataError("the prompt is empty: it has no tokens; give a text")
+    return ids

@@ -1,0 +1,1 @@
+"""Rows out of files: JSON, tables, packed files, sources by name."""

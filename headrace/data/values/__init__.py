@@ -1,0 +1,1 @@
+"""What samples and rows are: values, messages, how they are packed and mixed."""

@@ -1,0 +1,1 @@
+"""Learners train by themselves and meet; the outer update."""

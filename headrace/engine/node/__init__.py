@@ -1,0 +1,1 @@
+"""One node that owns states and workers that compute gradients."""

@@ -1,0 +1,1 @@
+"""Several machines share one model: by ranges of every unit, or by stages of blocks."""

@@ -1,0 +1,1 @@
+"""An interpreter runs a program's operations on lanes."""

@@ -1,0 +1,1 @@
+"""What a training step does: compute, stash, drain, update, commit."""

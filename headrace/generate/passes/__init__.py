@@ -1,0 +1,1 @@
+"""A generation at work: weights through blocks, seats, caches."""

@@ -1,0 +1,101 @@
+"""The units of a generation with coded weights: those of a directory, or those that compression would write.
+
+Invariant: of a directory they are what a run reads, by the same code (`flow.sources`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.ask.model_config import refuse_other_dtypes
+from headrace.codec.table import Code, code_to_write
+from headrace.codec.units import coded_shapes
+from headrace.generate.passes.sources import ShardSource
+from headrace.model import Chain, Checkpoint
+from headrace.plan.value.expert_plan import ExpertFigures
+from headrace.terms.coding import as_matrix
+from headrace.terms.events import Event
+from headrace.terms.forms import UnitFigures
+from headrace.terms.layout import ParameterSpec, UnitLayout
+from headrace.terms.sizes import PAGE_BYTES, round_up
+
+Units = tuple[tuple[UnitFigures, ...], ExpertFigures | None, tuple[str, ...]]
+
+
+def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> Units:
+    """Return units, experts and notes of a coded model as its files have them: their headers are read, no weights.
+
+    Raises:
+        ModelError: they belong to another model.
+    """
+    source = ShardSource(chain, chain.attach(checkpoint), _silent, on_cpu=on_cpu)
+    try:
+        chain.lay_out(source.layouts)
+        return source.figures, source.by_experts.expert_figures if source.by_experts else None, source.notes
+    finally:
+        source.close()
+
+
+def units_if_compressed(
+    chain: Chain, name: str, units: Sequence[UnitFigures], experts: ExpertFigures | None, *, on_cpu: bool
+) -> Units:
+    """Return the units of a model, and its experts, as `headrace compress --to NAME` would make them of these.
+
+    Raises:
+        ConfigError: no such code.
+    """
+    code = code_to_write("compress", name)
+    refuse_other_dtypes(code, chain.config)
+    shapes = [
+        coded_shapes(layout.parameters, code) if code.lossless or _is_block(chain, unit) else []
+        for unit, layout in enumerate(chain.layouts)
+    ]
+    made = tuple(map(_Coded(chain, code, on_cpu).of, units, shapes, chain.layouts))
+    if experts is None:
+        return made, None, ()
+    stacks = [[spec for spec in found if len(spec.shape) == 3] for found in shapes]
+    rest = [[spec for spec in found if len(spec.shape) != 3] for found in shapes]
+    commons = tuple(map(_Coded(chain, code, on_cpu).of, experts.units, rest, chain.layouts))
+    largest = max(stacks, key=lambda found: sum(spec.num_elements // spec.shape[0] for spec in found))
+    each = [(spec.shape[1], spec.shape[2]) for spec in largest]
+    apart = replace(
+        experts,
+        units=commons,
+        stored_bytes=round_up(round(sum(code.matrix_bytes(*shape) for shape in each)), PAGE_BYTES),
+        is_made=True,
+        making_bytes=max(_Coded(chain, code, on_cpu).making_bytes(*shape) for shape in each),
+        decodes=((code.kind, sum(rows * columns for rows, columns in each)),),
+    )
+    return made, apart, ()
+
+
+def _is_block(chain: Chain, unit: int) -> bool:
+    return 1 <= unit <= chain.num_blocks
+
+
+class _Coded:
+    """Makes coded figures of plain ones."""
+
+    def __init__(self, chain: Chain, code: Code, on_cpu: bool) -> None:
+        self._chain, self._code, self._on_cpu = chain, code, on_cpu
+
+    def of(self, figures: UnitFigures, coded: Sequence[ParameterSpec], layout: UnitLayout) -> UnitFigures:
+        """Return the figures of a unit of which these parameters are coded."""
+        if not coded:
+            return figures
+        weights = sum(spec.num_elements for spec in coded)
+        shapes = [as_matrix(spec.shape) for spec in coded]
+        plain = (figures.num_elements - weights) * self._chain.dtype.itemsize
+        return replace(
+            figures,
+            stored_bytes=round_up(round(plain + sum(self._code.matrix_bytes(*shape) for shape in shapes)), PAGE_BYTES),
+            making_bytes=max(self.making_bytes(*(spec.shape[-2:])) for spec in coded),
+            decodes=((self._code.kind, weights),),
+        )
+
+    def making_bytes(self, rows: int, columns: int) -> int:
+        """Return what decoding a matrix allocates for a moment."""
+        return self._code.codec().decoding_bytes(rows, columns, on_host=self._on_cpu)
+
+
+def _silent(event: Event) -> None:
+    """Sink of what reads nothing but headers."""

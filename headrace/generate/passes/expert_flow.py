@@ -1,0 +1,151 @@
+"""Single experts in a pass: the operations with a `part`, and how seats wait within a block.
+
+A seat runs a block in its own thread. Where the block's experts are called it says which ones it will want, and waits. Then
+experts come round by round, and each seat that waits for one goes on until it wants another (`model/parts/banks.py`).
+
+Invariant: an expert is read once for all seats of a pass, and only if some seat wants it, unless all are read ahead.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headrace.flow.weights.expert_cache import ExpertCache
+from headrace.flow.weights.expert_loads import ExpertLoads
+from headrace.flow.weights.expert_source import ExpertSource
+from headrace.generate.passes.buffers import GenerationBuffers
+from headrace.machine.protocol import Machine
+from headrace.model import Chain
+from headrace.model.parts.banks import Banks, Walker, needed_by
+from headrace.model.seats.seats import Seat
+from headrace.plan.value.expert_plan import ExpertPlan
+from headrace.terms.errors import StepFailed
+from headrace.terms.program import Op
+
+
+@dataclass(slots=True)
+class ExpertCounts:
+    """How many experts a pass `wanted`, and how many of these it `found` in memory.
+
+    `router_seconds` pass between the routers of a block and the first experts that they chose.
+    """
+
+    wanted: int = 0
+    found: int = 0
+    router_seconds: float = 0.0
+
+
+class _Visit(Walker):
+    """A seat within a block."""
+
+    def __init__(self, flow: "ExpertFlow", unit: int, seat: Seat) -> None:
+        super().__init__(seat.wait)
+        self.seat, self._flow, self._unit = seat, flow, unit
+
+    def announce(self, experts: Mapping[int, int]) -> None:
+        """See `Walker`. At this point the seat has been to its router."""
+        super().announce(experts)
+        for expert, tokens in experts.items():
+            self._flow.cache.tokens[self._unit, expert] += tokens
+        if experts:
+            self.wait_for(self.needs[0])
+
+
+class ExpertFlow:
+    """The experts of all blocks, in use from the time a plan's buffers exist until `close`."""
+
+    def __init__(
+        self, plan: ExpertPlan, chain: Chain, source: ExpertSource, buffers: GenerationBuffers, machine: Machine
+    ) -> None:
+        self.plan, self._chain = plan, chain
+        self.loads = ExpertLoads(plan, source, buffers, machine)
+        self._banks = Banks(source.blocks, chain.dtype, chain.device)
+        self.counts = ExpertCounts()
+        self._ahead, self._routed_at = False, 0.0
+        self._waiting: list[_Visit] = []
+        self._routed: dict[int, tuple[int, ...]] = {}
+        self._banks.install()
+
+    @property
+    def cache(self) -> ExpertCache:
+        """The experts that stay in host memory."""
+        return self.loads.cache
+
+    def close(self) -> None:
+        """Put the model's experts back."""
+        self._banks.remove()
+
+    def begin_pass(self, tokens: int) -> None:
+        """Prepare for a pass over so many tokens. Everything before it is complete."""
+        self._ahead = self.plan.is_ahead(tokens)
+        self._waiting.clear()
+        self._routed.clear()
+        self.counts = ExpertCounts()
+
+    def end_pass(self) -> None:
+        """Choose the experts that stay in host memory. Nothing may be under way."""
+        self.cache.after_pass()
+
+    def pass_key(self, tokens: int) -> tuple[bool, int]:
+        """Return a key that is equal for passes with equal programs."""
+        most = max(self.plan.figures.num_experts)
+        return self.plan.is_ahead(tokens), min(tokens * self.plan.choices, most)
+
+    def has(self, unit: int) -> bool:
+        """Return whether a unit has experts."""
+        return self.plan.figures.num_experts[unit] > 0
+
+    def enter(self, unit: int, seat: Seat) -> None:
+        """Run a seat into a block, as far as its router. The block's other weights are bound."""
+        visit = _Visit(self, unit, seat)
+
+        def run() -> None:
+            assert seat.hidden is not None, "a seat of a pass is parked"
+            self._banks.visit(visit)
+            try:
+                seat.hidden = self._chain.block(unit - 1, seat.hidden, seat.calls[unit - 1]).hidden
+            finally:
+                self._banks.visit(None)
+
+        if not seat.work(run):
+            self._waiting.append(visit)
+
+    def route(self, op: Op) -> None:
+        """Note which experts of a block the seats want, in ascending order."""
+        self._routed[op.unit] = needed_by(self._waiting)
+        self._routed_at = time.perf_counter()
+
+    def fetch(self, op: Op) -> None:
+        """Read those experts of a round that are not in host memory."""
+        wanted = range(self.plan.figures.num_experts[op.unit]) if self._ahead else self._routed[op.unit]
+        found = self.loads.fetch(op, wanted)  # before what it adds to is read: another round may be counted meanwhile
+        self.counts.found += found
+        self.counts.wanted += len(wanted[op.part * self.plan.in_round :][: self.plan.in_round])
+
+    def upload(self, op: Op) -> None:
+        """See `ExpertLoads.upload`."""
+        self.loads.upload(op)
+
+    def make(self, op: Op) -> None:
+        """See `ExpertLoads.make`."""
+        self.loads.make(op)
+
+    def go_on(self, op: Op) -> None:
+        """Let seats continue with the experts of a round."""
+        if op.part == 0 and not self._ahead:
+            self.counts.router_seconds += time.perf_counter() - self._routed_at
+        self._waiting = self._banks.let_pass(self.loads.weights(op), self._waiting, lambda visit: visit.seat.go_on())
+
+    def leave(self, op: Op) -> None:
+        """End a block: all seats have passed it.
+
+        Raises:
+            StepFailed: a seat has not: it wants an expert that has been and gone.
+        """
+        if self._waiting:
+            wanted = sorted({visit.wants for visit in self._waiting})
+            raise StepFailed(
+                f"unit {op.unit}: its code asks for experts {wanted[:4]} after larger ones, or for ones that its router did "
+                "not choose"
+            )
+        self._chain.release(op.unit)

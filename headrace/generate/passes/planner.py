@@ -1,0 +1,396 @@
+"""The question of a generation's plan, here or on another machine. All callers build it here.
+
+Invariant: what `headrace plan --generate` answers is what `headrace generate` runs.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import torch
+
+from headrace.ask.model_config import open_coded, read_parts
+from headrace.ask.place import Place, multiplies, runtime_here
+from headrace.codec.cache_codes import CACHE_CODES
+from headrace.files import default_ssd_bytes
+from headrace.generate.passes.coded import units_if_compressed, units_of_files
+from headrace.generate.plan.block_tables import notes_on, without_tables
+from headrace.generate.plan.embedding import without_embedding
+from headrace.generate.plan.plan import FewRows, GenerationPlan
+from headrace.generate.plan.plan_notes import of_copying, of_twice, why_not
+from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
+from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes
+from headrace.machine.protocol import Machine
+from headrace.model import Chain
+from headrace.model.by_rows.embedding_rows import take_back
+from headrace.model.kernels.narrow import NARROW_ROWS, has_kernel
+from headrace.model.parts.banks import find_experts
+from headrace.model.seats.bank_check import why_no_banks
+from headrace.model.seats.generation_check import (
+    check_generation,
+    ready_to_generate,
+    why_not_attended,
+    why_not_chunked,
+    why_not_narrow,
+    why_not_recomputed,
+    why_not_tiered,
+)
+from headrace.model.seats.generation_costs import generation_costs
+from headrace.model.streams.stored_experts import expert_layout, without
+from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.expert_plan import ExpertFigures
+from headrace.terms.costs import GenerationCosts
+from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.forms import UnitFigures, home_of
+from headrace.terms.layout import UnitLayout
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.generate_options import AUTO, NO_COPIES, ON_DEVICE, ON_HOST, GenerateOptions
+from headrace.terms.options.optimizer import Optimizer
+
+# Tokens of a prompt that may go through the model together. Small chunks compute at lower rates, and read weights more often.
+PREFILL_CHUNKS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationUnits:
+    """Units as passes read them, experts that may come by themselves, and what there is to say of them."""
+
+    figures: tuple[UnitFigures, ...]
+    experts: ExpertFigures | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """What passes do. `costs` gives the costs of a seat, by rows and tokens. Up to `most_rows` are tried if no rows are asked
+    for. Prompts may be taken in `chunks`.
+    """
+
+    costs: Callable[..., GenerationCosts] = generation_costs
+    most_rows: int | None = None
+    chunks: tuple[int, ...] = PREFILL_CHUNKS
+
+
+class Fixed(TypedDict, total=False):
+    """What is fixed of micro-batches, as by a job that goes on. Where `lengths` of prompts are known, and rows are not fixed,
+    micro-batches of short prompts have more rows.
+    """
+
+    rows: int | None
+    prefill_chunk: int | None
+    few_rows: FewRows | None
+    attention: str | None
+    lengths: PromptLengths | None
+    shapes: SeatShapes | None
+
+
+class GenerationPlanner:
+    """Plans generations of `chain`, which is ready for them, under `options`, on `machine`, or in a `Place` elsewhere."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        units: GenerationUnits,
+        machine: Machine | Place,
+        options: GenerateOptions,
+        passes: Passes | None = None,
+    ) -> None:
+        passes = passes or Passes()
+        self._chain, self._units, self._machine, self._options = chain, units, machine, options
+        self._ceilings = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+        self._budget, self._chunks, self._most_rows = options.budget, passes.chunks, passes.most_rows
+        self._code = CACHE_CODES.get(options.cache_dtype or "")
+        self._costs = cache(partial(passes.costs, chain, **({"code": self._code} if self._code is not None else {})))
+        self._has_drives = bool(self._budget.ssd) or (isinstance(machine, Place) and machine.has_drives)
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """The directories where caches may lie."""
+        return self._budget.ssd
+
+    def with_seats(self, seats: int) -> "GenerationPlanner":
+        """Return a planner of the same for so many seats."""
+        found = copy(self)
+        found._options = replace(self._options, seats=seats)
+        return found
+
+    def plan(
+        self,
+        prompts: int,
+        prompt_length: int,
+        new_tokens: int,
+        kept_copies: int = 0,
+        **fixed: Unpack[Fixed],
+    ) -> GenerationPlan:
+        """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
+
+        With `kept_copies` each row has so many caches, which stay where compute is; with 0 it has one, which may lie elsewhere.
+
+        Raises:
+            PlanInfeasible: a budget is too small.
+            ConfigError: a budget is more than there is, or attention cannot be computed on the host, as asked.
+            StorageError: an SSD directory cannot be written to.
+        """
+        reason = not_by_inputs = ""
+        few_rows = fixed.get("few_rows") or FewRows()
+
+        def costs_of(rows: int, *chunk: int, length: int = prompt_length) -> GenerationCosts:
+            found: GenerationCosts = self._costs(rows * max(1, kept_copies), length, *chunk)
+            found = replace(found, recomputing=None) if reason or not_by_inputs else found
+            return replace(found, tiered=()) if reason else found
+
+        allowance = self._allowance(lambda: costs_of(1))
+        moves = self._code is not None or self._has_drives or allowance.device_bytes is not None
+        if moves and any(costs_of(1).tiered) and not kept_copies:
+            reason = why_not_tiered(self._chain.config)
+            not_by_inputs = why_not_recomputed(self._chain.config) if costs_of(1).recomputing is not None else ""
+        self._check_code(costs_of(1), kept_copies, reason)
+        notes: list[str] = []
+        places = self._places_of_attention(
+            fixed.get("attention") or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
+        )
+        chunks = [] if kept_copies else [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
+        unchunked, chunk = why_not_chunked(self._chain.config) if chunks else "", fixed.get("prefill_chunk")
+        question = GenerationQuestion(
+            units=self._units.figures,
+            num_blocks=self._chain.num_blocks,
+            compute_dtype=self._chain.compute_dtype,
+            separate_device=allowance.device_bytes is not None,
+            costs_of=costs_of,
+            prompts=prompts,
+            prompt_length=prompt_length,
+            new_tokens=new_tokens,
+            allowance=allowance,
+            ceilings=self._ceilings,
+            rows=self._options.rows or fixed.get("rows"),
+            seats=self._options.seats,
+            most_rows=self._most_rows,
+            experts=self._units.experts,
+            has_drives=self._has_drives,
+            kept_copies=kept_copies,
+            prefill_chunks=(0, *([] if unchunked else chunks)) if chunk is None else (chunk,),
+            packed=self._options.packed_products if few_rows.packed is None else few_rows.packed,
+            narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
+            attention=places,
+            lengths=None if kept_copies else fixed.get("lengths"),
+            shapes=fixed.get("shapes"),
+            widens=self._chain.wide_products,
+        )
+        plan = make_generation_plan(question)
+        notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []
+        notes += [f"prompts of this architecture are not kept as inputs of blocks: {not_by_inputs}"] if not_by_inputs else []
+        if unchunked:
+            notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
+        if kept_copies and self._has_drives:
+            notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
+        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on(plan.costs), *notes))
+
+    def _check_code(self, costs: GenerationCosts, kept_copies: int, not_tiered: str) -> None:
+        """Refuse a code of caches that was asked for where it cannot be had.
+
+        Raises:
+            ConfigError: rows are exchanged, or this architecture has no caches that may be coded.
+        """
+        if self._code is not None and kept_copies:
+            raise ConfigError(f"cache_dtype: {NO_COPIES}")
+        if self._code is not None and not any(costs.tiered):
+            why = not_tiered or "it has no caches of full attention"
+            raise ConfigError(
+                f"cache_dtype: caches of this architecture are not kept in {self._code.name}: {why}; leave it out"
+            )
+
+    def _narrow_rows(self, asked: bool | None, allowance: Allowance, notes: list[str]) -> int:
+        """Return up to how many rows are multiplied by the loop for narrow products; add to `notes` why none are.
+
+        Raises:
+            ConfigError: it was asked for, and nothing here is computed in bfloat16 on a CPU.
+        """
+        asked = self._options.narrow_products if asked is None else asked
+        can = self._chain.compute_dtype == "bfloat16" and not allowance.device_overhead_bytes
+        if asked and not can:
+            where = "a GPU" if allowance.device_overhead_bytes else "the CPU"
+            found = f"here blocks are computed in {self._chain.compute_dtype} on {where}"
+            raise ConfigError(f"narrow_products: asked for, but these are of bfloat16 on a CPU, and {found}; leave it out")
+        if asked is False or not can or not (asked or has_kernel()):
+            return 0
+        if reason := why_not_narrow(self._chain.config):
+            notes.append(f"products of few rows are torch's own in this architecture: {reason}")
+            return 0
+        return NARROW_ROWS
+
+    def _places_of_attention(
+        self,
+        asked: str,
+        allowance: Allowance,
+        costs: GenerationCosts,
+        kept_copies: int,
+        not_tiered: str,
+        notes: list[str],
+    ) -> tuple[bool, ...]:
+        """Return which of attending on the host and on the device are tried; add to `notes` why the host is not.
+
+        Without being asked the host attends beside a GPU alone: on one processor nothing is gained by it that bits are worth.
+        """
+        separate, on_gpu = allowance.device_bytes is not None, allowance.device_overhead_bytes > 0
+        if (
+            self._code is not None
+            or asked == ON_DEVICE
+            or (asked == AUTO and not (on_gpu and costs.attends and not kept_copies))
+        ):
+            return (False,)
+        if kept_copies:
+            why = "beams, several answers a row and drafts keep their caches where compute is"
+        elif not (separate or self._has_drives):
+            why = "there is no device, so caches lie where compute is; give --device-memory or --ssd DIR"
+        elif not_tiered or not any(costs.tiered):
+            why = not_tiered or "this architecture has no caches that may lie elsewhere"
+        else:
+            why = why_not_attended(self._chain.config) or (
+                "" if costs.attends else "not all of its attention can be asked there"
+            )
+        if not why:
+            return (False, True) if asked == AUTO else (True,)
+        if asked == ON_HOST:
+            raise ConfigError(f"attention: host was asked for, but it cannot be computed there: {why}")
+        notes.append(f"attention of this architecture is not computed on the host: {why}")
+        return (False,)
+
+    def _allowance(self, warm_up: Callable[[], object]) -> Allowance:
+        ssd_bytes = default_ssd_bytes(self._ceilings, self._budget.ssd) if self._has_drives else None
+        if isinstance(self._machine, Place):
+            return self._machine.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
+        warm_up()
+        gc.collect()
+        place = Place.here(self._machine, runtime_here(), torch.get_num_threads())
+        return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
+
+
+class Asked(TypedDict):
+    """What is to be generated: prompts of up to `prompt_length` tokens, with up to `new_tokens` for each."""
+
+    prompts: int
+    prompt_length: int
+    new_tokens: int
+
+
+def plan_generation(
+    model: str,
+    options: GenerateOptions,
+    ceilings: Ceilings | None,
+    *,
+    here: bool,
+    compress: str | None = None,
+    say_twice: bool = False,
+    **asked: Unpack[Asked],
+) -> GenerationPlan:
+    """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
+
+    For a directory with coded weights, the headers of its files are read. With `compress` the plan is for the model that
+    compression to that code would write. Either says what a plan for the weights in the compute dtype would take, too.
+
+    `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine. With `say_twice` a note
+    says what twice the host memory would give, where passes read weights.
+
+    Raises:
+        InputError: the model, its architecture or a number cannot be used.
+        PlanInfeasible: a budget is too small.
+    """
+    config, _ = read_parts(model)
+    checkpoint = None
+    if getattr(config, "quantization_config", None) is not None:
+        checkpoint = open_coded(model, compress)
+        config = checkpoint.config
+    check_generation(config)
+    dtype = options.compute_dtype or (
+        checkpoint.main_dtype if checkpoint else str(getattr(config, "dtype", None) or "bfloat16")
+    ).removeprefix("torch.")
+    chain = Chain.from_config(config, dtype, Optimizer())
+    ready_to_generate(chain.model)
+    place = Place.of(ceilings, here=here)
+    has_device = place.device_bytes is not None or options.device_memory is not None
+    if not has_device and not multiplies(dtype, ceilings, here=here):
+        chain.multiply_wide()
+    weights = None if checkpoint is None else chain.attach(checkpoint)
+    without_tables(chain, weights, place, options.budget)
+    by_rows = without_embedding(chain, weights, place, options.budget)
+    options = replace(options, machine=ceilings)
+    if not here:  # another machine's instructions are not known
+        options = replace(options, packed_products=False, narrow_products=False)
+
+    def planned(units: GenerationUnits) -> GenerationPlan:
+        return GenerationPlanner(chain, units, place, options).plan(**asked)
+
+    def units_of() -> tuple[GenerationUnits, GenerationUnits | None]:
+        plain = GenerationUnits(_frozen(chain.layouts, chain.num_blocks), _experts_of(chain))
+        if compress is not None:
+            coded = units_if_compressed(chain, compress, plain.figures, plain.experts, on_cpu=not has_device)
+            return plain, GenerationUnits(*coded)
+        if checkpoint is not None:
+            return plain, GenerationUnits(*units_of_files(chain, checkpoint, on_cpu=not has_device))
+        return plain, None
+
+    plain, coded = units_of()
+    plan = planned(coded or plain)
+    if checkpoint is not None:
+        plan = replace(plan, unused_tensors=chain.unused_tensors)
+    if coded is not None:
+        try:
+            other = planned(plain)
+        except PlanInfeasible:
+            plan = plan.with_notes((f"in plain {dtype} it would not fit",))
+        else:
+            why = why_not(compress, plan, other, ceilings)
+            plan = other.with_notes((why,)) if why else replace(plan, uncoded=other.forecast)
+    if say_twice and plan.forecast is not None and plan.forecast.read_bytes:
+        given = options.budget.host_bytes
+        more = options if given is None else replace(options, host_memory=2 * given)
+        if take_back(chain):
+            without_embedding(chain, weights, place.with_twice_host(), more.budget)
+            plain, coded = units_of()
+        units = plain if plan.uncoded is None and coded is not None else coded or plain
+        twice = GenerationPlanner(chain, units, place.with_twice_host(), more)
+        faster = twice.plan(**asked, rows=plan.rows).forecast
+        plan = plan.with_notes((of_twice(faster),) if faster is not None else ())
+    return plan.with_notes(by_rows).with_notes(of_copying(plan, options, ceilings, Path(model), here=here))
+
+
+def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures, ...]:
+    """Return the figures of units that are only read."""
+    return tuple(
+        UnitFigures(
+            name=layout.name,
+            num_elements=layout.num_elements,
+            num_parameters=layout.num_parameters,
+            home=home_of(index, num_blocks),
+            trained_elements=0,
+        )
+        for index, layout in enumerate(layouts)
+    )
+
+
+def _experts_of(chain: Chain) -> ExpertFigures | None:
+    """Return the figures of a model's experts, if each lies in the files as it is computed; None where it has no experts."""
+    blocks = find_experts(chain.model, chain.runner.blocks)
+    if not any(blocks) or why_no_banks(chain.config):
+        return None
+    layouts, own = list(chain.layouts), []
+    for unit, block in enumerate(blocks, start=1):
+        if block is not None:
+            names = frozenset(block.names.values())
+            own.append(expert_layout(layouts[unit], names, 0))
+            layouts[unit] = without(layouts[unit], names)
+    counts = [0, *(block.num_experts if block else 0 for block in blocks)]
+    return ExpertFigures(
+        units=_frozen(layouts, chain.num_blocks),
+        num_experts=tuple(counts + [0] * (len(layouts) - len(counts))),
+        elements=max(layout.num_elements for layout in own),
+        stored_bytes=max(layout.num_elements for layout in own) * chain.dtype.itemsize,
+        is_made=False,
+        making_bytes=0,
+        num_parameters=max(layout.num_parameters for layout in own),
+    )

@@ -1,0 +1,204 @@
+"""One pass of a generation. Its program (generate/plan/schedule.py) lists operations; here is what each of its verbs does.
+
+The interpreters are those of a step, so reading ahead, copies and compute overlap, and both interpreters give the same bits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.flow.run.execute import Interpreter, Run
+from headrace.flow.weights.weights import WEIGHT_VERBS, load_residents, make
+from headrace.generate.passes.buffers import GenerationBuffers
+from headrace.generate.passes.expert_flow import ExpertFlow
+from headrace.generate.passes.seat_caches import SeatCache
+from headrace.generate.passes.sources import GenerationSource
+from headrace.generate.plan.plan import GenerationPlan
+from headrace.machine.protocol import Machine
+from headrace.model import Chain
+from headrace.model.kernels.packed import PackedBlocks, PackedProducts
+from headrace.model.seats.seats import Seat, Seated
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Pool, Program, Verb
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the operations of passes share. `seats` are those of this pass, by their number in operations. `caches` are the
+    parts of their caches that lie elsewhere; None for a seat whose cache stays where it is computed.
+
+    `packed` has the weights that are multiplied packed, None where the plan has none. `experts` brings experts that come by
+    themselves; operations with a `part` belong to these.
+    """
+
+    plan: GenerationPlan
+    chain: Chain
+    machine: Machine
+    source: GenerationSource
+    buffers: GenerationBuffers
+    seats: Sequence[Seated] = ()
+    experts: ExpertFlow | None = None
+    packed: PackedBlocks | None = None
+    caches: Sequence[SeatCache | None] = ()
+
+
+def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> Run:
+    """Run one pass. On return all its seats have taken their turn; what the next pass needs is being fetched."""
+
+    def perform(op: Op) -> None:
+        with state.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
+            if op.part >= 0 and state.experts is not None:
+                EXPERT_HANDLERS[op.verb](state.experts, op)
+            else:
+                HANDLERS[op.verb](state, op)
+
+    with torch.no_grad():
+        return interpreter.run(program, perform, number)
+
+
+def bind_residents(state: Pass) -> None:
+    """Bring prologue and epilogue to where they stay, and bind them."""
+    load_residents(state)
+    for unit, weights in state.buffers.residents.items():
+        state.chain.bind(unit, weights, None, as_loaded=True)
+
+
+def _make(state: Pass, op: Op) -> None:
+    """Make the weights that compute reads, and pack them where the plan says so."""
+    make(state, op)
+    if state.packed is not None and state.plan.units[op.unit].packed_bytes:
+        stored = torch.from_numpy(state.buffers.stored(op.unit, op))
+        state.source.pack(op.unit, stored, state.buffers.computed(op.unit, op), state.packed)
+
+
+def _query(state: Pass, op: Op) -> None:
+    seat, chain, cache = state.seats[op.micro], state.chain, _cache(state, op)
+    assert cache is not None, "the host attends to what a seat has there"
+
+    def run() -> None:
+        assert seat.hidden is not None, "a seat of a pass is parked"
+        seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
+
+    chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
+    try:
+        cache.query(op, chain.runner.blocks[op.unit - 1], run)
+    finally:
+        chain.release(op.unit)
+
+
+def _query_out(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.query_out(op, state.machine)
+
+
+def _attend(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.attend(op)
+
+
+def _result_in(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.result_in(op, state.machine)
+
+
+def _forward(state: Pass, op: Op) -> None:
+    seat, chain, cache = state.seats[op.micro], state.chain, _cache(state, op)
+    assert seat.hidden is not None, "a seat of a pass is parked"
+    block = chain.runner.blocks[op.unit - 1]
+    chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
+    if state.experts is not None and state.experts.has(op.unit):
+        assert isinstance(seat, Seat), "it can wait within a block"
+        with cache.lent(op, block) if cache is not None else nullcontext():  # attention comes before experts
+            state.experts.enter(op.unit, seat)
+        return
+    try:
+        if cache is not None and cache.is_within(op.unit):
+            cache.leave(op.unit)
+            return
+        packed = PackedProducts(state.packed) if state.packed is not None else nullcontext()
+        with packed, cache.lent(op, block) if cache is not None else nullcontext():
+            seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
+    finally:
+        chain.release(op.unit)
+
+
+def _recompute(state: Pass, op: Op) -> None:
+    """Make keys and values of the inputs that stand for them in a seat's cache."""
+    chain, cache = state.chain, _cache(state, op)
+    if cache is None:
+        return
+    chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
+    try:
+        with PackedProducts(state.packed) if state.packed is not None else nullcontext():
+            cache.recompute(op, partial(chain.block, op.unit - 1))
+    finally:
+        chain.release(op.unit)
+
+
+def _cache(state: Pass, op: Op) -> SeatCache | None:
+    return state.caches[op.micro] if state.caches else None
+
+
+def _cache_read(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.read(op)
+
+
+def _cache_in(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.bring_in(op, state.machine)
+
+
+def _cache_out(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.bring_out(op, state.machine)
+
+
+def _cache_write(state: Pass, op: Op) -> None:
+    if (cache := _cache(state, op)) is not None:
+        cache.write(op)
+
+
+def _turn(state: Pass, op: Op) -> None:
+    state.seats[op.micro].turn()
+
+
+def _route(state: Pass, op: Op) -> None:
+    assert state.experts is not None, "something is routed to them"
+    state.experts.route(op)
+
+
+def _go_on(experts: ExpertFlow, op: Op) -> None:
+    """Compute a round of experts; a round without a slot ends the block."""
+    if op.slot(Pool.EXPERTS) < 0 and op.slot(Pool.DEVICE_EXPERTS) < 0:
+        experts.leave(op)
+    else:
+        experts.go_on(op)
+
+
+HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
+    **WEIGHT_VERBS,
+    Verb.MAKE: _make,
+    Verb.FORWARD: _forward,
+    Verb.RECOMPUTE: _recompute,
+    Verb.ROUTE: _route,
+    Verb.QUERY: _query,
+    Verb.QUERY_OUT: _query_out,
+    Verb.ATTEND: _attend,
+    Verb.RESULT_IN: _result_in,
+    Verb.CACHE_READ: _cache_read,
+    Verb.CACHE_IN: _cache_in,
+    Verb.CACHE_OUT: _cache_out,
+    Verb.CACHE_WRITE: _cache_write,
+    Verb.TURN: _turn,
+}
+EXPERT_HANDLERS: Mapping[Verb, Callable[[ExpertFlow, Op], None]] = {
+    Verb.FETCH: ExpertFlow.fetch,
+    Verb.UPLOAD: ExpertFlow.upload,
+    Verb.MAKE: ExpertFlow.make,
+    Verb.FORWARD: _go_on,
+}

@@ -1,0 +1,1 @@
+"""The plan of a generation: shapes, caches, schedules, seconds, memory."""

@@ -1,0 +1,1 @@
+"""What generations are for: jobs of prompts, held-out loss, rollouts."""

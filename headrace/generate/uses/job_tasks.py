@@ -1,0 +1,92 @@
+"""What is left of a job of prompts: micro-batches as values that can be sent, and how one process answers them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.plan.plan import FewRows, GenerationPlan
+from headrace.generate.plan.seat_shapes import SeatShapes
+from headrace.generate.uses.answering import answers_of, changes_of
+from headrace.terms.options.generate_options import GenerateOptions
+
+Answers = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A micro-batch: rows of token ids, the `seed` of its random numbers, and the `settings` of its lines."""
+
+    number: int
+    rows: tuple[tuple[int, ...], ...]
+    seed: int
+    settings: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Task":
+        """Return it from what `to_json` made."""
+        return cls(values["number"], tuple(map(tuple, values["rows"])), values["seed"], values["settings"])
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What plans follow from: the longest prompt, the most new tokens, copies of caches, and what is `fixed` for all."""
+
+    longest: int
+    new: int
+    copies: int
+    fixed: Mapping[str, Any]
+
+    def plan(self, generator: Generator, prompts: int, **fixed: Any) -> GenerationPlan:
+        """Return the plan for so many prompts. Raises as `Generator.plan_only` does."""
+        return generator.plan_only(prompts, self.longest, self.new, self.copies, **{**self.fixed, **fixed})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Shape":
+        """Return it from what `to_json` made."""
+        fixed = dict(values["fixed"])
+        if "few_rows" in fixed:
+            fixed["few_rows"] = FewRows(**fixed["few_rows"])
+        if "shapes" in fixed:
+            fixed["shapes"] = SeatShapes(tuple((rows, length) for rows, length in fixed["shapes"]["each"]))
+        return cls(values["longest"], values["new"], values["copies"], fixed)
+
+
+def settings_of(settings: Mapping[str, Any], generator: Generator, changes: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """Return the arguments of transformers' `generate` for lines with these `settings`."""
+    own = {key: value for key, value in settings.items() if key != "seed"}
+    return generator.model.settings(longest, None, {**changes, **own})
+
+
+def answered(
+    generator: Generator, options: GenerateOptions, tokenizer: Any, tasks: Sequence[Task]
+) -> Iterator[tuple[int, Answers]]:
+    """Yield the number of each micro-batch and its rows' answers, as they are done. Raises as `Generator.run` does."""
+    changes = changes_of(generator, options, tokenizer)
+    batches = (
+        MicroBatch(each.number, each.rows, each.seed, settings_of(each.settings, generator, changes, max(map(len, each.rows))))
+        for each in tasks
+    )
+    for done in generator.run(batches):
+        yield done.batch.number, list(_found(tokenizer, done))
+
+
+def _found(tokenizer: Any, done: Generated) -> Iterator[dict[str, Any]]:
+    for answer in answers_of(tokenizer, done):
+        yield {
+            "completion": answer.text,
+            "finish_reason": answer.finish_reason,
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.completion_tokens,
+            "micro_batch": done.batch.number,
+            "seed": done.batch.seed,
+        }

@@ -1,0 +1,56 @@
+"""A process that answers prompts with weights that another process trains: `python -m headrace.generate.uses.rollout_worker`.
+
+It reads a request as a line of JSON and writes a line with the answers' tokens, or an `error`. It ends with its parent. So the
+memory of both is apart, and on a GPU each has a limit of its own.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace.generate.passes.whose_weights import open_generator
+from headrace.terms.errors import InputError, StepFailed
+from headrace.terms.options.generate_options import GenerateOptions
+
+_PR_SET_PDEATHSIG = 1
+# What decides which token is drawn, besides the weights: nothing of the model's own configuration, as in TRL.
+_SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+
+
+def answer(request: Mapping[str, Any]) -> list[list[int]]:
+    """Return the new tokens of each prompt, in their order, `end` tokens included.
+
+    Raises:
+        InputError, StepFailed: as a generator does.
+    """
+    options = GenerateOptions(**request["options"])
+    found: dict[int, list[int]] = {}
+    with open_generator(Path(request["model"]), options, None, None) as generator:
+        settings = _SAMPLING | {"max_new_tokens": request["max_new_tokens"]}
+        for index, tokens in generator.generate(request["prompts"], seed=request["seed"], **settings):
+            found[index] = list(tokens)
+    return [found[index] for index in range(len(request["prompts"]))]
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends this process
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever prints says it to people
+    for line in sys.stdin:
+        try:
+            reply: dict[str, Any] = {"tokens": answer(json.loads(line))}
+        except (InputError, StepFailed) as error:
+            reply = {"error": str(error)}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Adapters beside frozen weights: LoRA, DoRA, row tables; their files."""

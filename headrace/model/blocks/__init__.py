@@ -1,0 +1,1 @@
+"""A transformers model as prologue, blocks and epilogue."""

@@ -1,0 +1,1 @@
+"""Embeddings and tables in blocks, read and trained by rows."""

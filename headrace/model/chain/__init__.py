@@ -1,0 +1,1 @@
+"""The model that compute runs: a chain of blocks, compiled or caught."""

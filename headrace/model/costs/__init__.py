@@ -1,0 +1,1 @@
+"""What a model costs: operations, bytes and peaks of memory."""

@@ -1,0 +1,1 @@
+"""GGUF files as models, and models as GGUF files."""

@@ -1,0 +1,1 @@
+"""Products and attention by loops of our own."""

@@ -1,0 +1,1 @@
+"""Parts of blocks: single experts, ranges of the head, rows, modules."""

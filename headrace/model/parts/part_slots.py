@@ -1,0 +1,204 @@
+"""Slots where compute finds the weights of a block that comes in parts: those of a module are there while it computes.
+
+What autograd saves of a part is packed as a place in it, and looked up again in backward. Then the part comes again, if another
+one has its slot. So slots may be refilled while the block's graph lives. Hooks see weights alone (decision 0005): anything else
+that is saved stays as it is. While a part computes, the one that followed it last time comes into the other slot.
+
+Invariant: an operator reads the same numbers as with whole blocks, so the bits are the same.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.machine.protocol import DeviceEvent, Machine
+from headrace.model.blocks.binding import GradientSink, hand_over
+from headrace.terms.errors import StepFailed
+from headrace.terms.lanes import Lane
+from headrace.terms.layout import ParameterSpec
+from headrace.terms.sizes import round_up
+
+# Parameters begin at multiples of so many elements of a slot.
+_ALIGNMENT = 64
+# Says which gradients of a unit are wanted, and takes them; None: none are.
+Catch = Callable[[ParameterSpec], GradientSink | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter of a part: the attribute that has it, its place in its unit, and where it begins in a slot."""
+
+    attribute: str
+    spec: ParameterSpec
+    in_slot: int
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The weights of a module, which has no modules of its own. `elements` are those that it takes of a slot."""
+
+    module: nn.Module
+    weights: tuple[Weight, ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of a slot."""
+        return max(round_up(each.in_slot + each.spec.num_elements, _ALIGNMENT) for each in self.weights)
+
+    @classmethod
+    def of(cls, module: nn.Module, specs: Mapping[str, ParameterSpec]) -> "Part":
+        """Return the part of a module whose parameters have these places in their unit."""
+        weights, at = [], 0
+        for attribute, _ in module.named_parameters(recurse=False):
+            weights.append(Weight(attribute, specs[attribute], at))
+            at += round_up(specs[attribute].num_elements, _ALIGNMENT)
+        return cls(module, tuple(weights))
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd saved of a part, which comes from `flat`."""
+
+    part: Part
+    flat: Tensor
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A slot: the part that it has, and where that comes from; the end of its copy, if compute has not waited for that."""
+
+    memory: Tensor
+    part: Part | None = None
+    flat: Tensor | None = None
+    coming: DeviceEvent | None = None
+
+
+class PartSlots:
+    """Slots where compute reads parts, filled by a machine's copies. They belong to one thread at a time.
+
+    `num_copied` counts the elements that came.
+    """
+
+    def __init__(self, slots: Sequence[Tensor], machine: Machine) -> None:
+        self._slots = [_Slot(memory) for memory in slots]  # the slot that was used longest ago comes first
+        self._machine = machine
+        self._next: dict[tuple[str, Part], Part] = {}  # which part followed another, when it was in this phase
+        self._latest: tuple[str, Part, Tensor] | None = None
+        self.num_copied = 0
+
+    def bring(self, part: Part, flat: Tensor, phase: str) -> Tensor:
+        """Return the slot that has a part of a unit, whose weights in host memory are `flat`. Bring it, if none has it, and
+        begin to bring the one that is expected after it in this `phase`.
+        """
+        slot = next((slot for slot in self._slots if slot.part is part), None)
+        if slot is None:
+            slot = self._slots[0]
+            self._arrived(slot)  # what was expected comes no more
+            self._copy(slot, part, flat)
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        self._arrived(slot)
+        if self._latest is not None and self._latest[1] is not part and self._latest[2] is flat:
+            self._next[self._latest[:2]] = part
+        self._latest = phase, part, flat
+        follows = self._next.get((phase, part))
+        if follows is not None and all(each.part is not follows for each in self._slots):
+            self._copy_ahead(self._slots[0], follows, flat)
+        return slot.memory
+
+    def _copy(self, slot: _Slot, part: Part, flat: Tensor) -> None:
+        slot.part, slot.flat = None, flat
+        for each in part.weights:
+            into = slot.memory[each.in_slot :][: each.spec.num_elements]
+            self._machine.copy(into, flat[each.spec.offset :][: each.spec.num_elements])
+            self.num_copied += each.spec.num_elements
+        slot.part = part
+
+    def _copy_ahead(self, slot: _Slot, part: Part, flat: Tensor) -> None:
+        """Copy a part beside compute, as soon as that has done with what the slot had."""
+        machine, lane = self._machine, Lane.HOST_TO_DEVICE
+        if (used := machine.record(Lane.COMPUTE)) is not None:
+            machine.wait(used, lane)
+        with machine.lane(lane):
+            self._copy(slot, part, flat)
+            slot.coming = machine.record(lane)
+
+    def _empty(self) -> None:
+        """Forget what the slots have: the weights may change before they are next used."""
+        for slot in self._slots:
+            self._arrived(slot)
+            slot.part = slot.flat = None
+        self._latest = None
+
+    def _arrived(self, slot: _Slot) -> None:
+        """Have compute wait for what is on its way into a slot."""
+        if slot.coming is not None:
+            self._machine.wait(slot.coming, Lane.COMPUTE)
+            slot.coming = None
+
+    def place_of(self, tensor: Tensor) -> _Saved | None:
+        """Return where a tensor lies in a part that is here; None where it lies elsewhere."""
+        at = tensor.data_ptr()
+        for slot in self._slots:
+            memory = slot.memory
+            offset, size = at - memory.data_ptr(), memory.numel() * memory.element_size()
+            if 0 <= offset < size and tensor.device == memory.device:
+                if slot.part is None or slot.flat is None or tensor.dtype != memory.dtype:
+                    found = f"a weight of a part was saved as {tensor.dtype}, and is {memory.dtype}"
+                    raise StepFailed(f"{found}: this block cannot come in parts")
+                return _Saved(slot.part, slot.flat, offset // memory.element_size(), tuple(tensor.shape), tensor.stride())
+        return None
+
+    @contextmanager
+    def coming(self, parts: Sequence[Part], flat: Tensor, catch: Catch | None = None) -> Iterator[None]:
+        """Have the modules of `parts` compute in this context with weights that come from `flat`, in host memory. Their
+        gradients go where `catch` says.
+        """
+
+        def pack(tensor: Tensor) -> Tensor | _Saved:
+            return self.place_of(tensor) or tensor
+
+        def unpack(saved: Tensor | _Saved) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            memory = self.bring(saved.part, saved.flat, "backward")
+            return memory.as_strided(saved.shape, saved.stride, memory.storage_offset() + saved.offset)
+
+        with ExitStack() as stack:
+            stack.callback(self._empty)
+            for part in parts:
+                self._attend(part, flat, catch, stack)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            yield
+
+    def _attend(self, part: Part, flat: Tensor, catch: Catch | None, stack: ExitStack) -> None:
+        """Have a part there while its module runs, until `stack` is closed."""
+        away = {each.attribute: part.module._parameters[each.attribute] for each in part.weights}
+        sinks = {each.attribute: catch(each.spec) if catch else None for each in part.weights}
+
+        def arrive(module: nn.Module, args: Any) -> None:
+            memory = self.bring(part, flat, "recompute" if torch.is_grad_enabled() else "forward")
+            for each in part.weights:
+                view = memory.detach()[each.in_slot :][: each.spec.num_elements].view(each.spec.shape)
+                sink = sinks[each.attribute]
+                parameter = nn.Parameter(view, requires_grad=sink is not None)
+                if sink is not None:
+                    parameter.register_post_accumulate_grad_hook(hand_over(each.spec, sink))  # type: ignore[no-untyped-call]
+                module._parameters[each.attribute] = parameter
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            module._parameters.update(away)
+
+        # Hooks that read the weights, as adapters' do, were there before: they run between these.
+        before = part.module.register_forward_pre_hook(arrive, prepend=True)
+        after = part.module.register_forward_hook(leave, always_call=True)
+        stack.callback(before.remove)
+        stack.callback(after.remove)
+        stack.callback(part.module._parameters.update, away)

@@ -1,0 +1,1 @@
+"""Seats: transformers' own `generate` in threads that park at blocks; their caches."""

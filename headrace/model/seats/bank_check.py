@@ -1,0 +1,118 @@
+"""Find out by trying whether the experts of an architecture can come one at a time (see `banks`).
+
+Invariant: an architecture gets no banks if its tiny instance gave other bits with them, or asked for other experts than
+announced. Its blocks then come whole.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+
+from headrace.model.parts.banks import Banks, BlockExperts, find_experts
+from headrace.model.seats.generation_check import ready_to_generate
+from headrace.model.trials.instance import tiny_samples
+from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.thresholds import architecture_key
+from headrace.terms.errors import in_one_line
+
+_NEW_TOKENS = 3
+
+
+def why_no_banks(config: Any) -> str:
+    """Return why experts of the architecture of `config` come with their whole block; "" where they need not."""
+    return _bank_check(cast(Hashable, type(config)), architecture_key(config))
+
+
+@lru_cache(maxsize=64)
+def _bank_check(config_class: type, key: str) -> str:
+    runner = tiny_runner(config_class, key)
+    model = runner.model
+    ready_to_generate(model)
+    experts = find_experts(model, runner.blocks)
+    if not any(experts):
+        return "it has no stacked experts"
+    try:
+        expected = [_generated(model, sample.input_ids) for sample in tiny_samples(model)]
+    except Exception as error:  # the architecture's own code
+        return f"its own generate raises {in_one_line(error)}"
+    trial = _Trial(experts)
+    try:
+        with trial:
+            found = [_generated(model, sample.input_ids) for sample in tiny_samples(model)]
+            trial.conclude()
+    except Exception as error:  # whatever code raises that takes a bank for a tensor
+        return in_one_line(error)
+    same = all(
+        torch.equal(one, other) for own, ours in zip(expected, found, strict=True) for one, other in zip(own, ours, strict=True)
+    )
+    return trial.failure or ("" if same else "its logits differ where experts come one at a time")
+
+
+def _generated(model: Any, ids: torch.Tensor) -> Sequence[torch.Tensor]:
+    asked = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
+    out = model.generate(ids, **asked, return_dict_in_generate=True, output_logits=True)
+    return [out.sequences, *out.logits]
+
+
+class _Trial:
+    """Brings the experts of tiny blocks one at a time; the experts brought before are overwritten with NaN."""
+
+    def __init__(self, experts: Sequence[BlockExperts | None]) -> None:
+        self.failure = ""
+        self._whole = {
+            id(each): {name: getattr(each.module, name).detach() for name in each.names} for each in experts if each is not None
+        }
+        self._experts = [each for each in experts if each is not None]
+        first = next(iter(self._whole[id(self._experts[0])].values()))
+        self._banks = Banks(experts, first.dtype, first.device)
+        self._announced: list[int] = []
+        self._asked: list[int] = []
+        self._running: BlockExperts | None = None
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "_Trial":
+        for each in self._experts:  # these hooks run before the banks' own
+            self._hooks.append(each.module.register_forward_pre_hook(self._entering(each)))
+        self._banks.install()
+        self._banks.visit(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._banks.visit(None)
+        self._banks.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entering(self, experts: BlockExperts) -> Any:
+        def enter(module: Any, args: Any) -> None:
+            self.conclude()
+            self._running = experts
+
+        return enter
+
+    def conclude(self) -> None:
+        """Compare what the last module asked for with what was announced."""
+        if self._running is not None and self._asked != self._announced:
+            self.failure = f"it asked for experts {self._asked[:8]} and not for {self._announced[:8]}, which its router chose"
+        self._running, self._asked, self._announced = None, [], []
+        self._drop()
+
+    def announce(self, experts: Mapping[int, int]) -> None:
+        """See `Visitor`."""
+        self._announced = list(experts)
+
+    def wait_for(self, expert: int) -> None:
+        """See `Visitor`."""
+        assert self._running is not None, "a module of experts runs"
+        self._asked.append(expert)
+        self._drop()
+        whole = self._whole[id(self._running)]
+        self._banks.present[expert] = {name: each[expert].clone() for name, each in whole.items()}
+
+    def _drop(self) -> None:
+        for weights in self._banks.present.values():
+            for tensor in weights.values():
+                tensor.fill_(float("nan"))
+        self._banks.present.clear()

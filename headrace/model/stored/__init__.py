@@ -1,0 +1,1 @@
+"""Weights in files: safetensors, GGUF tensors, codes, 16-bit halves."""

@@ -1,0 +1,1 @@
+"""Parts and experts read from a model's own files."""

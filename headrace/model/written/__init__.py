@@ -1,0 +1,1 @@
+"""A model is written as a Hugging Face directory."""

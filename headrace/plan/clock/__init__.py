@@ -1,0 +1,1 @@
+"""Simulated time: lanes, rates, machines."""

@@ -1,0 +1,1 @@
+"""Memory and seconds that a plan forecasts."""

@@ -1,0 +1,1 @@
+"""The plan as a value, and what it is made of."""

@@ -1,0 +1,1 @@
+"""What drives and processors can do."""

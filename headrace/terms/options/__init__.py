@@ -1,0 +1,1 @@
+"""Options: what users may say, declared once."""

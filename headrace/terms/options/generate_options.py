@@ -1,0 +1,294 @@
+"""The options of generation, each declared once, as those of training are.
+
+An option that sets something of transformers' GenerationConfig names it: `setting=Setting("min_p", samples=True)`. One that may
+change while a job of a file is under way says `fixed=False`; all others decide its answers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.budget import Budget
+from headrace.terms.options.declared import Declared, Group, Setting, option, option_as
+from headrace.terms.options.option_kinds import Duration, Flag, Listed, Number, OneOf, Place, Text, Whole
+from headrace.terms.options.options import Options
+from headrace.terms.options.run_options import RunOptions
+
+_MOST_SEED = (1 << 63) - 1
+# Where attention of new tokens is computed.
+AUTO, ON_DEVICE, ON_HOST = "auto", "device", "host"
+# In what keys and values may be kept, besides the dtype of activations (`codec.cache_codes`).
+CACHE_DTYPES = ("int4", "int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Declared):
+    """What `headrace generate` runs with. None stands for what generation_config.json says, or for what is planned."""
+
+    prompt: str | None = option(
+        None,
+        Text(),
+        "Answer this text and end; - reads standard input.",
+        row="text to answer; `-` reads standard input; without it, in a terminal: a conversation",
+        words="-",
+        group=Group.PROMPTS,
+        often=True,
+    )
+    input: str | Path | None = option(
+        None,
+        Place(),
+        "Answer the lines of this JSONL file.",
+        row="JSONL with a `prompt` (text) or `messages` in each line, or lines of OpenAI's Batch files",
+        words="-",
+        fixed=False,
+        group=Group.PROMPTS,
+        often=True,
+    )
+    output: str | Path | None = option(
+        None,
+        Place(),
+        "JSONL file that the answers go to.",
+        row="JSONL of the answers, in the order of `input`",
+        words="-",
+        fixed=False,
+        group=Group.PROMPTS,
+        often=True,
+    )
+    max_new_tokens: int | None = option(
+        None,
+        Whole(),
+        "Most tokens of an answer.",
+        words="the model's, or 512",
+        group=Group.SAMPLING,
+        often=True,
+        setting=Setting("max_new_tokens"),
+    )
+    temperature: float | None = option(
+        None,
+        Number(),
+        "Temperature of sampling; 0 is greedy.",
+        row="of sampling; 0 takes the likeliest token each time",
+        words="the model's",
+        group=Group.SAMPLING,
+        often=True,
+        setting=Setting("temperature", samples=True),
+    )
+    top_p: float | None = option(
+        None,
+        Number(0, 1, above=True),
+        "Sample from the likeliest tokens that make up this share.",
+        words="the model's",
+        group=Group.SAMPLING,
+        setting=Setting("top_p", samples=True),
+    )
+    top_k: int | None = option(
+        None,
+        Whole(),
+        "Sample from this many likeliest tokens.",
+        words="the model's",
+        group=Group.SAMPLING,
+        setting=Setting("top_k", samples=True),
+    )
+    seed: int = option(
+        0,
+        Whole(0, _MOST_SEED),
+        "Seed of sampling.",
+        row="seed of sampling: micro-batch k draws as after `torch.manual_seed(seed + k)`",
+        group=Group.SAMPLING,
+    )
+    stop: tuple[str, ...] = option(
+        (),
+        Listed(Text()),
+        "End an answer before this text; repeatable.",
+        words="none",
+        group=Group.PROMPTS,
+        setting=Setting("stop_strings"),
+    )
+    system: str | None = option(
+        None, Text(), "System message of conversations.", words="the chat template's", group=Group.PROMPTS
+    )
+    raw: bool = option(
+        False,
+        Flag(),
+        "Take prompts as they are, without the chat template.",
+        group=Group.PROMPTS,
+    )
+    template_date: str | None = option_as(
+        RunOptions,
+        "template_date",
+        row="the day, YYYY-MM-DD, for chat templates that ask for the date",
+        words="a run's own, or now",
+        group=Group.PROMPTS,
+    )
+    adapter: str | Path | None = option(
+        None,
+        Place(),
+        "Directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply.",
+        row="directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply, such as `RUN_DIR/final`",
+        words="none",
+        group=Group.METHOD,
+    )
+    assistant: str | Path | None = option(
+        None,
+        Place(),
+        "Small model that drafts tokens (assisted decoding).",
+        row="a small model with the same tokenizer that drafts several tokens for one pass over the weights. It stays in "
+        "memory; one row at a time",
+        words="-",
+        group=Group.DRAFTS,
+    )
+    prompt_lookup: int | None = option(
+        None,
+        Whole(),
+        "Draft up to this many tokens out of the prompt.",
+        row="draft up to this many tokens out of the prompt itself; one row at a time",
+        words="-",
+        group=Group.DRAFTS,
+        setting=Setting("prompt_lookup_num_tokens", by_line=False),
+    )
+    host_memory: str | int | None = option_as(
+        Options, "host_memory", row="", plan=True, fixed=False, group=Group.MEMORY, often=True
+    )
+    device_memory: str | int | None = option_as(
+        Options, "device_memory", row="", plan=True, fixed=False, group=Group.MEMORY, often=True
+    )
+    ssd: str | Path | Sequence[str | Path] = option(
+        (),
+        Listed(Place()),
+        "Directory on an SSD for keys, values and a copy of the weights; give it several times to stripe.",
+        row="directories on SSDs for caches of keys and values, striped; without one caches stay in memory. Their files "
+        "vanish at the end, even after a kill. A copy of the weights may lie there, too",
+        words="-",
+        plan=True,
+        fixed=False,
+        group=Group.MEMORY,
+    )
+    copy_weights: bool | None = option(
+        None,
+        Flag(),
+        "Copy the weights to the SSD directories, striped, and keep the copy.",
+        row="copy the weights to the directories of `ssd` once, striped, and keep the copy for the next call",
+        words="where passes get faster by it",
+        fixed=False,
+        group=Group.MEMORY,
+    )
+    packed_products: bool | None = option(
+        None,
+        Flag(),
+        "Multiply few rows with four-bit weights that stay packed.",
+        row="multiply up to 8 rows (32 where products are widened) with four-bit weights that stay packed in memory beside "
+        "decoded ones. Bits differ from those of decoded weights",
+        words="where tokens come faster by it",
+        fixed=False,
+        group=Group.METHOD,
+    )
+    narrow_products: bool | None = option(
+        None,
+        Flag(),
+        "Multiply up to four rows of bfloat16 by a loop of Headrace's own.",
+        row="multiply up to four rows of bfloat16 on the CPU by a loop of Headrace's own. Bits differ from those of torch's "
+        "products",
+        words="where it was measured to be faster",
+        fixed=False,
+        group=Group.METHOD,
+    )
+    attention: str = option(
+        AUTO,
+        OneOf((AUTO, ON_DEVICE, ON_HOST)),
+        "Where attention of new tokens is computed: auto, device or host.",
+        row="where attention of new tokens is computed: `device`, or `host`, which then holds all keys and values that can "
+        "move. With a GPU `auto` plans what is faster",
+        plan=True,
+        fixed=False,
+        group=Group.METHOD,
+    )
+    cache_dtype: str | None = option(
+        None,
+        OneOf(CACHE_DTYPES),
+        "Keep keys and values in few bits, with loss: int4 or int8.",
+        row="keep keys and values in few bits, with loss, wherever they lie: `int4` or `int8`. Answers change",
+        words="that of activations",
+        plan=True,
+        group=Group.METHOD,
+    )
+    compute_dtype: str | None = option_as(
+        Options,
+        "compute_dtype",
+        default=None,
+        row="",
+        words="that of most weights",
+        optional=True,
+        plan=True,
+        group=Group.METHOD,
+        often=False,
+        help="Dtype of activations: bfloat16, float32 or float16.",
+    )
+    rows: int | None = option(None, Whole(), "Number of rows in a micro-batch.", words="planned", plan=True, group=Group.MEMORY)
+    seats: int | None = option(
+        None,
+        Whole(1, 64),
+        "Number of micro-batches that go through the model together.",
+        words="planned",
+        plan=True,
+        fixed=False,
+        group=Group.MEMORY,
+    )
+    most_lost: float = option(
+        1800.0,
+        Duration(),
+        "Most work that a kill may cost, such as 30m.",
+        row="the most work that a kill may cost, such as `30m`; it bounds how many answers are computed at once",
+        words="`30m`",
+        fixed=False,
+        group=Group.RUN,
+    )
+    machine: str | Ceilings | None = option_as(Options, "machine", plan=True, fixed=False, group=Group.MEMORY, often=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt is not None and self.input is not None:
+            raise ConfigError("prompt and input: give a text or a file, not both")
+        if (self.input is None) != (self.output is None):
+            raise ConfigError("input and output: the answers of a file go into a file; give both, or neither")
+        if self.assistant is not None and self.prompt_lookup is not None:
+            raise ConfigError("assistant and prompt_lookup: both draft tokens; give one of them")
+        if self.cache_dtype and (self.assistant is not None or self.prompt_lookup is not None):
+            raise ConfigError(f"cache_dtype: {NO_COPIES}")
+        if self.cache_dtype and self.attention == ON_HOST:
+            raise ConfigError(
+                f"cache_dtype and attention: the host reads keys and values in place, which {self.cache_dtype} does not allow; "
+                "leave one of them out"
+            )
+        if self.copy_weights and not self.ssd:
+            raise ConfigError(NO_PLACE)
+        if any(not text for text in self.stop):
+            raise ConfigError("stop: expected a text that ends an answer, found an empty one; leave it out")
+
+    @property
+    def budget(self) -> Budget:
+        """The budget of each tier."""
+        return Budget(device=self.device_memory, host=self.host_memory, ssd=self.ssd)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of transformers' generation settings that were given."""
+        options = ((each.setting, getattr(self, each.key)) for each in self.declarations())
+        given = {setting: value for setting, value in options if setting and value not in (None, ())}
+        if any(setting.samples for setting in given):
+            given[Setting("do_sample")] = True
+        greedy = self.temperature == 0
+        found = {
+            setting.key: list(value) if isinstance(value, tuple) else value
+            for setting, value in given.items()
+            if not (greedy and setting.samples)
+        }
+        return found | GREEDY if greedy else found
+
+
+NO_COPIES = "beams, several answers a row and drafts move or drop tokens of caches, which codes do not allow; leave it out"
+NO_PLACE = "copy_weights: no drive is named to copy them to; give --ssd DIR, once for each"
+# Greedy, with sampling's settings as if they were not set: transformers warns of those that have no effect.
+GREEDY = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}

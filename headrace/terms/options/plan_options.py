@@ -1,0 +1,104 @@
+"""The options of `headrace plan`: those of a run, so that its file can be planned, and those of a node and its workers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.data_source import DataSource, SourceKind
+from headrace.terms.options.declared import Group, option, option_as
+from headrace.terms.options.local_options import LocalOptions
+from headrace.terms.options.option_kinds import Either, Listed, Place, PlaceOrName, Rate, Span, Whole
+from headrace.terms.options.run_options import RunOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions):
+    """What `headrace plan` is asked: all that a run is, and workers and a node, where states live on another machine than
+    compute. `model` is None where a program has it already; without `data` there are no passes to count.
+    """
+
+    model: Path = option_as(RunOptions, "model", default=None, optional=True)
+    data: tuple[str | DataSource, ...] = option_as(RunOptions, "data", default=(), kind=Listed(SourceKind()))
+
+    workers: int | str | None = option(
+        None,
+        Span(4096),
+        "Number of workers that share a node, or MIN:MAX; each is a --machine.",
+        row="so many workers, or `MIN:MAX`, each a `machine`, that hold nothing durable: weights and states live at a node",
+        words="no node",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+    link: str | float | None = option(
+        None,
+        Rate(),
+        "Speed of each worker's and node's link, each way, such as 100Gbit.",
+        row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
+        words="10Gbit, 100Mbit with local_steps or stages",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+    node_ssds: int = option(12, Whole(1, 1024), "Number of SSDs in each node.", plan=True, group=Group.CLUSTER)
+    nodes: int = option(
+        1, Whole(1, 1024), "Number of nodes; each keeps its part of every unit.", plan=True, group=Group.CLUSTER
+    )
+    node_machine: str | Ceilings = option(
+        "luwu-node",
+        Either(Ceilings, PlaceOrName()),
+        "Machine profile of a node: a name or a file.",
+        row="profile of a node: a name, or a file; of its SSDs the first counts, `node_ssds` times",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+
+    ranks: int | None = option(
+        None,
+        Whole(2, 4096),
+        "Number of ranks that torchrun starts, one for each GPU of this machine; with --link one on each of so many machines.",
+        row="so many ranks share out every unit: GPUs of one machine, which share its drives, cores and memory; with `link` "
+        "machines alike, with a GPU each",
+        words="one process",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+    stages: str | int | None = option(
+        None,
+        Either(int, PlaceOrName()),
+        "Number of machines that have consecutive blocks each, or their names, such as rtx4090,rtx3080.",
+        row="so many stages have consecutive blocks each, or their machines by name, such as `rtx4090,rtx3080`",
+        words="one machine",
+        plan=True,
+        group=Group.CLUSTER,
+    )
+    local_steps: int | None = option_as(
+        LocalOptions,
+        "local_steps",
+        help="Plan a learner that trains by itself and meets others every so many steps.",
+        plan=True,
+    )
+    exchange_dtype: str = option_as(LocalOptions, "exchange_dtype", plan=True)
+    html: Path | None = option(
+        None,
+        Place(),
+        "Also draw the plan as an HTML page, into this file.",
+        row="file for the plan as an HTML page: memory of each tier, and the lanes of a step",
+        words="none",
+        plan=True,
+        group=Group.OTHER,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = {each.key for each in self.declarations() if getattr(self, each.key) != each.default}
+        shapes = sorted(given & {"workers", "local_steps", "ranks", "stages"})
+        if len(shapes) > 1:
+            raise ConfigError(f"{' and '.join(shapes)}: each is another way to share out a run; give one of them")
+        for key in (each for each in _OF_NODES if each in given and self.workers is None):
+            if key != "link":  # a link alone asks which shape to take
+                raise ConfigError(f"{key}: given without workers; say how many workers share a node, or leave it out")
+        if "exchange_dtype" in given and self.local_steps is None:
+            raise ConfigError("exchange_dtype: given without local_steps; say how many steps learners take alone")
+
+
+_OF_NODES = ("link", "node_ssds", "nodes", "node_machine")

@@ -1,0 +1,86 @@
+"""The options of `headrace serve`, each declared once; those of the model and of memory are as for `headrace generate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.terms.errors import ConfigError
+from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.declared import Declared, Group, option, option_as
+from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
+from headrace.terms.options.option_kinds import Place, Text, Whole
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Declared):
+    """What `headrace serve` runs with. None stands for what is planned or what the model says."""
+
+    port: int = option(
+        8000,
+        Whole(0, 65535),
+        "Port to listen on; 0 takes a free one.",
+        group=Group.SERVER,
+        often=True,
+    )
+    host: str = option(
+        LOOPBACK,
+        Text(),
+        "Address to listen on; any but a loopback address needs --api-key-file.",
+        row="address to listen on; any but a loopback address needs `api_key_file`",
+        group=Group.SERVER,
+        often=True,
+    )
+    max_length: int | None = option(
+        None,
+        Whole(8),
+        "Most tokens of a prompt and its answer together.",
+        row="most tokens of a prompt and its answer together; a prompt may take three quarters of them",
+        words="4096, or what the model has positions for",
+        group=Group.SERVER,
+        often=True,
+    )
+    max_requests: int = option(
+        16,
+        Whole(1, 4096),
+        "Most requests at once, answered or waiting; more get status 429.",
+        group=Group.SERVER,
+        often=True,
+    )
+    api_key_file: str | Path | None = option(
+        None,
+        Place(),
+        "File of keys, one a line; a request must bring one of them.",
+        words="none",
+        group=Group.SERVER,
+    )
+    system: str | None = option_as(GenerateOptions, "system")
+    template_date: str | None = option_as(GenerateOptions, "template_date")
+    adapter: str | Path | None = option_as(GenerateOptions, "adapter")
+    host_memory: str | int | None = option_as(GenerateOptions, "host_memory")
+    device_memory: str | int | None = option_as(GenerateOptions, "device_memory")
+    ssd: tuple[Path, ...] = option_as(GenerateOptions, "ssd")
+    copy_weights: bool | None = option_as(GenerateOptions, "copy_weights")
+    packed_products: bool | None = option_as(GenerateOptions, "packed_products")
+    narrow_products: bool | None = option_as(GenerateOptions, "narrow_products")
+    attention: str = option_as(GenerateOptions, "attention")
+    cache_dtype: str | None = option_as(GenerateOptions, "cache_dtype")
+    compute_dtype: str | None = option_as(GenerateOptions, "compute_dtype")
+    seats: int | None = option_as(
+        GenerateOptions,
+        "seats",
+        help="Number of requests that go through the model together.",
+        words="as many as `max_requests`, if memory and speed allow",
+    )
+    machine: str | Ceilings | None = option_as(GenerateOptions, "machine")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.copy_weights and not self.ssd:
+            raise ConfigError(NO_PLACE)
+
+    @property
+    def generation(self) -> GenerateOptions:
+        """The options of the generation behind the server: each request is a micro-batch of one row."""
+        shared = set(GenerateOptions.keys()) & set(self.keys())
+        return GenerateOptions(**{key: getattr(self, key) for key in shared}, rows=1)

@@ -1,0 +1,1 @@
+"""Rows of tables that are updated when they are touched."""
