@@ -1,5 +1,5 @@
 """The tables in blocks of a run. Beside frozen blocks large ones stay in the model's files. Those of trained blocks are trained
-by rows: they begin as the files have them, and then are the run's (`update.table_rows`).
+by rows: they begin as the files have them, and then are the run's (`update.tables.table_rows`).
 
 Invariant: losses and what is trained have the bits of whole blocks. The files that the run began with are read.
 """

@@ -1,7 +1,7 @@
 """The embedding of a run: whole where compute reads it, or by rows, as the plan says.
 
 Rows of a frozen one are read in the model's files; those of a trained one begin there, and then are a table's
-(`update.table_rows`).
+(`update.tables.table_rows`).
 
 Invariant: units, state and exports are the same either way; only the slot that compute reads is empty where rows are read.
 """

@@ -57,7 +57,7 @@ class LentBase:
 
 
 class LentReader:
-    """Reads units in the model's files: a `store.LentFiles`."""
+    """Reads units in the model's files: a `store.lent.LentFiles`."""
 
     def __init__(self, units: Mapping[int, StoredUnit], sink: Sink, others: Sequence[Path] = ()) -> None:
         self._units = units
@@ -65,20 +65,20 @@ class LentReader:
 
     @property
     def bytes_read(self) -> int:
-        """See `LentFiles`."""
+        """See `store.lent.LentFiles`."""
         return self.reader.bytes_read
 
     def read(self, unit: int, into: Bytes) -> Ticket:
-        """See `LentFiles`."""
+        """See `store.lent.LentFiles`."""
         return self.reader.read(self._units[unit].extents, into)
 
     def read_span(self, unit: int, start: int, into: Bytes) -> Ticket:
-        """See `LentFiles`."""
+        """See `store.lent.LentFiles`."""
         parts = (part_of(extent, start, start + into.size) for extent in self._units[unit].extents)
         return self.reader.read([part for part in parts if part is not None], into)
 
     def close(self) -> None:
-        """See `LentFiles`."""
+        """See `store.lent.LentFiles`."""
         self.reader.close()
 
 

@@ -1,1 +1,1 @@
-"""Runs one step: fetch, compute, drain, update, commit. Read `step.py` first."""
+"""Runs one step: fetch, compute, drain, update, commit. Read `step/step.py` first."""

@@ -48,8 +48,8 @@ def keep_freed_memory(keep: bool) -> bool:
     """Choose what the C library does with large freed blocks; returns whether it could be told.
 
     Kept, blocks of up to 32 MiB come from one heap and are used again: their pages are there. But they leave pieces that later
-    requests do not fit, half as much again as is alive (docs/log/freed-memory); `plan.footprint` counts it. If they are
-    returned at once, blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on fresh pages each time. That is 15
+    requests do not fit, half as much again as is alive (docs/log/freed-memory); the plan counts it. If returned
+    at once, blocks of `MAPPED_BYTES` and more are mapped and unmapped one by one, on fresh pages each time. That is 15
     to 28 % of a step where the CPU computes. Of what is smaller, the heap keeps `KEPT_FREE_BYTES` at its end in either case.
     """
     try:

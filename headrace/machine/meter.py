@@ -7,7 +7,7 @@ from headrace.machine.host_memory import STATM, anonymous_bytes, anonymous_bytes
 from headrace.machine.protocol import Machine
 from headrace.terms.closing import Closing
 
-# Often enough to see a step's peak; and where somebody acts on what is seen, before more is made than `host.HeapGuard` leaves
+# Often enough to see a step's peak; and where somebody acts on what is seen, before more is made than `HeapGuard` leaves
 # room for. The latter takes 1.3 % of a core where nothing else runs.
 _SECONDS, _ACTING_SECONDS = 0.05, 0.005
 

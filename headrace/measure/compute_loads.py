@@ -1,6 +1,6 @@
 """The compute lane: forward and backward of a block and of the head, through the code that training runs.
 
-Operations are counted as the planner counts them (`model.cost_profile`). A backward counts three times its forward, because it
+Operations are counted as by the planner (`model.costs.cost_profile`). A backward counts three times its forward, because it
 computes the block again; twice for the head, which is not computed again. What takes time besides matrix products is found by
 fitting the seconds of several shapes: `fitted_rates`.
 """
@@ -34,7 +34,7 @@ class BlockLoad:
     def __init__(self, machine: Machine, compute_dtype: str, *, hidden_size: int, tokens: int) -> None:
         self._machine = machine
         self._chain = chain_of(machine, compute_dtype, hidden_size, tokens)
-        # As `model.cost_profile` counts, which takes half a second: four projections, three of the MLP, two of attention.
+        # As `model.costs.cost_profile` counts, which takes half a second: four projections, three of the MLP, two of attention.
         inner = int(self._chain.config.intermediate_size)
         self.product_flops = 4 * 2.0 * tokens * hidden_size * (4 * hidden_size + 3 * inner)
         self.flops = self.product_flops + 4 * 4.0 * tokens * tokens * hidden_size

@@ -1,7 +1,7 @@
 """Rows that the model writes itself, for losses of rewards: completions of a step's prompts, sampled from the newest weights.
 
-The engine writes its weights as a model directory. Another process generates from it (`generate.rollout_worker`), with as much
-memory as the engine has. The user's function rewards the texts.
+The engine writes its weights as a model directory. Another process generates from it (`generate.uses.rollout_worker`), with
+as much memory as the engine has. The user's function rewards the texts.
 Invariant: a step's rows follow from its weights, prompts and seed, so a run that was killed and resumed takes the same steps.
 """
 

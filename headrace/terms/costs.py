@@ -1,4 +1,4 @@
-"""What a model costs to run, as numbers: the planner's input. `model.cost_profile` makes it from shapes alone."""
+"""What a model costs to run, as numbers: the planner's input. `model.costs.cost_profile` makes it from shapes alone."""
 
 from dataclasses import dataclass
 

@@ -5,8 +5,9 @@ reads, and the update changes, exactly the bytes that come from the drive. A *fr
 unit with a *trained family of its own* has frozen weights, too. Gradients, states and updates belong to the small family beside
 them: a subspace or an adapter. Its compute slot is made of both. Frozen weights may be *coded*: then the slot is decoded from
 them. A trained family may be of a subspace that changes. Then its *basis* lies beside it, and the frozen weights have a
-remainder that completes their fp32 master. Whenever the basis changes, they are merged with the trained family (`flow.settle`).
-A unit may be *far*: weights and states live at another site, from which weights are pulled and to which gradients are pushed.
+remainder that completes their fp32 master. Whenever the basis changes, they are merged with the trained family
+(`flow.step.settle`). A unit may be *far*: weights and states live at another site, from which weights
+are pulled and to which gradients are pushed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,7 @@ class UnitFigures:
         making_bytes: the most bytes that making a slot allocates for a moment, on the device that computes.
         decodes: the weights that are decoded for it, by kind of code.
         making_like: bytes that a machine moves while it decodes them, at the rate of its lane that makes weights
-            (`Ceilings.making_like`).
+            (`plan.value.decoding.making_like`).
         packed_bytes: bytes of its matrices packed for a kernel that multiplies with coded weights; 0 where there is none.
         packing_bytes: the most bytes that packing one of them takes besides, for a moment.
         cuts: where what is updated may be cut into chunks; (): anywhere.

@@ -1,6 +1,6 @@
 """Rows of several samples: which samples run together, and how many calls of a block a micro-batch then takes.
 
-Pure: `model.sample_groups` makes tensors of the groups, and plans count them.
+Pure: `model.blocks.sample_groups` makes tensors of the groups, and plans count them.
 """
 
 from collections.abc import Sequence

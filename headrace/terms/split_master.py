@@ -4,7 +4,7 @@
 
 The bits are 32-bit integers, signed or not, in arrays of NumPy and torch alike. They must be no NaN: rounding could carry one
 into the sign.
-The compiled loops have the same arithmetic in LLVM's language (`update.kernels`).
+The compiled loops have the same arithmetic in LLVM's language (`update.rules.kernels`).
 """
 
 from typing import Any

@@ -5,7 +5,7 @@ Each test names all that break its rule. Run: pytest tests/style
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +34,69 @@ def missing_files(text: str, folders: list[Path]) -> list[str]:
         if any((folder / name.split("/")[0]).is_dir() for folder in folders)
         and not any((folder / name).exists() for folder in folders)
     ]
+
+
+# In docstrings: a file by its bare name, a member of a class, a module or a name of a package.
+_BARE_FILE = re.compile(r"(?<![\w/*.`-])`?([a-z_]+\.py)\b")
+_MEMBER = re.compile(r"`([A-Z]\w+)\.(\w+)")
+_DOTTED = re.compile(r"`((?:[a-z_]+\.)+)(?!html|md|json)(\w+)(?=`)")
+
+
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
+
+
+def names_in_classes(trees: Mapping[Path, ast.Module]) -> dict[str, set[str]]:
+    """Return by class what its body names: methods, fields, attributes; and those of its bases, `?` where one is not ours."""
+    own: dict[str, set[str]] = {}
+    bases: dict[str, set[str]] = {}
+    for node in (node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        inner = {
+            getattr(each, "name", None) or getattr(each, "id", None) or getattr(each, "attr", "") for each in ast.walk(node)
+        }
+        own.setdefault(node.name, set()).update(inner)
+        bases.setdefault(node.name, set()).update(ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases)
+    roots = {"Protocol", "NamedTuple", "ABC", "Generic", "object"}
+    for _ in range(8):  # no chain of classes is longer
+        for name, above in bases.items():
+            for base in above - roots:
+                own[name] |= own.get(base, {"?"})
+    return own
+
+
+def stale_names(text: str, folder: Path, package: Path, classes: Mapping[str, set[str]]) -> list[str]:
+    """Return what a docstring in `folder` names and is not there."""
+    found = [name for name in _BARE_FILE.findall(text) if not (folder / name).exists()]
+    found += [
+        f"{name}.{member}" for name, member in _MEMBER.findall(text) if name in classes and not {member, "?"} & classes[name]
+    ]
+    for dotted, last in _DOTTED.findall(text):
+        parts = dotted.rstrip(".").split(".")
+        is_value = parts[0] == "plan" and not package.joinpath(*parts[:2], "__init__.py").exists()  # fields of a plan
+        if (package / parts[0]).is_dir() and not is_value and last not in names_of(package.joinpath(*parts)):
+            found.append(dotted + last)
+    return found
+
+
+def test_docstrings_name_what_is_there() -> None:
+    package = ROOT / "headrace"
+    trees = {path: ast.parse(TEXTS[path]) for path in SOURCES if package in path.parents}
+    classes = names_in_classes(trees)
+    found = [
+        (str(path.relative_to(ROOT)), name)
+        for path, tree in trees.items()
+        for text in docstrings(tree)
+        for name in stale_names(text, path.parent, package, classes)
+    ]
+    assert found == []
+
+
+def test_stale_names_of_docstrings_are_seen() -> None:
+    text = "See `step.py`, `gone.py`, `Kept.read`, `Kept.gone`, `flow.step.commit`, `flow.commit`, and `torch.nn.Linear`."
+    found = stale_names(text, ROOT / "headrace" / "flow" / "step", ROOT / "headrace", {"Kept": {"read"}})
+    assert found == ["gone.py", "Kept.gone", "flow.commit"]
 
 
 def test_links_lead_somewhere() -> None:

@@ -126,7 +126,7 @@ def refuse_unreachable(entry: str | DataSource, cache_dir: Path) -> None:
 
 def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
     """Return the kind of `source`, decided by its first row, and all its rows, each checked to have that kind's columns. Rows
-    of other forms (`forms.py`) are renamed.
+    of other forms (`data/chat/forms.py`) are renamed.
 
     Raises:
         DataError: there are no rows, JSON is malformed, columns are unknown or missing. Rows are checked while they are read.

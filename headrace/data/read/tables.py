@@ -29,8 +29,8 @@ _BATCH_ROWS = 512
 
 
 def read_parquet(path: Path, columns: Mapping[str, str], skip: int = 0) -> Iterator[Row]:
-    """Yield the rows of a Parquet file after the first `skip`, under our names (`columns.py`). A row group may be the whole
-    file, but only pages of it are in memory. Groups that are skipped are not read.
+    """Yield the rows of a Parquet file after the first `skip`, under our names (`data/chat/columns.py`). A row group may be
+    the whole file, but only pages of it are in memory. Groups that are skipped are not read.
 
     Raises:
         DataError: the file is empty, or is not what its name says.

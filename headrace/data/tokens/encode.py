@@ -1,7 +1,7 @@
 """Rows of each kind to token ids, and a mask of what is trained.
 
 text: every token, and an end-of-sequence token after them. prompt + completion: the completion and that token.
-messages: see `chat.py`. input_ids: where `labels` is not -100, without what `attention_mask` says is padding.
+messages: see `data/chat/chat.py`. input_ids: where `labels` is not -100, without what `attention_mask` says is padding.
 The invariant: only what the kind promises is trained, and memory is bounded, however many or long the rows are.
 """
 

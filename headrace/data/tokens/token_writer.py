@@ -1,4 +1,4 @@
-"""Samples become the arrays of a token set, on a drive or in memory; `tokens.py` says how they lie there.
+"""Samples become the arrays of a token set, on a drive or in memory; `data/values/tokens.py` says how they lie there.
 
 Invariant: a directory under its final name is complete. It is written under another name beside it, made durable, and renamed.
 """

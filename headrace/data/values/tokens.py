@@ -8,8 +8,8 @@
 `checksums` has one checksum for each block of each of these files (`block_array.py`); `info.json` has everything else, and a
 checksum of itself and of `checksums`.
 
-The invariant: what is read from a directory is what `token_writer.py` wrote, or an error. The first token of a sample is never
-trained, so the number of set bits is the number of targets.
+The invariant: what is read from a directory is what `data/tokens/token_writer.py` wrote, or an error. The first token of a
+sample is never trained, so the number of set bits is the number of targets.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A node's engine, LuWu's central optimizer node: it has the state and updates it; workers compute.
 
-It is the trainer with three parts exchanged: the plan (`plan.serving`), the schedule (`plan.schedules.serve`), and the
-computing. Its workers compute the model. Import, store, updates, commits, resume and export are the trainer's own.
+It is the trainer with three parts exchanged: the plan (`plan/search/serving.py`), the schedule (`plan/schedules/serve.py`), and
+the computing. Its workers compute the model. Import, store, updates, commits, resume and export are the trainer's own.
 """
 
 from collections.abc import Mapping

@@ -35,7 +35,7 @@ _CUTS = "cuts"
 
 
 class Line(Fleet):
-    """The stages that meet over `ranks`. See `flow.stages.Line`."""
+    """The stages that meet over `ranks`. See `flow.step.stages.Line`."""
 
     by_stages = True
     peer = Peer.STAGE

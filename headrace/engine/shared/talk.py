@@ -132,7 +132,7 @@ class Talk:
             "peak_bytes": max(before["peak_bytes"], peak_bytes),
         }
 
-    # -- within a step: `flow.shards.Peers` -----------------------------------------------------------------------------
+    # -- within a step: `flow.step.shards.Peers` -----------------------------------------------------------------------------
 
     def gather(self, unit: int, family: str, whole: Bytes) -> None:
         """Fill `whole`, the bytes of a family, with what others hold."""

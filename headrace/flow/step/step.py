@@ -2,20 +2,24 @@
 
 A step's program (plan/schedules/train.py) lists operations; each names a verb, and each verb is one function of this package:
 
-    fetch.py     weights come            ssd -> host -> device, or made there from what is stored and trained
-    compute.py   the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
-    parted.py    experts come singly     up to the router, through a few experts at a time, and on; backward likewise
-    stash.py     block inputs wait       device -> host -> ssd, and back for backward
-    hosted.py    hidden states wait      device -> host between two blocks, and back; their gradients, too
-    drain.py     gradients go            device -> host; the global norm decides: clip, or skip
-    update.py    states come and go      ssd -> the rule in place, on host or device -> ssd, chunk by chunk
-    commit.py    the step is durable     one record
-    serve.py     workers compute         rows and weights to them, gradients from them: a node's step
-    parked.py    stages wait         sums of gradients between two groups of micro-batches; those of a tied matrix cross
-    shards.py    ranks share out units   what others hold comes here; gradients go to who holds the unit's part
+    flow/weights/   weights come            ssd -> host -> device, or made there from what is stored and trained
+    compute.py      the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
+    parted.py       experts come singly     up to the router, through a few experts at a time, and on; backward likewise
+    stash.py        block inputs wait       device -> host -> ssd, and back for backward
+    hosted.py       hidden states wait      device -> host between two blocks, and back; their gradients, too
+    whole_loss.py   a loss of all rows      log-probabilities first, then gradients: the head is passed twice
+    drain.py        gradients go            device -> host; the global norm decides: clip, or skip
+    update.py       states come and go      ssd -> the rule in place, on host or device -> ssd, chunk by chunk
+    commit.py       the step is durable     one record
+    serve.py        workers compute         rows and weights to them, gradients from them: a node's step
+    parked.py       stages wait             sums of gradients between two groups of micro-batches; a tied matrix's cross
+    shards.py       ranks share out units   what others hold comes here; gradients go to who holds the unit's part
 
-An interpreter (execute.py) performs them: overlapped, with one or more threads per lane, or plain, one after the other. Same
-bits.
+Beside them: `step_batch.py` cuts a batch, `step_state.py` is what operations share, `steps.py` goes from step to step,
+`settle.py` merges between steps, `stages.py` is a stage's step, and `visiting_head.py` a head that comes for the loss.
+
+An interpreter (flow/run/execute.py) performs them: overlapped, with one or more threads per lane, or plain, one after the
+other. Same bits.
 """
 
 from collections.abc import Callable

@@ -52,9 +52,9 @@ class Parts:
     pieces: Sequence[Sequence[GroupRange]]  # of the trained elements of each unit, as the rule gets them
     own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
-    workers: Any = None  # at a node (`flow.serve.Workers`)
-    peers: Any = None  # where ranks share out every unit (`flow.shards.Peers`)
-    line: Any = None  # where stages have blocks of their own (`flow.stages.Line`)
+    workers: Any = None  # at a node (`flow.step.serve.Workers`)
+    peers: Any = None  # where ranks share out every unit (`flow.step.shards.Peers`)
+    line: Any = None  # where stages have blocks of their own (`flow.step.stages.Line`)
     token_loss: TokenLoss | None = None  # a loss of the whole step
     rows: TableRows | None = None  # of tables that are updated row by row
     experts: ExpertLoads | TrainedExperts | None = None  # brings experts that are parts
@@ -233,7 +233,7 @@ class StepState:
 
     @cached_property
     def on_host(self) -> dict[tuple[int, int], Place]:
-        """How hidden states lie in host memory, by unit and micro-batch (`flow.hosted`)."""
+        """How hidden states lie in host memory, by unit and micro-batch (`flow.step.hosted`)."""
         return {}
 
     @property

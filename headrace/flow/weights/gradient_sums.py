@@ -1,4 +1,4 @@
-"""Where the gradients of micro-batches are added: one after the other, or as an aligned binary tree (`terms.summing`).
+"""Where the gradients of micro-batches are added: one after the other, or as an aligned binary tree (`terms.options.summing`).
 
 Invariant: a sum of either kind has the same bits however the step is cut into passes; a tree's, whoever computes its branches.
 """

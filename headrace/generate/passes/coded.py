@@ -1,6 +1,6 @@
 """The units of a generation with coded weights: those of a directory, or those that compression would write.
 
-Invariant: of a directory they are what a run reads, by the same code (`flow.sources`).
+Invariant: of a directory they are what a run reads, by the same code (`generate/passes/sources.py`).
 """
 
 from collections.abc import Sequence

@@ -28,7 +28,7 @@ _KERNEL_BYTES = 3 * MIB // 4
 _SMALL_BYTES = 16 * MIB
 # Fragments that stay between blocks, if freed blocks are kept for reuse. Measured on S, M and L with huge pages for tensors,
 # over the ten and more steps until it settles (docs/log/freed-memory). Without huge pages up to 1.7 workspaces stay, of which
-# `machine.HeapGuard` gives back the excess.
+# `machine.host_memory.HeapGuard` gives back the excess.
 _PIECES_OF_ACTIVATIONS, _PIECES_OF_WORKSPACE = 0.66, 1.2
 # Operations of a chunk: read, update, two writes. Of a block and micro-batch: forward, backward, and the ways of an input to a
 # drive and back. Measured: up to 350 bytes for an operation of a program and 140 for its completion, kept for two steps.
@@ -126,8 +126,8 @@ def with_serving_footprint(plan: Plan, allowance: Allowance) -> Plan:
 
 
 def import_bytes(plan: Plan) -> int:
-    """Return the bytes of the buffers of `flow.load.import_model`: the largest unit's weights and master, and a chunk of its
-    states. Its `UnitReader`, which reads them at the end, takes no more.
+    """Return the bytes of the buffers of `import_model` (`flow/weights/load.py`): the largest unit's weights and master, and a
+    chunk of its states. Its `UnitReader`, which reads them at the end, takes no more.
     """
     planes = plan.planes
     rest = rest_of_master(planes.states)
@@ -153,21 +153,21 @@ def saving_bytes(plan: Plan, allowance: Allowance) -> int:
 
 
 def _settling_bytes(plan: Plan, unit: int) -> int:
-    """Return the bytes for merging the trained family into a unit, and for moving its states to another basis (`flow.settle`).
-    The weights, their remainder and what they are made of are not counted.
+    """Return the bytes for merging the trained family into a unit, and for moving its states to another basis
+    (`flow.step.settle`). The weights, their remainder and what they are made of are not counted.
     """
     figures = plan.units[unit]
     if not figures.basis_elements:
         return 0
     rest, elements = rest_of_master(plan.planes.states), figures.num_elements
-    is_split = rest is not None and rest.bytes_per_element < 4  # `flow.load.merge` joins the master in memory of its own
+    is_split = rest is not None and rest.bytes_per_element < 4  # `merge` joins the master in memory of its own
     master = 4 * elements + 16 * min(elements, MERGED_ELEMENTS) if is_split else 0
     making = max(0, figures.making_bytes - 4 * elements)  # without the gradient that a step sums for new bases
     return master + plan.basis_bytes(unit) + 2 * plan.state_bytes(unit) + making
 
 
 def merging_bytes(plan: Plan) -> int:
-    """Return the most bytes that `flow.settle` takes between two steps: all of one unit, besides the buffers of a step."""
+    """Return the most bytes that `flow.step.settle` takes between two steps: all of one unit, besides the buffers of a step."""
     rest = rest_of_master(plan.planes.states)
     stored = plan.planes.weight.bytes_per_element + (rest.bytes_per_element if rest else 0)
     return max(
@@ -218,7 +218,7 @@ def _kept_free_bytes(plan: Plan, compute: dict[str, int]) -> int:
     keeps those that are too small to be mapped one by one.
 
     Measured in that case (docs/log/unplanned-memory): up to 12 MiB above 31 MiB of workspace; hardly anything where hidden
-    states are mapped. What scans of state-space layers leave besides is given back near the limit (`machine.HeapGuard`).
+    states are mapped. What scans of state-space layers leave besides is given back near the limit (`HeapGuard`).
     """
     if plan.freed_memory == "kept":
         pieces = _PIECES_OF_ACTIVATIONS * compute["activations"] + _PIECES_OF_WORKSPACE * compute["workspace"]

@@ -213,7 +213,7 @@ def _apart(slowdowns: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
 def _kept_share(plan: Plan, ceilings: Ceilings) -> float:
     """Return the share of its rate that compute keeps: on a CPU, freed memory that is given back returns as fresh pages.
 
-    If a step turns out to leave room to keep freed memory (`machine.HeapGuard`), it is faster than this.
+    If a step turns out to leave room to keep freed memory (`machine.host_memory.HeapGuard`), it is faster than this.
     """
     return 1.0 if ceilings.has_device or plan.freed_memory == "kept" else ceilings.fresh_pages_share
 

@@ -44,7 +44,7 @@ class Plan(Placement):
     forward and backward and between steps. So this number is also the size of the weight cache. `freed_memory` says what
     happens to freed tensors of the CPU's compute. They are *returned* to the kernel, so that memory holds only live tensors. Or
     the C library *keeps* them for the next ones, which avoids fresh pages and takes more. Where a step takes less than planned,
-    freed memory is kept all the same, and given back near the limit (`machine.HeapGuard`).
+    freed memory is kept all the same, and given back near the limit (`machine.host_memory.HeapGuard`).
 
     A plan that `serves` computes nothing: rows of a micro-batch, loss chunk and threads are those on which workers agreed, or 0
     before they have. `own_rule` is for trained families of their own; None where no unit has one.

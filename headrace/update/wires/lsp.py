@@ -6,7 +6,7 @@ Parameters that are no matrices, or are no larger than the subspace, are trained
 
 The first step fits projectors to its own gradient. Later each unit has its turn, once in `check` steps. The last micro-batch is
 held out and projectors are fitted to the rest of the step's gradient. They are proposed for a matrix if its old ones are too
-far off on the held-out micro-batch and the new ones are better there. The rest is done by `flow.settle`.
+far off on the held-out micro-batch and the new ones are better there. The rest is done by `flow.step.settle`.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Full fine-tuning in which tables are trained by rows: a step reads, updates and writes those that its tokens ask for.
 
-Tables are the embedding, and embeddings in blocks (`model.block_tables`). The other rows catch up when they are next read
-(`update.lazy_rows`). So weights, moments and losses have the bits of `dense`. Rows lie in files of their own beside the state.
-This has the embedding as it was when the run began, and blocks without their tables.
+Tables are the embedding, and embeddings in blocks (`model.by_rows.block_tables`). The other rows catch up when they are next
+read (`update.tables.lazy_rows`). So weights, moments and losses have the bits of `dense`. Rows lie in files of their own beside
+the state. This has the embedding as it was when the run began, and blocks without their tables.
 """
 
 from collections.abc import Iterator, Mapping

@@ -288,7 +288,7 @@ class Wire:
 
     # A subspace that changes now and then has a *basis*, which lies beside the trained family. When it changes, frozen weights
     # are merged with the trained family by `complete`, on their fp32 master. Everything of the old basis is moved
-    # (`flow.settle`).
+    # (`flow.step.settle`).
 
     def basis(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> UnitLayout | None:
         """Return the layout of the float32 numbers of the basis; None if there is none. They are zero until one is proposed."""
