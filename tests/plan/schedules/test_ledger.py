@@ -44,6 +44,15 @@ def test_pieces_wait_for_their_own_and_the_whole_for_all_of_them() -> None:
     assert {3, 6, 7} <= set(waits[8])
 
 
+def test_a_piece_that_is_written_again_waits_for_those_who_read_it() -> None:
+    ledger = Ledger(Snapshot())
+    ledger.op(Verb.UPDATE, Lane.UPDATE, writes=(A + PIECE,))
+    ledger.op(Verb.WRITE_WEIGHTS, Lane.SSD_WRITE, (A + PIECE,))
+    ledger.op(Verb.UPDATE, Lane.UPDATE, writes=(A + PIECE,))
+    ledger.op(Verb.UPDATE, Lane.UPDATE, writes=(A + 2 * PIECE,))
+    assert after(ledger) == [(), (0,), (0, 1), ()]
+
+
 def test_of_operations_on_a_lane_that_ends_them_in_order_the_last_stands_for_all() -> None:
     ledger = Ledger(Snapshot())
     for _ in range(5):
