@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: test-trl test-tasks architectures help venv demo demo-node quick test test-wide test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
+.PHONY: mutants test-trl test-tasks architectures help venv demo demo-node quick test test-wide test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -95,6 +95,9 @@ test-tasks:  ## `headrace eval --tasks` beside lm-eval's own model, in .venv-eva
 	test -d .venv-eval || $(PYTHON) -m venv .venv-eval
 	.venv-eval/bin/python -m pip install -q -e '.[eval,trainer]' pytest pytest-timeout pytest-xdist hypothesis torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(TEST_ENV) .venv-eval/bin/python -m pytest tests/integrations/test_lm_eval.py
+
+mutants: $(STAMP)  ## are 200 kept changes of the code noticed by the tests nearest to them? (two hours; goes on where it was interrupted) ONLY=headrace.store
+	$(TEST_ENV) $(BIN)/python tests/mutants/run.py $(if $(ONLY),--only $(ONLY))
 
 golden: $(STAMP)  ## renew the golden plans, and say which field of which changed (minutes); NAMES=train-S
 	$(TEST_ENV) $(BIN)/python tests/plan/golden_plans.py $(NAMES)

@@ -45,6 +45,7 @@ MOST_PERCENT = {
     "memory": 0.7,
     "migrate": 0.5,
     "model": 10.5,
+    "mutants": 0.1,
     "namespaces": 0.4,
     "net": 0.5,
     "packaging": 0.1,

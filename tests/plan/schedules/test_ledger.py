@@ -8,7 +8,7 @@ from headrace.plan.schedules.ledger import Known, Ledger, Snapshot
 from headrace.plan.schedules.train import build_program, redo
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
-from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
+from headrace.terms.program import PASSING, PIECE_SHIFT, Pool, Verb, buffer
 
 A, B = buffer(Pool.HOST_WEIGHTS, 0), buffer(Pool.HOST_WEIGHTS, 1)
 PIECE = 1 << PIECE_SHIFT
@@ -76,13 +76,14 @@ def test_a_snapshot_knows_contents_and_hazards_of_one_program_and_no_older() -> 
     ledger.contents[A] = 7
     ledger.op(Verb.FETCH, Lane.SSD_READ, writes=(A,))
     ledger.op(Verb.FORWARD, Lane.COMPUTE, (A,))
-    ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (A,), (buffer(Pool.HOST_STASH, 3),))  # passing: not handed on
+    for passing in (Pool.HOST_STASH, PASSING):  # not handed on
+        ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (A,), (buffer(passing, 0),))
     _, left = ledger.finish()
-    assert left == Snapshot((Known(A, 7, (0,), (1, 2)),))
+    assert left == Snapshot((Known(A, 7, (0,), (1, 3)),))
     following = Ledger(left)
     assert following.contents == {A: 7}
     following.op(Verb.FETCH, Lane.SSD_READ, writes=(A,))
-    assert after(following) == [(-3, -2, -1)]
+    assert after(following) == [(-4, -2, -1)]
     idle = Ledger(left)
     assert idle.finish()[1] == Snapshot((Known(A, 7, (), ()),))
 
