@@ -44,7 +44,7 @@ class NodeEngine(Engine):
             self._crowd.limit_to(
                 1,
                 f"{type(self.chain.model).__name__} has router losses of a whole step, which are not gathered from workers "
-                "yet. Use one worker, or set output_router_logits to false in config.json",
+                "yet. Use one worker, or leave them out: router_aux_loss_coef 0",
             )
         self._crowd.limit_to(rows, f"a step has {rows} rows; give fewer workers")
         if sequences > max(rows, rows * planned // length):

@@ -74,7 +74,7 @@ class ShardedEngine(Engine):
         if self.chain.collects_asides:
             raise ConfigError(
                 f"{type(self.chain.model).__name__} has router losses of a whole step, which ranks do not gather yet. Train on "
-                "one machine, or set output_router_logits to false in config.json"
+                "one machine, or leave them out: router_aux_loss_coef 0"
             )
         if num_micro < self._fleet.size:
             raise DataError(

@@ -25,7 +25,16 @@ from headrace.terms.errors import ConfigError, DataError, RunDirectoryError
 from headrace.terms.options.run_options import RunOptions
 
 # Options that decide the state of a run, or its bits. A step is told its learning rate, so schedules may change.
-_KEPT = ("optimizer", "weight_decay", "parameter_groups", "adapter", "max_grad_norm", "compute_dtype", "seed")
+_KEPT = (
+    "optimizer",
+    "weight_decay",
+    "parameter_groups",
+    "adapter",
+    "max_grad_norm",
+    "compute_dtype",
+    "seed",
+    "router_aux_loss_coef",
+)
 
 # What the loop has counted up to a step.
 COUNTED = ("total_flos", "num_input_tokens_seen")

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from headrace.terms.options.declared import Declared, Group, option
 from headrace.terms.options.optimizer import ALL, MATRICES, ParameterGroup, Schedule
-from headrace.terms.options.option_kinds import Listed, Number, OneOf, Record, Text, Whole
+from headrace.terms.options.option_kinds import Listed, Number, NumberOr, OneOf, Record, Text, Whole
 from headrace.terms.options.summing import SEQUENTIAL, TREE
 
 # Other names for the dtypes of options.
 DTYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
+# The router's loss by the model's own coefficient.
+OF_MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,16 @@ class MethodOptions(Declared):
         row="train on preferences by a loss of pairs, with settings as in [preferences](preferences.md), or on "
         "[rewards](rewards.md). Fixed for a run",
         words="of each token",
+        plan=True,
+        group=Group.METHOD,
+    )
+    router_aux_loss_coef: float | str | None = option(
+        None,
+        NumberOr(Number(), OF_MODEL),
+        "Coefficient of a mixture's router loss; 0 leaves it out, `model` is that of config.json.",
+        row="coefficient of a mixture's router loss, as in TRL. 0 leaves it out; `model` adds it by the coefficient of "
+        "`config.json` or of its class, as `dpo`, `kto` and `grpo` do by default ([mixtures](mixtures.md)). Fixed for a run",
+        words="`model` for `dpo`, `kto`, `grpo`; else `output_router_logits` decides",
         plan=True,
         group=Group.METHOD,
     )
