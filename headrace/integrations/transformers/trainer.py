@@ -6,6 +6,7 @@ Invariant: the position of the loop is committed with the step. So a resumed run
 """
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -158,11 +159,13 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
                 steps = self.set_initial_training_values(self.args, loader)[-1] if loader is not None else 1
             rows = self.train_dataset
             packed = rows.first(_FIRST_ROWS) if isinstance(rows, TokenRows) else None
-            self._run = self._told(EngineRun.begin(self._options(steps), _say, packed))
+            self._run = self._taken(EngineRun.begin(self._options(steps), _say, packed))
         return self._run
 
-    @staticmethod
-    def _told(run: EngineRun) -> EngineRun:
+    def _taken(self, run: EngineRun) -> EngineRun:
+        """Return `run`, which is let go with this trainer; and say what it trains."""
+        self._letting_go = weakref.finalize(self, run.close)
+        self._letting_go.atexit = False
         if run.router_note is not None:
             logger.warning(run.router_note)
         return run
@@ -187,10 +190,11 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         else:
             self.close()
             loop_state.check_asked(resume_from_checkpoint, output)
-            self._run = loop_state.resumed(output, _say)
-            found = str(output) if self._run is not None else None
-            if self._run is not None:
-                loop_state.cut(output, self._told(self._run).engine)
+            run = loop_state.resumed(output, _say)
+            self._run = self._taken(run) if run is not None else None
+            found = str(output) if run is not None else None
+            if run is not None:
+                loop_state.cut(output, run.engine)
         self._waiting.clear()
         result = super().train(resume_from_checkpoint=found, **given)
         self._opened().sum_up()
@@ -367,6 +371,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         """Close the engine; a second call does nothing."""
         run, self._run = self._run, None
         if run is not None:
+            self._letting_go.detach()
             run.close()
 
     def __enter__(self) -> Self:
