@@ -4,7 +4,7 @@ Invariant: nothing of the run changes, and what is said is of the newest weights
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from headrace.flow.step.whole_loss import by_tokens, called, scored_labels
 from headrace.flow.weights.traffic import Traffic
 from headrace.losses import Loss, TokenLoss
 from headrace.machine.protocol import Machine
-from headrace.model import Chain
+from headrace.model import IGNORED, Chain
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import DataError
 from headrace.terms.events import Evaluation
@@ -30,6 +30,7 @@ class Scoring:
     """
 
     router_rows: int = 0
+    _has_all_rows: bool = True  # others have some, of batches that are not split further
 
     options: Options
     chain: Chain
@@ -46,13 +47,23 @@ class Scoring:
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
         """Return the mean loss of a batch under the newest weights; nothing is changed. `batch` is as for `step`.
 
-        The newest step is made durable first. A mixture's router has the part in it that is trained.
+        The newest step is made durable first. A mixture's router has the part in it that is trained. Rows that compute
+        otherwise where they are padded run by themselves, unless the loss is of a whole batch.
 
         Raises:
             DataError: as `step`.
             StepFailed: a lane failed; the last committed step is untouched.
         """
-        data, state = self._score(self._checked(batch))
+        checked = self._checked(batch)
+        whole = self._token_loss or self.chain.collects_asides or not self._has_all_rows
+        parts = [checked] if whole else list(_unpadded(checked, self.chain))
+        found = [self._evaluated(part) for part in parts]
+        tokens = sum(each.tokens for each in found)
+        loss = found[0].loss if len(found) == 1 else sum(each.loss * each.tokens for each in found) / tokens
+        return Evaluation(loss=loss, tokens=tokens, rows=len(checked["input_ids"]))
+
+    def _evaluated(self, batch: dict[str, torch.Tensor]) -> Evaluation:
+        data, state = self._score(batch)
         if data.whole:
             state.outcome = called(state, by_tokens(_joined(state.scored)))
         return Evaluation(loss=loss_of(state), tokens=data.trained_tokens, rows=len(batch["input_ids"]))
@@ -133,6 +144,21 @@ def loss_of(state: StepState) -> float:
     else:
         loss = float(state.loss_sum) / state.batch.trained_tokens if state.loss_sum is not None else math.nan
     return loss if state.aside_loss is None else loss + float(state.aside_loss)
+
+
+def _unpadded(batch: dict[str, torch.Tensor], chain: Chain) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the rows of a checked batch by what may be padded together, without padding that all of a group have."""
+    mask = batch.get("attention_mask")
+    is_packed_or_left = mask is None or bool(mask.diff(dim=1).gt(0).any())
+    lengths = [] if mask is None or is_packed_or_left else mask.sum(dim=1).tolist()
+    groups = chain.padded_together(lengths)
+    if len(groups) < 2:
+        yield batch
+        return
+    for places in groups:
+        part = {name: tensor[places, : max(lengths[place] for place in places)] for name, tensor in batch.items()}
+        if (part["labels"][:, 1:] != IGNORED).any():
+            yield part
 
 
 def _joined(by_micro: Mapping[int, torch.Tensor]) -> torch.Tensor:

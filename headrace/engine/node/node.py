@@ -27,6 +27,7 @@ from headrace.update.combinations import refuse_combination
 class NodeEngine(Engine):
     """An engine whose `seams` have workers. A step waits for them; if one is lost, the step fails, and `resume` goes on."""
 
+    _has_all_rows = False
     _search = staticmethod(serving_plan)
     _keeps_plan = "a node keeps its plan, on which its workers rely; end the run, and resume it with other budgets"
 

@@ -39,6 +39,7 @@ from headrace.update.combinations import refuse_in_ranks
 class ShardedEngine(Engine):
     """An engine whose `seams` have a fleet. Every rank has one; only rank 0's is driven by others than `follow`."""
 
+    _has_all_rows = False
     _keeps_plan = "ranks and stages keep the plan on which they agreed"
     _schedule = Schedule(
         partial(build_program, shared=True), partial(build_tail, shared=True), partial(build_forward, shared=True)

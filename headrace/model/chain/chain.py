@@ -34,6 +34,7 @@ from headrace.model.trials.probe import Traits, probe
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import PARAMETER_ALIGNMENT, ParameterSpec, UnitLayout, lay_out, planes_with
 from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.packed_rows import padded_together
 
 
 class Chain:
@@ -142,6 +143,16 @@ class Chain:
         lengths of the samples.
         """
         return self.runner.runs_by_samples(length)
+
+    def padded_together(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the places of rows of these `lengths` in groups, in their order: each row of a group computes the same where
+        it is padded to the group's longest. Most models have one group; some compute by the length of their rows.
+        """
+        limit = self._packing_limit
+        if self.runner.by_exact_lengths:
+            return padded_together(lengths, limit or 0)
+        unknown = limit and self.runner.samples_from is None  # beyond the limit nothing was tried
+        return padded_together(lengths, limit if unknown else None)
 
     def groups_exactly(self, length: int) -> bool:
         """Return whether rows of `length` tokens are run in groups of samples of exactly one length."""
