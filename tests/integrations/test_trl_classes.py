@@ -86,14 +86,25 @@ TAKEN = {
 OTHERWISE: dict[str, dict[str, Any]] = {
     "SFTConfig": {"loss_type": "dft", "truncation_mode": "keep_end"},
     "DPOConfig": {
-        **{"loss_weights": [0.5], "ld_alpha": 0.0, "f_divergence_type": "js_divergence", "use_weighting": True},
-        **{"sync_ref_model": True, "truncation_mode": "keep_end"},
+        "loss_weights": [0.5],
+        "ld_alpha": 0.0,
+        "f_divergence_type": "js_divergence",
+        "use_weighting": True,
+        "sync_ref_model": True,
+        "truncation_mode": "keep_end",
     },
     "KTOConfig": {"loss_type": "apo_zero_unpaired", "sync_ref_model": True},
 }
 VALUES: dict[str, Any] = {
-    **{"beta": 0.7, "desirable_weight": 1.25, "undesirable_weight": 0.75, "router_aux_loss_coef": 0.125, "max_length": 77},
-    **{"loss_type": "hinge", "dataset_text_field": "words", "chat_template_path": "t.jinja", "packing": True},
+    "beta": 0.7,
+    "desirable_weight": 1.25,
+    "undesirable_weight": 0.75,
+    "router_aux_loss_coef": 0.125,
+    "max_length": 77,
+    "loss_type": "hinge",
+    "dataset_text_field": "words",
+    "chat_template_path": "t.jinja",
+    "packing": True,
 }
 
 
@@ -160,9 +171,17 @@ def test_a_mixture_learns_as_under_sft_trainer(given: dict[str, Any], mixture: P
     found = []
     for name in ("trl", "headrace"):
         args = trl.SFTConfig(
-            **{"output_dir": str(tmp_path / name), "num_train_epochs": 2, "per_device_train_batch_size": 2},
-            **{"gradient_accumulation_steps": 3, "logging_steps": 1, "report_to": [], "save_strategy": "no", "bf16": False},
-            **{"disable_tqdm": True, "train_sampling_strategy": "sequential", "use_cpu": not torch.cuda.is_available()},
+            output_dir=str(tmp_path / name),
+            num_train_epochs=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=3,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            bf16=False,
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+            use_cpu=not torch.cuda.is_available(),
             **{"learning_rate": 1e-3, "max_grad_norm": 1.0, **given},
         )
         data = {"args": args, "train_dataset": _rows(9), "eval_dataset": _rows(8)}

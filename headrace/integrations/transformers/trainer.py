@@ -286,8 +286,9 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss of all trained tokens, measured by passes over as many rows as a step has; where a router has
-        a part in it, over those of a batch.
+        """Return the mean loss of all trained tokens, measured by passes over as many rows as a step has.
+
+        Where a mixture's router has a part in it, a pass has the rows of a batch.
         """
         run, samples = self._opened(), 0
         self.callback_handler.eval_dataloader = dataloader

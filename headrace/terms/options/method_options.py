@@ -82,8 +82,9 @@ class MethodOptions(Declared):
     weight_decay: float = option(
         0.0,
         Number(),
-        "Weight decay; norms and biases have none.",
-        row="of the optimizer. Norms and biases are not decayed, nor are parameters that never have a gradient (indexers)",
+        "Weight decay; vectors, such as norms and biases, have none.",
+        row="of the optimizer. No vector is decayed, such as norms and biases, nor are parameters that never have a gradient "
+        "(indexers)",
         group=Group.LEARNING,
     )
     parameter_groups: tuple[ParameterGroup, ...] = option(
