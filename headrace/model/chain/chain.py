@@ -145,9 +145,13 @@ class Chain:
         return self.runner.runs_by_samples(length)
 
     def padded_together(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the places of rows in groups, in order: padded to its group's longest row, each computes what it does alone."""
+        """Return the places of rows in groups, in order: padded to its group's longest, a row computes what it does alone."""
         exact = self.runner.by_exact_lengths or (self._packing_limit and self.runner.samples_from is None)  # else: untried
         return padded_together(lengths, (self._packing_limit or 0) if exact else None)
+
+    def groups_exactly(self, length: int) -> bool:
+        """Return whether rows of `length` tokens are run in groups of samples of exactly one length."""
+        return self.runner.by_exact_lengths and self.runs_by_samples(length)
 
     @property
     def packs_by_masks(self) -> bool:
