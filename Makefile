@@ -87,9 +87,9 @@ bench-gpu: $(GPU_ENV)  ## Headrace on a GPU capped to 8, 16 and 24 GiB, beside p
 test-net: $(STAMP)  ## tests on a network of their own, with cables that are shaped and pulled: as root, skipped elsewhere
 	$(TEST_ENV) $(BIN)/python -m pytest -m net tests/namespaces -rs --timeout=600
 
-test-trl: $(STAMP)  ## renew the numbers of TRL that losses are compared with; TRL: a folder made by pip install --no-deps --target
+test-trl: $(STAMP)  ## losses, tables and trainers beside the TRL that is installed in TRL: a folder made by pip install --no-deps --target
 	PYTHONPATH=.:$(TRL) $(BIN)/python tests/losses/trl_numbers.py
-	$(TEST_ENV) $(BIN)/python -m pytest tests/losses
+	$(TEST_ENV) PYTHONPATH=.:$(TRL) $(BIN)/python -m pytest tests/losses tests/integrations
 
 test-tasks:  ## `headrace eval --tasks` beside lm-eval's own model, in .venv-eval (lm-eval brings 400 MB)
 	test -d .venv-eval || $(PYTHON) -m venv .venv-eval

@@ -18,6 +18,7 @@ from headrace.ask.plan_report import PlanReport
 from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
 from headrace.files import Beside, default_ssd_bytes, file_systems
+from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.model.by_rows.block_tables import is_large, tables_of, take_tables, trained_tables_of
 from headrace.plan.clock.endurance import endurance
@@ -113,10 +114,12 @@ def open_question(
             checkpoint = open_coded(model)
             config, whole = checkpoint.config, checkpoint.whole
     tokens, length = lengths_of(config, options)
+    config = with_router_loss(config, options)
     self_check(config)
     check_whole(config, whole)
     rule = rule_of(optimizer, options.compute_dtype).figures
     chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
+    note_router_loss(chain, options)
     if head_rows is not None:
         chain.take_head_by(head_rows)
     weights = chain.attach(checkpoint) if checkpoint else None

@@ -15,6 +15,7 @@ from headrace.ask.model_config import read_parts
 from headrace.ask.place import Place, multiplies
 from headrace.ask.question import Question
 from headrace.files import default_ssd_bytes, file_systems
+from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.model import Chain, Profiles, check_whole, self_check
 from headrace.plan.clock.endurance import endurance
 from headrace.plan.clock.machine_profiles import load_bare_profile
@@ -74,11 +75,13 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
             f"give {workers * length} at least"
         )
     refuse_combination(options, at_node=True)
+    config = with_router_loss(config, options)
     self_check(config)
     check_whole(config, whole)
     optimizer = optimizer_of(options)
     rule = rule_of(optimizer, options.compute_dtype).figures
     chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
+    note_router_loss(chain, options)
     if not multiplies(options.compute_dtype, worker, here=here) and not worker.has_device:
         chain.multiply_wide()
     cluster = Cluster.of(

@@ -47,13 +47,15 @@ class Purpose:
     """What a model is opened for.
 
     `compute_dtype`: None for that of most of its weights. `optimizer` and `parameter_alignment` lay out its units.
-    `check` tries its architecture. `reads_codes`: coded weights are decoded. `leave_out_blocks`: see `Chain.attach`.
+    `configured` is given its configuration, and returns the one that is computed by. `check` tries its architecture.
+    `reads_codes`: coded weights are decoded. `leave_out_blocks`: see `Chain.attach`.
     `computes`: whether blocks will run in this process; then `compile_blocks` and `liger` say how.
     """
 
     compute_dtype: str | None = None
     optimizer: Optimizer = field(default_factory=Optimizer)
     parameter_alignment: int = PARAMETER_ALIGNMENT
+    configured: Callable[[Any], Any] = lambda config: config
     check: Check = self_check
     reads_codes: bool = True
     leave_out_blocks: bool = False
@@ -70,7 +72,7 @@ def open_model(directory: Path, machine: Machine, purpose: Purpose) -> OpenModel
         ConfigError: it cannot be run here in the way that is asked for.
     """
     checkpoint = Checkpoint.open(directory, decode=purpose.reads_codes)
-    config = checkpoint.config
+    config = purpose.configured(checkpoint.config)
     purpose.check(config)
     check_whole(config, checkpoint.whole)
     dtype = purpose.compute_dtype or checkpoint.main_dtype

@@ -4,19 +4,19 @@ Invariant: nothing of the run changes, and what is said is of the newest weights
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from headrace.flow.step.step_batch import KEYS, StepBatch, check_apart, checked_batch, filled_up, step_batch
+from headrace.flow.step.step_batch import KEYS, StepBatch, check_apart, checked_batch, counting, filled_up, step_batch
 from headrace.flow.step.step_state import StepState
 from headrace.flow.step.whole_loss import by_tokens, called, scored_labels
 from headrace.flow.weights.traffic import Traffic
 from headrace.losses import Loss, TokenLoss
 from headrace.machine.protocol import Machine
-from headrace.model import Chain
+from headrace.model import IGNORED, Chain
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import DataError
 from headrace.terms.events import Evaluation
@@ -24,7 +24,13 @@ from headrace.terms.options.options import Options
 
 
 class Scoring:
-    """The part of an engine that scores rows. `_token_loss` is a loss of the whole step, if the run has one."""
+    """The part of an engine that scores rows. `_token_loss` is a loss of the whole step, if the run has one.
+
+    The router's loss of a mixture is the mean over batches of `router_rows` rows of a batch; 0: it is one batch.
+    """
+
+    router_rows: int = 0
+    _has_all_rows: bool = True  # others have some, of batches that are not split further
 
     options: Options
     chain: Chain
@@ -41,16 +47,26 @@ class Scoring:
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
         """Return the mean loss of a batch under the newest weights; nothing is changed. `batch` is as for `step`.
 
-        The newest step is made durable first. Auxiliary losses are left out.
+        The newest step is made durable first. A mixture's router has the part in it that is trained. Rows that compute
+        otherwise where they are padded run by themselves, unless the loss is of a whole batch.
 
         Raises:
             DataError: as `step`.
             StepFailed: a lane failed; the last committed step is untouched.
         """
-        data, state = self._score(self._checked(batch))
+        checked = self._checked(batch)
+        whole = self._token_loss or self.chain.collects_asides or not self._has_all_rows
+        parts = [checked] if whole else list(_unpadded(checked, self.chain))
+        found = [self._evaluated(part) for part in parts]
+        tokens = sum(each.tokens for each in found)
+        loss = found[0].loss if len(found) == 1 else sum(each.loss * each.tokens for each in found) / tokens
+        return Evaluation(loss=loss, tokens=tokens, rows=len(checked["input_ids"]))
+
+    def _evaluated(self, batch: dict[str, torch.Tensor]) -> Evaluation:
+        data, state = self._score(batch)
         if data.whole:
             state.outcome = called(state, by_tokens(_joined(state.scored)))
-        return Evaluation(loss=mean_loss(state), tokens=data.trained_tokens, rows=len(batch["input_ids"]))
+        return Evaluation(loss=loss_of(state), tokens=data.trained_tokens, rows=len(batch["input_ids"]))
 
     def log_probs(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the log-probability of each row's trained tokens together (sequences,), float32, under the newest weights.
@@ -80,7 +96,7 @@ class Scoring:
 
     def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
         steps = self._ready(*(shape := batch["input_ids"].shape))
-        data = self._cut(batch, self._rows(steps.parts.plan, *shape), steps.parts.plan, needs_mask=False)
+        data = self._cut(batch, self._rows(steps.parts.plan, *shape), steps.parts.plan)
         mine, first = self._share_of(data)
         state = steps.score(mine, self._verdict(self.position), first)
         self._add_losses(state)
@@ -107,23 +123,42 @@ class Scoring:
             self._token_loss.check(batch)
         return checked | others
 
-    def _cut(self, batch: dict[str, torch.Tensor], rows: int, plan: Plan, *, needs_mask: bool) -> StepBatch:
+    def _cut(self, batch: dict[str, torch.Tensor], rows: int, plan: Plan) -> StepBatch:
         """Return a checked batch as micro-batches of `rows`, filled up where blocks are compiled: one length is one graph."""
         own = {name: tensor for name, tensor in batch.items() if name in KEYS}
         if self.options.compile_blocks:
-            own = filled_up(own, plan.batch.sequence_length, needs_mask=needs_mask)
+            own = filled_up(own, plan.batch.sequence_length, needs_mask=self.chain.collects_asides)
         if (loss := self._token_loss) is None:
-            return step_batch(own, rows, self.machine.device)
+            return replace(step_batch(own, rows, self.machine.device), router_rows=self.router_rows)
         scored = scored_labels(own, prompts=isinstance(loss, Loss) and loss.takes_prompts)
+        if self.chain.collects_asides and isinstance(loss, Loss):
+            own = counting(own, loss.routed)
         data = step_batch({**own, "labels": scored}, rows, self.machine.device)
         return replace(data, whole={**batch, **own, "scored": scored})
 
 
-def mean_loss(state: StepState) -> float:
-    """Return the loss of a step without auxiliary ones: that of the whole, or the mean over trained tokens."""
+def loss_of(state: StepState) -> float:
+    """Return the loss of a step: that of the whole, or the mean over trained tokens; and the router's part in it."""
     if state.outcome is not None:
-        return float(state.outcome.loss)
-    return float(state.loss_sum) / state.batch.trained_tokens if state.loss_sum is not None else math.nan
+        loss = float(state.outcome.loss)
+    else:
+        loss = float(state.loss_sum) / state.batch.trained_tokens if state.loss_sum is not None else math.nan
+    return loss if state.aside_loss is None else loss + float(state.aside_loss)
+
+
+def _unpadded(batch: dict[str, torch.Tensor], chain: Chain) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the rows of a checked batch by what may be padded together, without padding that all of a group have."""
+    mask = batch.get("attention_mask")
+    is_packed_or_left = mask is None or bool(mask.diff(dim=1).gt(0).any())
+    lengths = [] if mask is None or is_packed_or_left else mask.sum(dim=1).tolist()
+    groups = chain.padded_together(lengths)
+    if len(groups) < 2:
+        yield batch
+        return
+    for places in groups:
+        part = {name: tensor[places, : max(lengths[place] for place in places)] for name, tensor in batch.items()}
+        if (part["labels"][:, 1:] != IGNORED).any():
+            yield part
 
 
 def _joined(by_micro: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -31,6 +31,7 @@ from headrace.flow.weights.load import UnitReader, import_model
 from headrace.flow.weights.make import Maker
 from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.flow.weights.trained_experts import TrainedExperts
+from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
@@ -103,6 +104,7 @@ class Subject:
             compute_dtype=options.compute_dtype,
             optimizer=self.optimizer,
             parameter_alignment=self.rule.parameter_alignment,
+            configured=partial(with_router_loss, options=options),
             leave_out_blocks=options.leave_out_blocks,
             computes=computes,
             compile_blocks=options.compile_blocks,
@@ -110,6 +112,7 @@ class Subject:
         )
         opened = open_model(directory, self.machine, purpose)
         self.checkpoint, self.chain, self.weights = opened.checkpoint, opened.chain, opened.weights
+        note_router_loss(self.chain, options)
         self.seams = seams = replace(seams, wire=seams.wire.of(self.chain))
         self._closers = ExitStack()
         self.lent = LentBase({})

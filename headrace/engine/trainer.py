@@ -12,7 +12,7 @@ from headrace.ask.planner import WaysToPlan
 from headrace.engine.beginning import Measure, Run, Whole, begin, first_record, resume
 from headrace.engine.replanning import MOST_REPLANS, REPLANS_LEFT, LaneTotals, Replanning
 from headrace.engine.saving import Saver
-from headrace.engine.scoring import Scoring, mean_loss
+from headrace.engine.scoring import Scoring, loss_of
 from headrace.engine.seams import Seams
 from headrace.flow.run.execute import interpreter_of
 from headrace.flow.step.settle import proposed_in
@@ -204,7 +204,7 @@ class Engine(Scoring, Replanning, Closing):
         steps = self._ready(*shape)
         rows = self._rows(steps.parts.plan, *shape)
         self._meter.reset()
-        data = self._cut(cpu_batch, rows, steps.parts.plan, needs_mask=self.chain.collects_asides)
+        data = self._cut(cpu_batch, rows, steps.parts.plan)
         mine, first = self._share_of(data)
         self.plan = steps.follow_hit_rate()
         verdict = self._verdict(position, learning_rate)
@@ -216,13 +216,10 @@ class Engine(Scoring, Replanning, Closing):
         self._add_losses(state)
         self._move_on(verdict)
         self._settle(verdict)
-        loss = mean_loss(state)
-        if state.aside_loss is not None:
-            loss += float(state.aside_loss)
         moved = self._traffic.moved()
         result = StepResult(
             step=verdict.step,
-            loss=loss,
+            loss=loss_of(state),
             grad_norm=verdict.grad_norm,
             learning_rate=verdict.learning_rate,
             tokens=batch["input_ids"].numel(),

@@ -21,6 +21,7 @@ class Dpo(Preference):
 
     name: ClassVar[str] = "dpo"
     takes_reference: ClassVar[bool] = True
+    adds_router_loss: ClassVar[bool] = True
 
     beta: float = option(0.1, Number(0, above=True), row="how far the model may move from the reference: less with more")
     loss_type: str = option(

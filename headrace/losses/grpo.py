@@ -26,6 +26,7 @@ class Grpo(Loss):
     """
 
     name: ClassVar[str] = "grpo"
+    adds_router_loss: ClassVar[bool] = True
     num_generations: int = option(8, Whole(2), row="completions of a prompt (G)")
     max_completion_length: int = option(256, Whole(), row="most tokens of a completion")
     loss_type: str = option(

@@ -23,6 +23,8 @@ class Kto(Loss):
 
     name: ClassVar[str] = "kto"
     takes_reference: ClassVar[bool] = True
+    adds_router_loss: ClassVar[bool] = True
+    routed: ClassVar[slice] = slice(0, None, 2)  # the others have no gradient
 
     beta: float = option(0.1, Number(0, above=True), row="how far the model may move from the reference: less with more")
     desirable_weight: float = option(1.0, Number(0), row="weight of desirable completions")

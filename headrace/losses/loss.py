@@ -34,11 +34,14 @@ in column 0. `completion_mask` (rows, length) is true for tokens that are traine
 @dataclass(frozen=True, kw_only=True)
 class Loss(Named):
     """A loss with a name and settings. `takes_reference`: it needs the log-probabilities that the model had where training
-    began; `takes_prompts`: those of prompts, too.
+    began; `takes_prompts`: those of prompts, too. `adds_router_loss`: a mixture's router has a part in it wherever its
+    configuration has a coefficient, as in TRL; of the rows `routed`.
     """
 
     takes_reference: ClassVar[bool] = False
     takes_prompts: ClassVar[bool] = False
+    adds_router_loss: ClassVar[bool] = False
+    routed: ClassVar[slice] = slice(None)
 
     def check(self, batch: Mapping[str, Tensor]) -> None:
         """Refuse a batch that is not what the loss takes, before anything runs.

@@ -6,25 +6,24 @@ from typing import Any
 from headrace.migrate.source import Source, refuse
 
 _OF_DPO = ("sigmoid", "ipo", "hinge")
-# What adds to the loss, or computes it otherwise.
-_OTHERS = (
-    "discopop_tau",
-    "dpo_norm_loss",
-    "dpo_use_weighting",
-    "f_alpha_divergence_coef",
-    "f_divergence_type",
-    "ld_alpha",
-    "loss_weights",
-    "pref_bco_weight",
-    "pref_ftx",
-    "reference_free",
-    "rpo_alpha",
-    "sync_ref_model",
-    "use_weighting",
-)
-_UNUSED_DEFAULTS = {"f_divergence_type": ("reverse_kl",), "f_alpha_divergence_coef": (1.0,), "discopop_tau": (0.05,)}
+# What adds to the loss, or computes it otherwise, and the values with which it does not.
+_OTHERS: Mapping[str, tuple[Any, ...]] = {
+    "dpo_norm_loss": (0,),
+    "dpo_use_weighting": (0,),
+    "f_divergence_type": ("reverse_kl",),
+    "ld_alpha": (1,),
+    "loss_weights": ([], [1.0]),
+    "pref_bco_weight": (0,),
+    "pref_ftx": (0,),
+    "reference_free": (0,),
+    "rpo_alpha": (0,),
+    "sync_ref_model": (0,),
+    "use_weighting": (0,),
+}
 REASONS = {
+    "discopop_tau": "only loss_type=discopop reads it, which is refused",
     "disable_dropout": "models are trained as their configuration has them; set its dropout to 0",
+    "f_alpha_divergence_coef": "only f_divergence_type=alpha_divergence reads it, which is refused",
     "max_prompt_length": "a pair is cut as a whole (docs/preferences.md)",
     "precompute_ref_*": "the reference is always computed before the first step",
     "ref_model": "the reference is the model that training begins with",
@@ -42,8 +41,9 @@ def take_labels(source: Source, kind_key: str, beta_key: str, weights: Mapping[s
     """Take KTO. `weights` are the file's keys by ours.
 
     Raises:
-        ConfigError: it is another loss of labelled completions.
+        ConfigError: it is another loss of labelled completions, or something is added to it.
     """
+    _refuse_others(source)
     if (kind := source.take(kind_key, "kto")) != "kto":
         raise refuse(kind_key, kind, "is not trained by this version; kto is")
     words = {"beta": float(source.take(beta_key, 0.1))}
@@ -60,10 +60,7 @@ def take_preferences(source: Source, kind_key: str, beta_key: str, settings: Map
     Raises:
         ConfigError: the loss is another one, or something is added to it.
     """
-    for key in _OTHERS:
-        value = source.take(key)
-        if value and value not in _UNUSED_DEFAULTS.get(key, ()):
-            raise refuse(key, value, "changes the loss in a way that this version does not have")
+    _refuse_others(source)
     named = source.take(kind_key, "sigmoid")
     kind = str(named[0] if isinstance(named, list) and len(named) == 1 else named)
     kind = {"dpo": "sigmoid"}.get(kind, kind)
@@ -81,6 +78,13 @@ def take_preferences(source: Source, kind_key: str, beta_key: str, settings: Map
     name = "dpo" if kind in _OF_DPO else kind
     source.set("loss", f"{name}:{','.join(f'{key}={_plain(value)}' for key, value in words.items())}", beta_key)
     source.notes.append("tokens_per_step: both completions of a pair count; data have prompt, chosen and rejected")
+
+
+def _refuse_others(source: Source) -> None:
+    for key, same in _OTHERS.items():
+        value = source.take(key)
+        if value is not None and value not in same:
+            raise refuse(key, value, "changes the loss in a way that this version does not have")
 
 
 def _plain(value: Any) -> str:

@@ -23,32 +23,70 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "c
 # Keys that say how a result is computed and not which: Headrace plans that itself.
 PLANNED = "Headrace plans memory, kernels and drives itself; the result does not depend on it"
 LOGGED = "each step is a line of metrics.jsonl"
+_NO_LOGITS = "an evaluation gives a loss, no logits"
+_ONE_PROCESS = "one process trains; several machines: docs/node.md"
+_GOES_ON = "`headrace resume RUN_DIR` goes on after the newest step"
 REASONS = {
+    "accelerator_config": PLANNED,
+    "activation_checkpointing*": PLANNED,
     "attn_implementation": PLANNED,
+    "auto_find_batch_size": PLANNED,
+    "batch_eval_metrics": _NO_LOGITS,
     "bf16_full_eval": PLANNED,
+    "data_seed": "seed draws the order of samples",
     "dataloader_*": PLANNED,
     "dataset_num_proc": PLANNED,
-    "ddp_*": "one process trains; several machines: docs/node.md",
+    "ddp_*": _ONE_PROCESS,
+    "debug": "modules hold no weights that it could look into",
     "deepspeed": PLANNED,
+    "disable_tqdm": LOGGED,
     "do_eval": "held-out data decide that",
+    "do_predict": "`headrace generate` answers",
     "do_train": "`headrace train` trains",
+    "enable_jit_checkpoint": "each step is committed",
     "eval_accumulation_steps": PLANNED,
+    "eval_delay": "held-out data are evaluated from the first eval_steps on",
+    "eval_do_concat_batches": _NO_LOGITS,
+    "eval_on_start": "`headrace eval` measures the model before a run",
+    "eval_use_gather_object": _NO_LOGITS,
+    "fp16_full_eval": PLANNED,
     "fsdp*": PLANNED,
+    "full_determinism": "the same plan, data and seed give the same bits",
     "gradient_checkpointing*": PLANNED,
+    "greater_is_better": "the best model is the one with the lowest evaluation loss",
     "hub_*": "`headrace export RUN_DIR OUT --push-to-hub OWNER/NAME` sends a run's model",
-    "log_level": LOGGED,
+    "ignore_data_skip": _GOES_ON,
+    "include_for_metrics": _NO_LOGITS,
+    "include_num_input_tokens_seen": LOGGED,
+    "label_names": "data say what is trained",
+    "length_column_name": "lengths are counted",
+    "liger_kernel_config": "see the option liger",
+    "local_rank": _ONE_PROCESS,
+    "log_level*": LOGGED,
+    "log_on_each_node": LOGGED,
     "logging_*": LOGGED,
     "low_cpu_mem_usage": PLANNED,
+    "metric_for_best_model": "the best model is the one with the lowest evaluation loss",
     "overwrite_output_dir": "a run directory that is not empty is refused",
+    "parallelism_config": PLANNED,
     "per_device_eval_batch_size": PLANNED,
+    "prediction_loss_only": _NO_LOGITS,
+    "project": "see the option report_to",
     "push_to_hub": "`headrace export RUN_DIR OUT --push-to-hub OWNER/NAME` sends a run's model",
     "remove_unused_columns": "unused columns are ignored, and named",
+    "restore_callback_states_from_checkpoint": _GOES_ON,
     "resume_from_checkpoint": "`headrace resume RUN_DIR` resumes a run",
+    "save_on_each_node": _ONE_PROCESS,
     "save_only_model": "kept models are model directories; the state stays on the SSDs",
     "save_safetensors": "models are safetensors",
+    "skip_memory_metrics": LOGGED,
     "tf32": PLANNED,
+    "torch_empty_cache_steps": PLANNED,
+    "trackio_*": "see the option report_to",
+    "train_sampling_strategy": "samples are drawn in an order of their own in each epoch, by seed; see the option shuffle",
     "torch_compile*": "see the option compile_blocks",
     "trust_remote_code": "code of a model directory is never run",
+    "use_cache": "training has no cache",
     "use_cpu": PLANNED,
     "use_liger_kernel": "see the option liger",
     "warmup_ratio": "count it: `headrace plan` says how many steps the run has; set warmup_steps",
@@ -75,6 +113,8 @@ def take_common(source: Source) -> None:
     take_warmup(source)
     for key in ("weight_decay", "max_grad_norm"):
         source.rename(key, key, float)
+    if source.options.get("weight_decay"):
+        source.notes.append("weight_decay: no vector is decayed; transformers spares norms and biases alone")
     source.set("seed", int(source.take("seed", 42)), "seed")
     take_precision(source)
     source.rename("early_stopping_patience", "early_stopping_patience", int)

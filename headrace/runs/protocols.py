@@ -38,7 +38,11 @@ class ExportingEngine(Protocol):
 
 
 class RunningEngine(ExportingEngine, AbstractContextManager["RunningEngine"], Protocol):
-    """The part of `headrace.Engine` that the loop drives."""
+    """The part of `headrace.Engine` that the loop drives. The router's loss of a mixture is the mean over batches of
+    `router_rows` rows; 0: all rows of a step, or of an evaluation, are one.
+    """
+
+    router_rows: int
 
     @property
     def plan(self) -> Plan | None:

@@ -1,4 +1,4 @@
-"""Rows of several samples: which samples run together, and how many calls of a block a micro-batch then takes.
+"""Which samples run together, of several rows or of one, and how many calls of a block a micro-batch then takes.
 
 Pure: `model.blocks.sample_groups` makes tensors of the groups, and plans count them.
 """
@@ -31,6 +31,16 @@ def grouped(samples: Sequence[tuple[int, int]], rows: int, length: int, exact: b
         else:
             groups.append([sample])
     return groups
+
+
+def padded_together(lengths: Sequence[int], exact_from: int | None) -> list[list[int]]:
+    """Return the places of rows of these `lengths` in groups, in their order: those of a group may be padded to its longest.
+    Rows of `exact_from` tokens or more share a group only if they have one length; None: all rows share one.
+    """
+    groups: dict[int, list[int]] = {}
+    for place, length in enumerate(lengths):
+        groups.setdefault(0 if exact_from is None or length < exact_from else length, []).append(place)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, slots=True)

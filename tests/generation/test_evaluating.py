@@ -23,6 +23,7 @@ from headrace.terms.errors import ConfigError, DataError, ModelError
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.eval_options import EvalOptions
 from headrace.terms.options.generate_options import GenerateOptions
+from headrace.terms.packed_rows import padded_together
 
 CHATS = [[("user", "w" * (1 + each)), ("assistant", "water" * (1 + each % 3))] for each in range(7)]
 
@@ -235,3 +236,33 @@ def test_every_stored_tensor_that_is_not_used_is_named(count: int, model: Path, 
     assert not left.value.code, out.err
     assert json.loads(out.out)["unused_tensors"] == names
     assert (f"{count} stored tensors that the model does not have" in out.err) is (count > 0)
+
+
+def test_a_sample_has_its_own_loss_beside_a_longer_one_that_changes_the_rotary_tables(model: Path, tmp_path: Path) -> None:
+    """LongRoPE takes its long factors for a whole batch as soon as one row of it is long."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [6.0] * 4}
+    long = tmp_path / "long"
+    shutil.copytree(model, long)
+    config = json.loads((long / "config.json").read_text())
+    (long / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    samples = text_samples(long)
+    assert min(len(ids) for ids, _ in samples) < 12 < max(len(ids) for ids, _ in samples)
+    loss, tokens = own_loss(long, samples)
+    for packing in (False, None):
+        found = evaluate(long, options(texts(tmp_path / "a.jsonl"), tmp_path / "cache", packing=packing, rows=7))
+        assert (found.loss, found.tokens) == (pytest.approx(loss, rel=1e-6), tokens)
+    longest = max(len(ids) for ids, _ in samples)
+    ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in samples])
+    mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in samples])
+    batch = {"input_ids": ids, "labels": torch.where(mask == 1, ids, -100), "attention_mask": mask}
+    with headrace.Engine.open(long, headrace.Options(output=tmp_path / "run", compute_dtype="float32")) as engine:
+        found = engine.evaluate(batch)
+    assert (found.loss, found.tokens, found.rows) == (pytest.approx(loss, rel=1e-5), tokens, 7)
+
+
+def test_rows_share_a_group_that_may_be_padded_together() -> None:
+    assert padded_together([9, 3, 12, 9, 14, 12], None) == [[0, 1, 2, 3, 4, 5]]
+    assert padded_together([9, 3, 12, 9, 14, 12], 12) == [[0, 1, 3], [2, 5], [4]]
+    assert padded_together([9, 3, 9], 0) == [[0, 2], [1]]
+    assert padded_together([], 12) == []

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from trainer_tables import PAGE, page_with, tables
-from trainers import Make
+from trainers import USUAL, Make, StopAfter
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from headrace.integrations.transformers import HeadraceTrainer, arguments
@@ -100,6 +100,48 @@ def test_what_is_set_and_ignored_is_noted_and_what_is_new_refused(tmp_path: Path
     assert check_arguments(Newer(output_dir=str(tmp_path)), {}) == []
     with pytest.raises(ConfigError, match=r"^novelty: HeadraceTrainer does not know this field of Newer"):
         check_arguments(Newer(output_dir=str(tmp_path), novelty=1), {})
+
+
+def test_defaults_are_made_to_compare_with_where_a_class_asks_for_a_gpu(tmp_path: Path) -> None:
+    """SFTConfig of TRL computes in bfloat16 by default, which TrainingArguments takes on a GPU alone, or with use_cpu."""
+
+    @dataclasses.dataclass
+    class Asking(TrainingArguments):
+        bf16: bool | None = None
+
+        def __post_init__(self) -> None:
+            if self.bf16 is None and not self.use_cpu:
+                raise ValueError("bf16: there is no GPU")
+            super().__post_init__()
+
+    args = Asking(output_dir=str(tmp_path), bf16=False, use_cpu=not arguments.gpu_is_there(), save_only_model=True)
+    assert [note.partition(":")[0] for note in check_arguments(args, {})] == ["save_only_model is ignored"]
+
+
+@pytest.mark.parametrize("name", arguments.OTHER_CLASSES)
+def test_arguments_of_trls_other_trainers_are_refused_by_name(name: str, make: Make, tmp_path: Path) -> None:
+    """By any class that is made of theirs. They would train plain fine-tuning, on rows that are not desirable, too."""
+    theirs = dataclasses.dataclass(type(name, (TrainingArguments,), {"__annotations__": {"beta": float}, "beta": 0.1}))
+    own = type("Mine", (theirs,), {})
+    with pytest.raises(ConfigError, match=rf"^args: {name} is not trained by HeadraceTrainer, .*--loss"):
+        check_arguments(own(output_dir=str(tmp_path / "run")), {})
+
+
+def test_a_run_is_let_go_when_nothing_holds_its_trainer(make: Make, talking: Path, texts: Any, tmp_path: Path) -> None:
+    """A second one in one process goes on, as under stock Trainer; while the first is held, the refusal says what to call."""
+
+    def trainer(*callbacks: Any) -> HeadraceTrainer:
+        args = TrainingArguments(output_dir=str(tmp_path / "run"), **{**USUAL, "max_steps": 2})
+        return HeadraceTrainer(talking, args, train_dataset=texts, cache=tmp_path / "cache", callbacks=[*callbacks])
+
+    first = trainer(StopAfter(1))
+    first.train()
+    second = trainer()
+    with pytest.raises(RunDirectoryError, match=r"another HeadraceTrainer of this process has the run .* trainer\.end\(\)"):
+        second.train(resume_from_checkpoint=True)
+    del first
+    assert second.train(resume_from_checkpoint=True).global_step == 2
+    second.close()
 
 
 @pytest.mark.parametrize("optim", ["adafactor", "rmsprop", "adagrad"])

@@ -38,6 +38,8 @@ class SFTConfig(TrainingArguments):
     chat_template_path: str | None = None
     loss_type: str = "nll"
     packing_strategy: str = "bfd"
+    shuffle_dataset: bool = False
+    router_aux_loss_coef: float | None = None
 
 
 def rows_of(talking: Path, tmp_path: Path, data: Any, **given: Any) -> TokenRows:
@@ -82,6 +84,46 @@ def test_forms_of_data_have_the_tokens_and_targets_that_sft_trainer_gives(
             assert (found["labels"] != IGNORED).sum() == targets
         else:
             assert shown(found, tokenizer) == (whole, targets)
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "words"),
+    [
+        ({"prompt": TALK[:1], "completion": [TALK[1], *TALK]}, {"max_length": 64}, "its completion has 3 messages, and"),
+        (
+            {"prompt": TALK[:1], "completion": TALK[1:]},
+            {"completion_only_loss": False, "assistant_only_loss": True},
+            "give both as one conversation, in a column messages",
+        ),
+        ({"text": "a b"}, {"assistant_only_loss": True}, "assistant_only_loss takes conversations, and this is a text"),
+        ({"prompt": "a", "completion": "b"}, {"assistant_only_loss": True}, "assistant_only_loss takes conversations"),
+    ],
+)
+def test_rows_of_which_sft_trainer_would_train_other_tokens_are_refused(
+    talking: Path, tmp_path: Path, row: dict, given: dict, words: str
+) -> None:
+    """Also where the tokens are kept from other arguments."""
+    usual = {"prompt": TALK[:1], "completion": TALK[1:]} if isinstance(row.get("completion"), list) else row
+    rows_of(talking, tmp_path, [usual, row])
+    with pytest.raises(DataError, match=rf"^train_dataset, row [01]: .*{words}"):
+        rows_of(talking, tmp_path, [usual, row], **given)
+
+
+def test_completions_of_several_turns_are_trained_as_is_asked(talking: Path, tmp_path: Path) -> None:
+    tokenizer, row = AutoTokenizer.from_pretrained(talking), {"prompt": TALK[:1], "completion": [TALK[1], *TALK]}
+    whole = "<user>who<eos><assistant>me<eos>" * 2
+    (found,) = rows_of(talking, tmp_path, [row], assistant_only_loss=True)
+    assert shown(found, tokenizer) == (whole, "ssistant>me<eos>" * 2)
+    (found,) = rows_of(talking, tmp_path, [row], completion_only_loss=False)
+    assert shown(found, tokenizer) == (whole, whole[1:])
+
+
+def test_a_data_set_is_shuffled_by_seed_if_that_is_asked_for(talking: Path, tmp_path: Path, texts: Dataset) -> None:
+    found = rows_of(talking, tmp_path, texts, shuffle_dataset=True, seed=5)
+    expected = rows_of(talking, tmp_path, texts.shuffle(seed=5))
+    assert [row["input_ids"].tolist() for row in found] == [row["input_ids"].tolist() for row in expected]
+    with pytest.raises(DataError, match=r"^train_dataset: shuffle_dataset takes a data set of `datasets`, found list"):
+        rows_of(talking, tmp_path, [{"text": "a"}], shuffle_dataset=True)
 
 
 def test_rows_are_cut_where_they_are_asked_to_be(talking: Path, tmp_path: Path, texts: Dataset) -> None:

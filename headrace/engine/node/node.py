@@ -27,6 +27,7 @@ from headrace.update.combinations import refuse_combination
 class NodeEngine(Engine):
     """An engine whose `seams` have workers. A step waits for them; if one is lost, the step fails, and `resume` goes on."""
 
+    _has_all_rows = False
     _search = staticmethod(serving_plan)
     _keeps_plan = "a node keeps its plan, on which its workers rely; end the run, and resume it with other budgets"
 
@@ -44,7 +45,7 @@ class NodeEngine(Engine):
             self._crowd.limit_to(
                 1,
                 f"{type(self.chain.model).__name__} has router losses of a whole step, which are not gathered from workers "
-                "yet. Use one worker, or set output_router_logits to false in config.json",
+                "yet. Use one worker, or leave them out: router_aux_loss_coef 0",
             )
         self._crowd.limit_to(rows, f"a step has {rows} rows; give fewer workers")
         if sequences > max(rows, rows * planned // length):

@@ -79,7 +79,7 @@ class Line(Fleet):
         if chain.collects_asides:
             raise ConfigError(
                 f"{type(chain.model).__name__} has router losses of a whole step, which stages do not gather. Train on one "
-                "machine, or set output_router_logits to false in config.json"
+                "machine, or leave them out: router_aux_loss_coef 0"
             )
         refuse_what_passes_more(chain.config)
         self._in_8_bits = options.stage_dtype == "int8"

@@ -39,6 +39,7 @@ from headrace.update.combinations import refuse_in_ranks
 class ShardedEngine(Engine):
     """An engine whose `seams` have a fleet. Every rank has one; only rank 0's is driven by others than `follow`."""
 
+    _has_all_rows = False
     _keeps_plan = "ranks and stages keep the plan on which they agreed"
     _schedule = Schedule(
         partial(build_program, shared=True), partial(build_tail, shared=True), partial(build_forward, shared=True)
@@ -74,7 +75,7 @@ class ShardedEngine(Engine):
         if self.chain.collects_asides:
             raise ConfigError(
                 f"{type(self.chain.model).__name__} has router losses of a whole step, which ranks do not gather yet. Train on "
-                "one machine, or set output_router_logits to false in config.json"
+                "one machine, or leave them out: router_aux_loss_coef 0"
             )
         if num_micro < self._fleet.size:
             raise DataError(

@@ -4,7 +4,7 @@ All micro-batches pass through one block before the next (block-major; GreedySna
 bound once per pass. No autograd graph outlives an operation, so a slot may be refilled as soon as its operations are done.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -49,6 +49,7 @@ def forward(state: StepState, op: Op) -> None:
     with torch.no_grad(), bound(state, op, op.unit), record or nullcontext():
         result = state.parts.chain.block(block, hidden, state.calls[op.micro][block])
     state.inputs[op.unit + 1, op.micro] = result.hidden
+    _catch_asides(state, op, result)
     if not state.learns:
         return
     package = Package(hidden, {})
@@ -57,13 +58,17 @@ def forward(state: StepState, op: Op) -> None:
         package = Package(hidden, record.kept, frozenset(stash.skipped[block]))
     elif record is not None:
         state.not_kept.add(op.unit)
-    _left_behind(state, op, result, package)
+    _left_behind(state, op, package)
 
 
-def _left_behind(state: StepState, op: Op, result: BlockResult, package: Package) -> None:
-    """Note what a block leaves for its backward."""
-    if result.asides:
+def _catch_asides(state: StepState, op: Op, result: BlockResult) -> None:
+    """Note what a block hands aside for the router's loss, unless rows without labels are scored, which have none."""
+    if result.asides and (state.learns or state.batch.trained_tokens):
         state.asides[op.unit, op.micro] = result.asides
+
+
+def _left_behind(state: StepState, op: Op, package: Package) -> None:
+    """Note what a block leaves for its backward."""
     if state.plan.hosted and not state.plan.stash.kept_bytes[op.unit - 1]:
         leave_hosted(state, op, package)
         return
@@ -77,9 +82,10 @@ def _leave_experts(state: StepState, op: Op, hidden: torch.Tensor) -> None:
     with bound(state, op, op.unit):
         result = walk.leave()
     state.inputs[op.unit + 1, op.micro] = result.hidden
+    _catch_asides(state, op, result)
     if state.learns:
         assert walk.output is not None, "all experts were there"
-        _left_behind(state, op, result, Package(hidden, {OF_EXPERTS: ("experts", walk.output)}))
+        _left_behind(state, op, Package(hidden, {OF_EXPERTS: ("experts", walk.output)}))
 
 
 def epilogue(state: StepState, op: Op) -> None:
@@ -146,6 +152,9 @@ def score(state: StepState, op: Op) -> None:
             for span in spans_of(state, op.micro, hidden):
                 loss = chain.loss_sum(batch.input_ids[:, span], hidden[:, span], state.batch.targets[op.micro][:, span])
                 state.loss_sum = loss.double() if state.loss_sum is None else state.loss_sum + loss.double()
+        if state.asides and op.micro == len(state.batch.micro_batches) - 1:
+            state.aside_loss = _router_loss(state, state.asides)
+            state.asides.clear()
     del state.calls[op.micro]
 
 
@@ -321,17 +330,10 @@ def _moment(state: StepState, op: Op, unit: int, device: torch.device) -> Moment
 
 
 def _aside_gradients(state: StepState) -> None:
-    """Compute the auxiliary loss over the whole step, so that any split into micro-batches gives the same loss."""
-    micros = range(len(state.batch.micro_batches))
-    blocks = sorted({block for block, _ in state.asides})
+    """Compute the router's loss over the whole step, so that any split into micro-batches gives the same loss."""
     leaves = {key: tuple(aside.detach().requires_grad_() for aside in asides) for key, asides in state.asides.items()}
-    masks = [mask.flatten() for batch in state.batch.micro_batches if (mask := batch.counted) is not None]
-    mask = torch.cat(masks) if masks else None
     with torch.enable_grad():
-        joined = [
-            torch.cat(routers) for block in blocks for routers in zip(*(leaves[block, micro] for micro in micros), strict=True)
-        ]
-        loss = state.parts.chain.aside_loss(joined, mask)
+        loss = _router_loss(state, leaves)
         scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
         (loss * scale).backward()  # type: ignore[no-untyped-call]
     state.aside_loss = loss.detach()
@@ -340,6 +342,23 @@ def _aside_gradients(state: StepState) -> None:
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors
         )
     state.asides.clear()
+
+
+def _router_loss(state: StepState, asides: Mapping[tuple[int, int], tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """Return the router's loss of all rows: the mean over batches of `StepBatch.router_rows` rows."""
+    micros, blocks, chain = range(len(state.batch.micro_batches)), sorted({block for block, _ in asides}), state.parts.chain
+    joined = [
+        torch.cat(routers) for block in blocks for routers in zip(*(asides[block, micro] for micro in micros), strict=True)
+    ]
+    masks = [mask.flatten() for batch in state.batch.micro_batches if (mask := batch.counted) is not None]
+    mask = torch.cat(masks) if masks else None
+    rows = sum(batch.input_ids.shape[0] for batch in state.batch.micro_batches)
+    if not 0 < state.batch.router_rows < rows:
+        return chain.aside_loss(joined, mask)
+    tokens = state.batch.router_rows * state.batch.micro_batches[0].input_ids.shape[1]
+    parts = zip(*(torch.split(each, tokens) for each in joined), strict=True)
+    counted = torch.split(mask, tokens) if mask is not None else (None,) * -(-rows // state.batch.router_rows)
+    return torch.stack([chain.aside_loss(part, own) for part, own in zip(parts, counted, strict=True)]).mean()
 
 
 def seed(state: StepState, unit: int, micro: int) -> None:

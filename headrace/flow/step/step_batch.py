@@ -17,6 +17,7 @@ class StepBatch:
 
     `trained_columns` says, on the host, which columns of a micro-batch have labels: asking the device would make it wait.
     `whole` is all of it on the host, for a loss of the whole step: `labels` of what is trained, `scored` of what is asked for.
+    The router's loss of a mixture is the mean over batches of `router_rows` rows; 0: all rows are one batch.
     """
 
     micro_batches: tuple[MicroBatch, ...] = ()
@@ -24,6 +25,7 @@ class StepBatch:
     trained_columns: tuple[list[bool], ...] = ()
     trained_tokens: int = 0
     whole: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    router_rows: int = 0
 
 
 def checked_batch(batch: Mapping[str, torch.Tensor], vocabulary: int, *, labelled: bool = True) -> dict[str, torch.Tensor]:
@@ -107,6 +109,16 @@ def filled_up(batch: dict[str, torch.Tensor], length: int, *, needs_mask: bool) 
     fillings["labels"] += IGNORED
     fillings["position_ids"] = torch.arange(more).expand(rows, more)  # padding counts as a sample of its own
     return {name: torch.cat([tensor, fillings[name]], dim=1) for name, tensor in batch.items()}
+
+
+def counting(batch: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+    """Return the batch with a mask by which losses that count every token count those of some `rows` alone."""
+    if rows == slice(None):
+        return dict(batch)
+    counted = batch.get("token_mask", batch.get("attention_mask", torch.ones_like(batch["input_ids"])))
+    mask = torch.zeros_like(counted)
+    mask[rows] = counted[rows]
+    return {**batch, "token_mask": mask}
 
 
 def with_idle_rows(batch: Mapping[str, torch.Tensor], least: int) -> Mapping[str, torch.Tensor]:

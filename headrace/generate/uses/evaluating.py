@@ -197,13 +197,13 @@ class _Rows:
         packing = packs if options.packing is None else options.packing
         config = replace(config, tokens_per_step=length, packing=packing, shuffle=False)
         tokens, spec = open_tokens(config, tokenizer_for_data(model.directory, model.chat_template))
-        self._stream = BatchStream(tokens, spec)
+        self._stream, self._together = BatchStream(tokens, spec), model.chain.padded_together
         self.notices = self._stream.notices
         self.count, self.samples, self.tokens = round(self._stream.steps_per_epoch), len(tokens), 0
         self.longest = length if packing else int(tokens.lengths.max())
 
     def micro_batches(self, rows: int) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Yield all rows once, `rows` of them together."""
+        """Yield all rows once, up to `rows` of them together."""
         left = self.count
         while left:
             number = min(rows, left)
@@ -211,6 +211,8 @@ class _Rows:
             batches = [self._stream.next_batch() for _ in range(number)]
             self.tokens += sum(batch.num_tokens for batch in batches)
             found = [tensors_of(batch) for batch in batches]
-            longest = max(each["input_ids"].shape[1] for each in found)
-            found = [filled_up(each, longest, needs_mask=False) for each in found]
-            yield {name: torch.cat([each[name] for each in found]) for name in found[0]}
+            for places in self._together([each["input_ids"].shape[1] for each in found]):
+                part = [found[place] for place in places]
+                longest = max(each["input_ids"].shape[1] for each in part)
+                part = [filled_up(each, longest, needs_mask=False) for each in part]
+                yield {name: torch.cat([each[name] for each in part]) for name in part[0]}

@@ -140,7 +140,9 @@ class HeadraceLM(TemplateLM, Closing):  # type: ignore[misc]
                     evaluator.model.check_tokens(row)
                 firsts = [(rows[same[0]], len(requests[same[0]][2])) for same in unlike]
                 parts = [firsts[start : start + plan.rows] for start in range(0, len(firsts), plan.rows)]
-                places = iter(unlike)
+                alike = evaluator.model.chain.padded_together
+                parts = [[part[each] for each in own] for part in parts for own in alike([len(row) - 1 for row, _ in part])]
+                places = iter(unlike)  # the longest come first, so groups keep their order
                 for _, seat in evaluator.continuations(map(_together, parts)):
                     for score, same in zip(seat.scores, places, strict=False):
                         scores |= dict.fromkeys(same, score)

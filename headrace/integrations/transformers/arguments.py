@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from headrace.terms.errors import ConfigError
 
@@ -88,24 +89,32 @@ REFUSED: Mapping[str, str] = {
 SFT_HONOURED = frozenset(
     (
         *("max_length", "packing", "eval_packing", "dataset_text_field", "chat_template_path", "eos_token", "pad_token"),
-        *("completion_only_loss", "assistant_only_loss"),
+        *("completion_only_loss", "assistant_only_loss", "router_aux_loss_coef", "shuffle_dataset"),
     )
 )
 SFT_IGNORED: Mapping[str, str] = {
     "padding_free": "the numbers are those of padded rows; packing=True packs them",
     "dataset_num_proc": "data are tokenised once, and kept",
-    "shuffle_dataset": "the sampler shuffles, by data_seed",
     "pad_to_multiple_of": "rows are as long as the longest",
     "activation_offloading": _RECOMPUTED,
 }
 SFT_REFUSED: Mapping[str, str] = {
     "model_init_kwargs": "the model's files say what it is; leave it out",
     "trust_remote_code": "models are transformers' own; leave it out",
-    "router_aux_loss_coef": "set it in the model's config.json",
     "dataset_kwargs": "rows with input_ids are not prepared again; leave it out",
     "truncation_mode": "long samples keep their beginning; leave it out",
     "packing_strategy": "samples stay whole, by best fit (bfd); leave it out",
     "loss_type": "the loss is the cross-entropy of tokens (nll); leave it out",
+}
+# Arguments of TRL's other trainers, and what trains the same.
+_COMMAND = "`headrace train MODEL DATA --loss {}` trains that"
+OTHER_CLASSES: Mapping[str, str] = {
+    "DPOConfig": _COMMAND.format("dpo"),
+    "KTOConfig": _COMMAND.format("kto"),
+    "GRPOConfig": _COMMAND.format("grpo"),
+    "ORPOConfig": _COMMAND.format("orpo"),
+    "CPOConfig": f"{_COMMAND.format('simpo')} where loss_type is simpo",
+    "RewardConfig": "reward models are not trained: no --loss of `headrace train` does it",
 }
 # Other values that mean what is done.
 _SAME: Mapping[str, tuple[Any, ...]] = {"label_names": (["labels"],), "loss_type": ("chunked_nll",)}
@@ -155,14 +164,18 @@ def check_arguments(args: Any, given: Mapping[str, Any]) -> list[str]:
     Raises:
         ConfigError: something is asked for that the engine does not do.
     """
+    refuse_other_classes(type(args))
     for name, why in ARGUMENTS_REFUSED.items():
         if given.get(name) not in (None, (None, None)):
             raise ConfigError(f"{name}: HeadraceTrainer has none; {why}")
     if args.world_size > 1:
         raise ConfigError(f"{args.world_size} processes: HeadraceTrainer trains in one; `headrace train` runs under torchrun")
-    usual = type(args)(output_dir=args.output_dir)
+    # What a class may make only where there is a GPU is given, so that one of defaults can be made anywhere.
+    here = {name: getattr(args, name) for name in ("use_cpu", "bf16", "fp16")}
+    usual = type(args)(output_dir=args.output_dir, **here)
     changed = {name for name in vars(usual) if name in fields_of(args) and getattr(args, name) != getattr(usual, name)}
-    changed -= set() if gpu_is_there() else {"use_cpu"}  # without a GPU, TrainingArguments wants it for bf16
+    if gpu_is_there() and args.use_cpu != type(args).__dataclass_fields__["use_cpu"].default:
+        changed.add("use_cpu")  # without a GPU, it says what is done
     changed.discard("dataloader_pin_memory")  # transformers changes it, too
     refused = {**REFUSED, **SFT_REFUSED}
     known = HONOURED | IGNORED.keys() | SFT_HONOURED | SFT_IGNORED.keys() | refused.keys()
@@ -173,6 +186,21 @@ def check_arguments(args: Any, given: Mapping[str, Any]) -> list[str]:
             raise ConfigError(f"{name}: HeadraceTrainer does not know this field of {type(args).__name__}; leave it out")
     notes = {**IGNORED, **SFT_IGNORED}
     return [f"{name} is ignored: {notes[name]}" for name in sorted(changed) if name in notes]
+
+
+def refuse_other_classes(kind: type) -> None:
+    """Refuse arguments of a trainer of TRL's that trains something else than tokens.
+
+    Raises:
+        ConfigError: they are; the message says which option of `headrace train` does the same.
+    """
+    for each in kind.__mro__:
+        if each.__name__ == "SFTConfig" or each is TrainingArguments:
+            return
+        of_trl = each.__module__.partition(".")[0] == "trl" and not each.__name__.startswith("_")
+        if each.__name__ in OTHER_CLASSES or of_trl:
+            why = OTHER_CLASSES.get(each.__name__, "its trainer's loss is none of Headrace's")
+            raise ConfigError(f"args: {each.__name__} is not trained by HeadraceTrainer, which trains on tokens; {why}")
 
 
 def gpu_is_there() -> bool:

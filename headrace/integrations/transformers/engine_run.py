@@ -14,6 +14,7 @@ import torch
 
 from headrace.files.durable import write_whole
 from headrace.files.yaml_options import to_yaml
+from headrace.losses.router import PLUS, TRAINED
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.plan.value.plan import Plan
@@ -112,12 +113,26 @@ class EngineRun(Closing):
             )
 
     @property
+    def router_note(self) -> str | None:
+        """What the plan says of the part of a mixture's router in the loss; None for other models."""
+        notes = self.engine.plan.results.notes if self.engine.plan is not None else ()
+        return next((note for note in notes if note.startswith(TRAINED)), None)
+
+    @property
+    def adds_router_loss(self) -> bool:
+        """Whether the router has a part in the loss."""
+        return self.router_note is not None and PLUS in self.router_note
+
+    @property
     def records(self) -> list[Record]:
         """The records of steps."""
         return self._metrics.records if self._metrics is not None else []
 
-    def step(self, batch: Mapping[str, torch.Tensor], *, learning_rate: float, position: Any) -> StepResult:
-        """Take one step; the result counts from 1. Raises as `Engine.step`."""
+    def step(
+        self, batch: Mapping[str, torch.Tensor], *, learning_rate: float, position: Any, router_rows: int = 0
+    ) -> StepResult:
+        """Take one step; the result counts from 1. `router_rows`: see `RunningEngine`. Raises as `Engine.step`."""
+        self.engine.router_rows = router_rows
         result = self.engine.step(batch, position=position, learning_rate=learning_rate)
         result = replace(result, step=self.engine.step_index)
         self._reporters(result)
@@ -129,11 +144,13 @@ class EngineRun(Closing):
 
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]], *, recorded: bool) -> tuple[float, int]:
         """Return the mean loss of all trained tokens of `batches`, and how many these are; `recorded` in metrics.jsonl, too.
+        A mixture's router has its part in the loss of each of `batches`.
 
         Raises:
             StepFailed: a lane failed; the last committed step is untouched.
         """
         self.engine.flush()
+        self.engine.router_rows = 0
         started, total, tokens = time.perf_counter(), 0.0, 0
         for batch in batches:
             found = self.engine.evaluate(batch)

@@ -5,7 +5,9 @@ Invariant: what the file says of later steps is cut before the loop reads it, be
 """
 
 import contextlib
+import gc
 import json
+import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -20,12 +22,22 @@ from headrace.files.durable import write_whole
 from headrace.integrations.transformers.engine_run import EngineRun, Say
 from headrace.runs.engines import discard, state_of
 from headrace.runs.protocols import RunningEngine, StateKind
+from headrace.store.lock import lock_holder
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, DataError, RunDirectoryError
 from headrace.terms.options.run_options import RunOptions
 
 # Options that decide the state of a run, or its bits. A step is told its learning rate, so schedules may change.
-_KEPT = ("optimizer", "weight_decay", "parameter_groups", "adapter", "max_grad_norm", "compute_dtype", "seed")
+_KEPT = (
+    "optimizer",
+    "weight_decay",
+    "parameter_groups",
+    "adapter",
+    "max_grad_norm",
+    "compute_dtype",
+    "seed",
+    "router_aux_loss_coef",
+)
 
 # What the loop has counted up to a step.
 COUNTED = ("total_flos", "num_input_tokens_seen")
@@ -61,9 +73,17 @@ def _newest(output: Path) -> Path | None:
 def resumed(output: Path, say: Say) -> EngineRun | None:
     """Return the run in `output` at its newest commit; None if it was killed before the first, and begins again.
 
+    A trainer of this process that nothing holds any more lets its run go first.
+
     Raises:
         RunDirectoryError: there is no run, or it cannot be resumed.
     """
+    gc.collect()  # trainers and their callbacks hold one another
+    if lock_holder(output) == os.getpid():
+        raise RunDirectoryError(
+            f"resume_from_checkpoint: another HeadraceTrainer of this process has the run in {output}; call its trainer.end() "
+            "first, or delete what holds it"
+        )
     kind = state_of(output)
     if kind is StateKind.COMMITTED:
         return EngineRun.resume(output, say)

@@ -7,8 +7,10 @@ from typing import Any
 from headrace.data.batches.open_data import with_lengths
 from headrace.files.hub import fetched_model, is_hub_name
 from headrace.integrations.transformers.optimizers import schedule_of
+from headrace.losses.router import SWITCH
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.data_source import OF_PROGRAM
+from headrace.terms.options.method_options import OF_MODEL
 from headrace.terms.options.run_options import RunOptions
 
 # What a run is planned with, beside `args`.
@@ -32,6 +34,16 @@ def model_directory(model: Any, say: Any) -> Path:
 def compute_dtype_of(args: Any, stored: str) -> str:
     """Return the dtype of forward and backward: that of bf16 or fp16, else the one in which the weights are stored."""
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else stored
+
+
+def router_coefficient_of(args: Any, config: Any) -> float | str | None:
+    """Return the option `router_aux_loss_coef` for a model of `config`. SFTConfig of TRL adds the router's loss by the model's
+    own coefficient; others where its configuration has switched that on, as transformers does: None.
+    """
+    if "router_aux_loss_coef" not in vars(args):
+        return None
+    coefficient: float | None = args.router_aux_loss_coef
+    return (OF_MODEL if hasattr(config.get_text_config(), SWITCH) else None) if coefficient is None else coefficient
 
 
 def run_options(

@@ -130,7 +130,8 @@ class Reading:
     """How data sets become rows: by which tokenizer, cut at `most_tokens`; the tokens are kept in `cache`.
 
     `text_column` is the name of the column of texts, `day` what a chat template hears that asks for the date. `whole` names
-    the kinds of rows of which every token is trained.
+    the kinds of rows of which every token is trained. `marks` says what SFTConfig of TRL trains of a row: None for other
+    arguments. With a `shuffled` seed, data sets are shuffled first.
     """
 
     tokenizer: Tokenizer
@@ -139,6 +140,8 @@ class Reading:
     text_column: str = "text"
     day: str | None = None
     whole: frozenset[Kind] = frozenset()
+    marks: "Marks | None" = None
+    shuffled: int | None = None
     model: Path
     packing: bool = False
     eval_packing: bool = False
@@ -158,6 +161,8 @@ class Reading:
             text_column=getattr(args, "dataset_text_field", None) or "text",
             day=day_of(Path(args.output_dir)) or date.today().isoformat(),
             whole=frozenset(kind for kind, name in whole.items() if getattr(args, name, None) is False),
+            marks=Marks(args.completion_only_loss, args.assistant_only_loss) if hasattr(args, "assistant_only_loss") else None,
+            shuffled=args.seed if getattr(args, "shuffle_dataset", False) else None,
             model=model,
             packing=packing,
             eval_packing=packing if (held_out := getattr(args, "eval_packing", None)) is None else held_out,
@@ -193,9 +198,14 @@ class Reading:
             raise ConfigError(f"packing: {self.model.name} cannot keep samples of one row apart: {reason}; leave packing out")
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise DataError(f"{name}: a {type(data).__name__} has no length; give a data set that has one, or load it whole")
+        if self.shuffled is not None:
+            data = _shuffled(data, name, self.shuffled)
         spec = DataSpec(paths=(name,), sequence_length=self.most_tokens, tokens_per_step=self.most_tokens)
         source = self._source(data, name)
-        everything = read_rows(source)[0] in self.whole
+        kind, rows = read_rows(source)
+        if self.marks is not None:
+            self.marks.check(kind, rows)
+        everything = kind in self.whole
         spec = replace(spec, template_date=self.dated, everything=everything)
         tokens = fitting(tokens_of([source], spec, self.tokenizer, self.cache), self.model)
         return TokenRows(tokens, self.most_tokens if packing else None)
@@ -211,6 +221,43 @@ class Reading:
         masks = () if Kind.COMPLETION in self.whole else ("completion_mask",)
         read = rows_after(lambda: (_labelled(row, (*masks, "assistant_masks")) for row in found()))
         return Source(name, f"{stamp} {masks}", read)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What SFTConfig of TRL asks to train of a row."""
+
+    completion_only: bool | None
+    assistant_only: bool
+
+    def check(self, kind: Kind, rows: Iterator[Row]) -> None:
+        """Refuse rows of which other tokens would be trained than these.
+
+        Raises:
+            DataError: there is such a row.
+        """
+        if self.assistant_only and kind is Kind.TEXT:
+            raise DataError(f"{next(rows).place}: assistant_only_loss takes conversations, and this is a text; leave it out")
+        for row in rows if kind is Kind.COMPLETION else ():
+            turns = row.values["completion"]
+            if not isinstance(turns, list) and self.assistant_only:
+                raise DataError(f"{row.place}: assistant_only_loss takes conversations, and this is a text; leave it out")
+            if isinstance(turns, list) and self.assistant_only and self.completion_only is False:
+                raise DataError(
+                    f"{row.place}: by completion_only_loss=False, all that the assistant says in prompt and completion is "
+                    "trained; give both as one conversation, in a column messages"
+                )
+            if isinstance(turns, list) and self.completion_only is not False and not self.assistant_only and len(turns) != 1:
+                raise DataError(
+                    f"{row.place}: its completion has {len(turns)} messages, and completion_only_loss trains all of them; "
+                    "HeadraceTrainer trains what the assistant says there: ask for it by assistant_only_loss=True"
+                )
+
+
+def _shuffled(data: Any, name: str, seed: int) -> Any:
+    if not hasattr(data, "shuffle"):
+        raise DataError(f"{name}: shuffle_dataset takes a data set of `datasets`, found {type(data).__name__}; leave it out")
+    return data.shuffle(seed=seed)
 
 
 def _rows(data: Any, name: str, renamed: Mapping[str, str]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ Invariant: the position of the loop is committed with the step. So a resumed run
 """
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -24,7 +25,13 @@ from headrace.integrations.transformers.arguments import check_arguments, check_
 from headrace.integrations.transformers.batches import joined, slices, tensors_of
 from headrace.integrations.transformers.engine_run import EngineRun, refuse_taken
 from headrace.integrations.transformers.optimizers import options_of, schedule_of
-from headrace.integrations.transformers.options import PLACEMENT, compute_dtype_of, model_directory, run_options
+from headrace.integrations.transformers.options import (
+    PLACEMENT,
+    compute_dtype_of,
+    model_directory,
+    router_coefficient_of,
+    run_options,
+)
 from headrace.integrations.transformers.rows import Reading, RightPadding, TokenRows, longest_of
 from headrace.integrations.transformers.saved import write_model
 from headrace.model import Checkpoint
@@ -74,6 +81,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         self._directory = directory = model_directory(model, _say)
         checkpoint = Checkpoint.open(directory, decode=True)
         self._dtype = compute_dtype_of(args, checkpoint.main_dtype)
+        self._router_coefficient = router_coefficient_of(args, checkpoint.config)
         skeleton, self._adapter = build_skeleton(checkpoint.config, getattr(torch, self._dtype)), None
         if peft_config is not None:
             skeleton, self._adapter = with_adapters(skeleton, peft_config)
@@ -132,6 +140,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
     def _options(self, steps: int) -> RunOptions:
         learned = options_of(self.optimizer, self.model)
         learned |= {"compute_dtype": self._dtype, "adapter": self._adapter}
+        learned |= {"router_aux_loss_coef": self._router_coefficient}
         asked = self._placement["sequence_length"]
         shape = {
             "steps": steps,
@@ -150,8 +159,16 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
                 steps = self.set_initial_training_values(self.args, loader)[-1] if loader is not None else 1
             rows = self.train_dataset
             packed = rows.first(_FIRST_ROWS) if isinstance(rows, TokenRows) else None
-            self._run = EngineRun.begin(self._options(steps), _say, packed)
+            self._run = self._taken(EngineRun.begin(self._options(steps), _say, packed))
         return self._run
+
+    def _taken(self, run: EngineRun) -> EngineRun:
+        """Return `run`, which is let go with this trainer; and say what it trains."""
+        self._letting_go = weakref.finalize(self, run.close)
+        self._letting_go.atexit = False
+        if run.router_note is not None:
+            logger.warning(run.router_note)
+        return run
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, **given: Any) -> TrainOutput:
         """Train; with `resume_from_checkpoint=True`, go on after the newest step of the run in `output_dir`.
@@ -173,10 +190,11 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         else:
             self.close()
             loop_state.check_asked(resume_from_checkpoint, output)
-            self._run = loop_state.resumed(output, _say)
-            found = str(output) if self._run is not None else None
-            if self._run is not None:
-                loop_state.cut(output, self._run.engine)
+            run = loop_state.resumed(output, _say)
+            self._run = self._taken(run) if run is not None else None
+            found = str(output) if run is not None else None
+            if run is not None:
+                loop_state.cut(output, run.engine)
         self._waiting.clear()
         result = super().train(resume_from_checkpoint=found, **given)
         self._opened().sum_up()
@@ -215,7 +233,9 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             batch, run = joined(self._waiting, self._pad_id), self._opened()
             self._waiting.clear()
             rate = float(self.optimizer.param_groups[0]["lr"])
-            result = run.step(batch, learning_rate=rate, position={**self._identity(), **self._counted(inputs)})
+            position = {**self._identity(), **self._counted(inputs)}
+            together = 0 if self._router_coefficient is None else self.args.train_batch_size  # as TRL has it
+            result = run.step(batch, learning_rate=rate, position=position, router_rows=together)
             loss, self._grad_norm = result.loss, result.grad_norm
         return torch.tensor(loss, device=self.args.device, dtype=torch.float32)
 
@@ -266,17 +286,22 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss of all trained tokens, measured by passes over as many rows as a step has."""
+        """Return the mean loss of all trained tokens, measured by passes over as many rows as a step has.
+
+        Where a mixture's router has a part in it, a pass has the rows of a batch.
+        """
         run, samples = self._opened(), 0
         self.callback_handler.eval_dataloader = dataloader
 
         def batches() -> Any:
             nonlocal samples
-            left = iter(dataloader)
-            size = max(1, self._rows_per_step // max(1, self.args.eval_batch_size))
+            left, rows = iter(dataloader), self._rows_per_step
+            if run.adds_router_loss:  # that of a batch is no sum over its rows
+                rows = max(1, self.args.eval_batch_size)
+            size = max(1, rows // max(1, self.args.eval_batch_size))
             while taken := [tensors_of(batch) for batch in islice(left, size)]:
                 samples += sum(len(batch["input_ids"]) for batch in taken)
-                yield from slices(joined(taken, self._pad_id), self._rows_per_step)
+                yield from slices(joined(taken, self._pad_id), rows)
                 for _ in taken:
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
@@ -347,6 +372,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         """Close the engine; a second call does nothing."""
         run, self._run = self._run, None
         if run is not None:
+            self._letting_go.detach()
             run.close()
 
     def __enter__(self) -> Self:

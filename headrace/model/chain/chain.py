@@ -34,6 +34,7 @@ from headrace.model.trials.probe import Traits, probe
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import PARAMETER_ALIGNMENT, ParameterSpec, UnitLayout, lay_out, planes_with
 from headrace.terms.options.optimizer import Optimizer
+from headrace.terms.packed_rows import padded_together
 
 
 class Chain:
@@ -142,6 +143,11 @@ class Chain:
         lengths of the samples.
         """
         return self.runner.runs_by_samples(length)
+
+    def padded_together(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the places of rows in groups, in order: padded to its group's longest, a row computes what it does alone."""
+        exact = self.runner.by_exact_lengths or (self._packing_limit and self.runner.samples_from is None)  # else: untried
+        return padded_together(lengths, (self._packing_limit or 0) if exact else None)
 
     def groups_exactly(self, length: int) -> bool:
         """Return whether rows of `length` tokens are run in groups of samples of exactly one length."""

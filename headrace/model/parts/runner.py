@@ -300,7 +300,7 @@ class Runner:
         if not found:
             raise ModelError(
                 f"{type(self.model).__name__}: output_router_logits is on, but transformers names no router inside the blocks; "
-                "turn it off to train without the auxiliary loss"
+                "router_aux_loss_coef 0 trains without the auxiliary loss"
             )
 
     def _catch(self, position: int) -> Any:

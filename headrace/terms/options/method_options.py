@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 from headrace.terms.options.declared import Declared, Group, option
 from headrace.terms.options.optimizer import ALL, MATRICES, ParameterGroup, Schedule
-from headrace.terms.options.option_kinds import Listed, Number, OneOf, Record, Text, Whole
+from headrace.terms.options.option_kinds import Listed, Number, NumberOr, OneOf, Record, Text, Whole
 from headrace.terms.options.summing import SEQUENTIAL, TREE
 
 # Other names for the dtypes of options.
 DTYPE_NAMES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}
+# The router's loss by the model's own coefficient.
+OF_MODEL = "model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,23 @@ class MethodOptions(Declared):
         plan=True,
         group=Group.METHOD,
     )
+    router_aux_loss_coef: float | str | None = option(
+        None,
+        NumberOr(Number(), OF_MODEL),
+        "Coefficient of a mixture's router loss; 0 leaves it out, `model` is that of config.json.",
+        row="coefficient of a mixture's router loss, as in TRL. 0 leaves it out; `model` adds it by the coefficient of "
+        "`config.json` or of its class, as `dpo`, `kto` and `grpo` do by default ([mixtures](mixtures.md)). Fixed for a run",
+        words="`model` for `dpo`, `kto`, `grpo`; else `output_router_logits` decides",
+        plan=True,
+        group=Group.METHOD,
+    )
     learning_rate: float = option(1e-5, Number(), "Learning rate after the warm-up.", group=Group.LEARNING, often=True)
     weight_decay: float = option(
         0.0,
         Number(),
-        "Weight decay; norms and biases have none.",
-        row="of the optimizer. Norms and biases are not decayed, nor are parameters that never have a gradient (indexers)",
+        "Weight decay; vectors, such as norms and biases, have none.",
+        row="of the optimizer. No vector is decayed, such as norms and biases, nor are parameters that never have a gradient "
+        "(indexers)",
         group=Group.LEARNING,
     )
     parameter_groups: tuple[ParameterGroup, ...] = option(

@@ -70,6 +70,27 @@ class Number(Kind):
 
 
 @dataclass(frozen=True)
+class NumberOr(Kind):
+    """A number as `number` reads it, or the `word`."""
+
+    number: Number
+    word: str
+
+    def read(self, value: Any, key: str) -> float | str:
+        """Return the number or the word."""
+        if value == self.word:
+            return self.word
+        try:
+            return self.number.read(value, key)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; or give {self.word}") from None
+
+    def schema(self) -> Schema:
+        """Return the JSON schema."""
+        return {"anyOf": [self.number.schema(), {"const": self.word}]}
+
+
+@dataclass(frozen=True)
 class Whole(Kind):
     """A whole number from `least` to `most`."""
 
