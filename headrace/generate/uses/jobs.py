@@ -116,7 +116,7 @@ def run_job(
     with _writing(output):
         write_whole(output, "".join(_written(answers[line.number]) + "\n" for line in lines))
         shutil.rmtree(folder, ignore_errors=True)
-    return len(lines) - len(left)
+    return len(lines) - len(left) + work.refused
 
 
 def _written(answer: Mapping[str, Any]) -> str:
@@ -309,7 +309,7 @@ def _done(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 class _Work:
-    """What a job has answered, and what is left. `answers`, by line, gets what is kept."""
+    """What a job has answered, and what is left. `answers`, by line, gets what is kept; of it `refused` lines have an error."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class _Work:
     ) -> None:
         self._folder, self._lines, self._answers, self._progress = folder, lines, answers, progress
         self._job: Job = {}
-        self._padding = 0.0
+        self._padding, self.refused = 0.0, 0
 
     def begin(self, job: Job) -> list[Task]:
         """Take the answers that an earlier process has kept, and return the micro-batches that are left."""
@@ -361,8 +361,10 @@ class _Work:
             yield keep
 
     def _take(self, number: int, found: Answers) -> None:
-        members = self._job[number][0]
-        self._answers |= {line: self._lines[line].answered(each) for line, each in zip(members, found, strict=True)}
+        for line, each in zip(self._job[number][0], found, strict=True):
+            words, error = self._lines[line], each.get("error")
+            self._answers[line] = words.refused(f"line {line}: {error}") if error else words.answered(each)
+            self.refused += bool(error)
 
 
 @contextmanager
