@@ -105,9 +105,7 @@ def refuse_unread(entry: str | DataSource) -> None:
     if path.is_file():
         _reader_of(path)
         if entry.names_part:
-            raise DataError(
-                f"{name}: name and split are for data sets; a file has none: leave them out"
-            )
+            raise DataError(f"{name}: name and split are for data sets; a file has none: leave them out")
     elif not path.is_dir() and not _names_hub(name):
         raise DataError(
             f"{name}: no such file or directory; give {_suffixes()} files, directories of them, or owner/name of a Hub data set"

@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headrace.data.batches.open_data import open_tokenizer
 from headrace.data.chat.prompts import Messages, Prompts
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated, MicroBatch, kept_copies
@@ -43,8 +42,8 @@ class Talk(Closing):
 
     def __init__(self, generator: Generator, options: GenerateOptions, sink: Sink | None = None) -> None:
         self.generator, self._options, self._sink = generator, options, sink
-        self._tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
-        day = options.template_date or generator.model.template_date
+        self._tokenizer = generator.model.tokenizer()
+        day = options.template_date or generator.model.here.template_date
         self._prompts = Prompts(self._tokenizer, options.raw, options.system, day)
         self._count = 0
 

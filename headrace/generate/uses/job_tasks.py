@@ -74,7 +74,6 @@ def answered(
     """Yield the number of each micro-batch and its rows' answers, as they are done. Raises as `Generator.run` does."""
     changes = changes_of(generator, options, tokenizer)
 
-
     def batch(task: Task) -> MicroBatch:
         settings = settings_of(task.settings, generator, changes, max(map(len, task.rows)))
         return MicroBatch(task.number, task.rows, task.seed, watched(settings, task.rows))
@@ -85,11 +84,15 @@ def answered(
 
 def _found(done: Generated) -> Iterator[dict[str, Any]]:
     for answer in answers_of(done):
-        yield {"error": answer.error, "completion_tokens": answer.completion_tokens} if answer.error else {
-            "completion": answer.text,
-            "finish_reason": answer.finish_reason,
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
-            "micro_batch": done.batch.number,
-            "seed": done.batch.seed,
-        }
+        yield (
+            {"error": answer.error, "completion_tokens": answer.completion_tokens}
+            if answer.error
+            else {
+                "completion": answer.text,
+                "finish_reason": answer.finish_reason,
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": answer.completion_tokens,
+                "micro_batch": done.batch.number,
+                "seed": done.batch.seed,
+            }
+        )

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from headrace.data.batches.open_data import open_tokenizer
 from headrace.data.chat.chat_template import asks_for_time
 from headrace.data.chat.prompt_lines import PromptLine, read_line
 from headrace.data.chat.prompts import Prompts
@@ -87,9 +86,9 @@ def run_job(
     folder = output.with_name(output.name + ".job")
     if output.exists():
         raise RunDirectoryError(f"output: {output} exists; name a new file, or remove it")
-    tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
+    tokenizer = generator.model.tokenizer()
     changes = changes_of(generator, options, tokenizer)
-    day = options.template_date or generator.model.template_date or _day_of(folder, tokenizer)
+    day = options.template_date or generator.model.here.template_date or _day_of(folder, tokenizer)
     lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day))
     lines = [_fitting(line, generator, changes) for line in lines]
     left = [line for line in lines if not line.error]

@@ -49,7 +49,9 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
             ended = [False] * input_ids.shape[0]
         if not self._has_beams:
             last = input_ids[:, -1].tolist()
-            self._over = [over or end or last[row] in self._ends for row, (over, end) in enumerate(zip(self._over, ended, strict=True))]
+            self._over = [
+                over or end or last[row] in self._ends for row, (over, end) in enumerate(zip(self._over, ended, strict=True))
+            ]
         found = [end or row // each in self.failed for row, end in enumerate(ended)]
         return torch.tensor(found, dtype=torch.bool, device=input_ids.device)
 

@@ -84,7 +84,7 @@ def _fill(directory: Path, file: Path) -> None:
 
 
 def _ends(reader: Any, own: int | None) -> int | list[int] | None:
-    """Return the tokens that end an answer: the tokenizer's `own`, and those by which a file says ends of turns and messages."""
+    """Return the tokens that end an answer: the tokenizer's `own`, and those that a file names for turns and messages."""
     found = [] if own is None else [own]
     for key in _END_KEYS:
         value = reader.fields[key].contents() if key in reader.fields else []

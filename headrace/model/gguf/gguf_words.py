@@ -58,8 +58,10 @@ class WordsOf:
 
     def _add_ends(self, writer: Any, own: int | None) -> None:
         """Add the tokens that end answers besides the tokenizer's `own`: of the last two readers know, of others Headrace."""
-        told = (json.loads(path.read_text(encoding="utf-8")) for path in map(self._directory.joinpath, _TELL_ENDS) if path.exists())
-        found = next((ends for each in told if (ends := each.get("eos_token_id")) is not None), [])
+        told = (
+            json.loads(path.read_text(encoding="utf-8")) for path in map(self._directory.joinpath, _TELL_ENDS) if path.exists()
+        )
+        found: Any = next((ends for each in told if (ends := each.get("eos_token_id")) is not None), [])
         ends = [end for end in (found if isinstance(found, list) else [found]) if end != own]
         for end, add in zip(reversed(ends), (writer.add_eot_token_id, writer.add_eom_token_id), strict=False):
             add(end)
