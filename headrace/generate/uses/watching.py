@@ -76,7 +76,7 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
             found.add(tokens)
             return found.stopped
         found = self._texts[row]
-        if not self._over[row]:
+        if not self._over[row] and row not in self.failed:
             found.add(tokens[found.count :])
             if self._write is not None and (piece := found.certain()):
                 self._write(piece)
