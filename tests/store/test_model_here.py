@@ -1,4 +1,4 @@
-"""What is at a path: a model, an adapter and its model, both in one directory; and what is refused, in the same words everywhere.
+"""What is at a path: a model, an adapter and its model, both in one directory; and what is refused, in the same words.
 
 Run: pytest tests/store/test_model_here.py
 """

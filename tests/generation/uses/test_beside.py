@@ -26,7 +26,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         made = get_peft_model(
-            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            LoraConfig(r=2, target_modules=["q_proj", "down_proj"]),
         )
         for name, parameter in made.named_parameters():
             if "lora_" in name:
