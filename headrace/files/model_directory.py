@@ -143,6 +143,23 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in TOKENIZER_FILES)
 
 
+def has_vocabulary(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer with its words, not its configuration alone."""
+    return any((directory / name).exists() for name in TOKENIZER_FILES if not name.endswith("config.json"))
+
+
+def template_in(directory: Path) -> Path | None:
+    """Return the file in a directory that has a chat template: its own, or the tokenizer's configuration; or None."""
+    if (own := directory / CHAT_TEMPLATE_NAME).is_file():
+        return own
+    path = directory / "tokenizer_config.json"
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+        return path if isinstance(values["chat_template"], str) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def named_base(directory: Path) -> Path:
     """Return the model directory of which adapters say that they were trained on it.
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from headrace.files.model_directory import (
     ADAPTER_CONFIG,
-    CHAT_TEMPLATE_NAME,
     GENERATION_CONFIG,
     has_adapter,
-    has_tokenizer,
+    has_vocabulary,
     is_adapter_directory,
     is_whole_model,
     named_base,
     refuse_no_model,
+    template_in,
 )
 from headrace.store.manifest import MANIFEST_NAME
 from headrace.store.run_directory import RunDirectory
@@ -93,13 +93,12 @@ def directory_at(directory: Path, adapter: Path | None = None) -> ModelHere:
     kind = Kind.MODEL if adapter is None else Kind.ADAPTER
     if adapter is None or adapter == base:
         return ModelHere(directory=base, kind=kind, adapter=adapter, tokenizer=base, generation_config=base, notes=notes)
-    template = adapter / CHAT_TEMPLATE_NAME
     return ModelHere(
         directory=base,
         kind=kind,
         adapter=adapter,
-        template=template if template.is_file() else None,
-        tokenizer=adapter if has_tokenizer(adapter) else base,
+        template=template_in(adapter),
+        tokenizer=adapter if has_vocabulary(adapter) else base,
         generation_config=adapter if (adapter / GENERATION_CONFIG).exists() else base,
         notes=notes,
     )

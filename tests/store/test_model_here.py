@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.data.batches.open_data import read_chat_template
 from headrace.store.model_here import Kind, directory_at, model_at, whole_model_at
 from headrace.terms.errors import ConfigError, ModelError
 
@@ -29,7 +30,7 @@ def base(tmp_path: Path) -> Path:
 
 def test_files_of_an_adapter_go_before_those_of_its_model(base: Path, tmp_path: Path) -> None:
     bare = made(tmp_path / "bare", *ADAPTER, base=base)
-    more = ("tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    more = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
     full = made(tmp_path / "full", *ADAPTER, *more, base=base)
     for here in (directory_at(bare), model_at(base, bare)):
         assert (here.directory, here.kind, here.adapter) == (base, Kind.ADAPTER, bare)
@@ -37,6 +38,14 @@ def test_files_of_an_adapter_go_before_those_of_its_model(base: Path, tmp_path: 
     for here in (directory_at(full), model_at(base, full)):
         assert (here.directory, here.adapter) == (base, full)
         assert (here.template, here.tokenizer, here.generation_config) == (full / "chat_template.jinja", full, full)
+
+
+def test_a_template_may_stand_in_a_tokenizers_configuration_alone(base: Path, tmp_path: Path) -> None:
+    adapter = made(tmp_path / "adapter", *ADAPTER, base=base)
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"chat_template": "OWN {{ messages }}"}))
+    here = directory_at(adapter)
+    assert (here.template, here.tokenizer) == (adapter / "tokenizer_config.json", base)
+    assert read_chat_template(adapter / "tokenizer_config.json") == "OWN {{ messages }}"
 
 
 def test_a_model_and_an_adapter_in_one_directory_both_act(base: Path, tmp_path: Path) -> None:

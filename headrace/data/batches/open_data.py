@@ -23,6 +23,7 @@ from headrace.data.values.tokens import TokenSet
 from headrace.data.values.values import Batch, DataSpec
 from headrace.files.model_directory import TOKENIZER_FILES, has_tokenizer, read_configuration, refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
+from headrace.terms.json_text import parse_json
 from headrace.terms.options.data_source import source_of
 from headrace.terms.options.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.options.preferences import preferences_of
@@ -106,14 +107,15 @@ def open_tokenizer(model: Path, chat_template: Path | None = None) -> Any:
 
 
 def read_chat_template(path: Path) -> str:
-    """Return the chat template in a file.
+    """Return the chat template in a file, or in the configuration of a tokenizer.
 
     Raises:
         ConfigError: it cannot be read, or is empty.
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        text = str(parse_json(text)["chat_template"]) if path.name == "tokenizer_config.json" else text
+    except (OSError, ValueError, KeyError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"chat_template: {path} cannot be read ({why}); give a file with a template in Jinja") from error
     if not text.strip():
