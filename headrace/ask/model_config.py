@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from headrace.codec.table import Code
 from headrace.files.hub import HUB_SECONDS, hub_answers
-from headrace.files.model_directory import read_configuration, refuse_no_configuration
+from headrace.files.model_directory import absent, read_configuration, refuse_no_configuration
 from headrace.model import Checkpoint, text_config
 from headrace.model.blocks.find_blocks import quantisation_of
 from headrace.model.blocks.text_part import text_part
@@ -118,19 +118,13 @@ def _from_hub(name: str) -> Path:
     if isinstance(kept, str):
         return Path(kept)
     if not hub_answers(name):
-        raise ModelError(
-            f"model: {name} is no directory here, and the Hub did not answer within {HUB_SECONDS:g} seconds; "
-            "give a local model directory or config.json"
-        )
+        raise absent(name, f" here, and the Hub did not answer within {HUB_SECONDS:g} seconds")
     try:
         return Path(hf_hub_download(name, "config.json"))
     except Exception as error:  # no network, no such model, no access: the Hub's library has an error for each
         reason = str(error).strip().splitlines()
-        raise ModelError(
-            f"model: {name} is no directory here, and its config.json could not be fetched from the Hub "
-            f"({type(error).__name__}: {(reason[0] if reason else 'no reason given')}). Give a local model directory or "
-            "config.json"
-        ) from error
+        said = f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}"
+        raise absent(name, f" here, and its config.json could not be fetched from the Hub ({said})") from error
 
 
 def _check_sizes(values: dict[str, Any], config: Any, path: Path) -> None:

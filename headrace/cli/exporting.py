@@ -15,6 +15,7 @@ from pathlib import Path
 from headrace.cli.screen import show
 from headrace.files.durable import appearing
 from headrace.files.hub_push import push
+from headrace.files.model_directory import is_adapter_directory
 from headrace.files.scratch import scratch
 from headrace.runs import RunDirectory, RunOptions
 from headrace.runs.protocols import RunningEngine, StateKind
@@ -94,10 +95,8 @@ def _is_export(out: Path, run: RunDirectory, *, merge: bool) -> bool:
     """Return whether `out` is what an export of the run's newest weights would write: adapters alone, or a whole model."""
     if not out.is_dir() or (told := _told_by(out)) is None:
         return False
-    from headrace.model.adapters.adapter_config import CONFIG_NAME  # late: it imports torch
-
     adapters = run.read_config().adapter is not None and not merge
-    return (out / CONFIG_NAME).is_file() == adapters and told == _newest(run)
+    return is_adapter_directory(out) == adapters and told == _newest(run)
 
 
 def _told_by(directory: Path) -> str | None:

@@ -35,7 +35,7 @@ def look_at_words(words: Sequence[str]) -> None:
     """
     places, _ = split_words(words)
     if len(places) > 1:
-        look_at_model(places[0])
+        look_at_model(places[0], aloud=False)
         look_at_data(places[1:])
 
 
@@ -71,6 +71,7 @@ def with_model_here(config: _Config) -> _Config:
     from headrace.files.hub import is_hub_name
 
     if not (is_hub_name(config.model) or is_gguf(config.model)):
+        look_at_model(config.model)
         return config
     model = model_here(config.model)  # first: without a network that is said before torch is imported, which takes seconds
     from headrace.runs.prepare import default_output
@@ -78,11 +79,12 @@ def with_model_here(config: _Config) -> _Config:
     return replace(config, model=model, output=config.output or default_output(config))
 
 
-def look_at_model(model: str | Path) -> None:
-    """Look at a model directory; for a name of the Hub, whether that answers.
+def look_at_model(model: str | Path, *, aloud: bool = True) -> None:
+    """Look at a model directory whose model is trained or compressed; for a name of the Hub, whether that answers. Notes on it
+    are said if `aloud`.
 
     Raises:
-        ModelError: it is none.
+        ModelError: it is none, or an adapter acts beside it.
     """
     from headrace.files.hub import is_hub_name, refuse_unanswered
 
@@ -91,9 +93,11 @@ def look_at_model(model: str | Path) -> None:
     if is_hub_name(model):
         refuse_unanswered(str(model))
         return
-    from headrace.files.model_directory import refuse_no_model
+    from headrace.store.model_here import whole_model_at
 
-    refuse_no_model(Path(model))
+    here = whole_model_at(Path(model))
+    for note in here.notes if aloud else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def look_at_configuration(model: str) -> None:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.files.durable import write_whole
-from headrace.files.model_directory import refuse_no_model
 from headrace.model import Checkpoint
 from headrace.store.lock import RunLock
+from headrace.store.model_here import whole_model_at
 from headrace.terms.errors import ConfigError, DiskFull, ModelError, RunDirectoryError
 from headrace.terms.json_text import parse_json
 from headrace.terms.options.compress_options import CompressOptions
@@ -135,7 +135,7 @@ def refuse_coded(model: Path) -> None:
     Raises:
         ModelError: it is coded, or the directory has no readable configuration.
     """
-    refuse_no_model(model)
+    whole_model_at(model)
     try:
         config = parse_json((model / "config.json").read_text(encoding="utf-8"))
     except ValueError:

@@ -36,6 +36,7 @@ from headrace.plan.value.expert_plan import note_on_parts
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.refusal import least_of, with_whole_blocks
 from headrace.store import ShardStore, StateStore, make_run_directory
+from headrace.store.model_here import whole_model_at
 from headrace.terms.cuts import pieces_of
 from headrace.terms.embedding_rows import note_on_learned_rows
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
@@ -156,6 +157,7 @@ def begin(
     whole = whole or Whole()
     ssd = options.budget.ssd
     options, machine = on_machine(going_on(options))
+    whole_model_at(model)
     _ = options.schedule  # refuses a schedule without an end
     with contextlib.ExitStack() as closers:
         if options.output is None:

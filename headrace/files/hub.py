@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.files.hub_resume import RemoteFile, fetch
+from headrace.files.model_directory import absent
 from headrace.terms.errors import ModelError, in_one_line
 from headrace.terms.sizes import format_bytes
 
@@ -75,10 +76,7 @@ def refuse_unanswered(name: str) -> Path | None:
         return None
     if (kept := _whole_copy(name)) is not None:
         return kept
-    raise ModelError(
-        f"model: {name} is no directory here. The Hub did not answer within {HUB_SECONDS:g} seconds, and there is no whole "
-        "copy; give a local model directory, or try again with a network"
-    )
+    raise absent(name, f" here, the Hub did not answer within {HUB_SECONDS:g} seconds, and there is no whole copy")
 
 
 def fetched_model(name: str, say: Callable[[str], None]) -> Path:

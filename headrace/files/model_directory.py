@@ -13,10 +13,16 @@ from typing import Any
 from headrace.terms.errors import ModelError
 from headrace.terms.json_text import parse_json
 
-CHAT_TEMPLATE_NAME = "chat_template.jinja"
+CHAT_TEMPLATE_NAME, GENERATION_CONFIG = "chat_template.jinja", "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+GGUF_TABLE = "gguf.table"  # where the tensors of a GGUF file lie; no file that is copied beside trained weights
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_WEIGHTS = tuple(f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
 _LFS = b"version https://git-lfs"
 # What is built one by one before anybody could tell whether the weights are there. No model has nearly so many.
 _MAX_COUNTS = ((re.compile(r"\w*(layers?|blocks|depth|codebooks)"), 2048), (re.compile(r"\w*experts"), 1 << 16))
+_GIVE = "give a model directory, a GGUF file, or OWNER/NAME of the Hub"
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -40,7 +46,7 @@ def refuse_no_configuration(model: str) -> None:
     if path.is_dir() or path.is_symlink():
         refuse_no_model(path)
     elif not path.is_file() and (not _HUB_ID.match(model) or path.suffix == ".json"):
-        raise ModelError(f"model: {model} is no directory and no file; give a model directory, a config.json, or OWNER/NAME")
+        raise absent(model)
 
 
 def read_configuration(path: Path) -> dict[str, Any]:
@@ -83,9 +89,10 @@ def why_no_model(directory: Path) -> str:
     if config.is_file():
         pointer = "holds a git-lfs pointer instead of config.json; fetch the files with `git lfs pull`"
         return pointer if is_lfs_pointer(config) else ""
-    if (directory / "adapter_config.json").is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         base = _base_of(directory)
-        return f"holds an adapter (LoRA) and no model{base}; merge it into that (merge_and_unload), and give the result"
+        of = f": it belongs to {base}" if base else ""
+        return f"holds an adapter (LoRA) and no model{of}; merge it into that (merge_and_unload), and give the result"
     return f"has no config.json{_or(why_unreachable(config))}: no Hugging Face model directory"
 
 
@@ -95,7 +102,7 @@ def why_unreachable(path: Path) -> str:
         os.stat(path)
     except FileNotFoundError:
         broken = " (a symbolic link to what is not there)" if path.is_symlink() else ""
-        return f"no such directory{broken}; give a local model directory, nothing is downloaded"
+        return f"no such directory{broken}; {_GIVE}"
     except OSError as error:
         advice = "look at where its symbolic links lead" if error.errno == errno.ELOOP else "give a local model directory"
         return f"cannot be reached: {error.strerror or error}; {advice}"
@@ -111,12 +118,67 @@ def is_lfs_pointer(path: Path) -> bool:
         return False
 
 
-def _base_of(directory: Path) -> str:
+def absent(model: str, why: str = "") -> ModelError:
+    """Return the error for a model that is not there; `why` not elsewhere, either."""
+    return ModelError(f"model: {model}: no such directory{why}; {_GIVE}")
+
+
+def has_adapter(directory: Path) -> bool:
+    """Return whether a directory has an adapter's configuration and its weights, whatever else is there."""
+    return (directory / ADAPTER_CONFIG).is_file() and any((directory / name).exists() for name in _ADAPTERS)
+
+
+def is_whole_model(directory: Path) -> bool:
+    """Return whether a directory has the configuration of a model and its weights, whatever else is there."""
+    return (directory / "config.json").is_file() and any((directory / name).exists() for name in (*_WEIGHTS, GGUF_TABLE))
+
+
+def is_adapter_directory(directory: Path) -> bool:
+    """Return whether a directory has adapters as PEFT writes them, and no model's weights."""
+    return (directory / ADAPTER_CONFIG).is_file() and not is_whole_model(directory)
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has the files of a tokenizer."""
+    return any((directory / name).exists() for name in TOKENIZER_FILES)
+
+
+def has_vocabulary(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer with its words, not its configuration alone."""
+    return any((directory / name).exists() for name in TOKENIZER_FILES if not name.endswith("config.json"))
+
+
+def template_in(directory: Path) -> Path | None:
+    """Return the file in a directory that has a chat template: its own, or the tokenizer's configuration; or None."""
+    if (own := directory / CHAT_TEMPLATE_NAME).is_file():
+        return own
+    path = directory / "tokenizer_config.json"
     try:
-        base = parse_json((directory / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        values = parse_json(path.read_text(encoding="utf-8"))
+        return path if isinstance(values["chat_template"], str) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def named_base(directory: Path) -> Path:
+    """Return the model directory of which adapters say that they were trained on it.
+
+    Raises:
+        ModelError: it is not there, or they name none.
+    """
+    base = _base_of(directory)
+    if base and (Path(base) / "config.json").is_file():
+        return Path(base)
+    why = why_no_model(Path(base)).split(";")[0] if base else f"{ADAPTER_CONFIG} names no model"
+    raise ModelError(f"{directory}: an adapter of {base!r}: {why}. Give the model, and --adapter {directory}")
+
+
+def _base_of(directory: Path) -> str | None:
+    try:
+        base = parse_json((directory / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
-    return f": it belongs to {base}" if base else ""
+    return base if isinstance(base, str) and base else None
 
 
 def _or(reason: str) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data.batches.batches import Batches
-from headrace.data.batches.open_data import total_steps, with_lengths
+from headrace.data.batches.open_data import read_chat_template, total_steps, with_lengths
+from headrace.files.model_directory import template_in
 from headrace.plan.search.given import with_lengths_of_plan
 from headrace.runs.open_rows import halved, open_rows
 from headrace.runs.protocols import Engines
@@ -18,6 +19,7 @@ from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
+from headrace.terms.options.adapter import Lora, adapter_of
 from headrace.terms.options.contradictions import refuse_evaluation_of_nothing
 from headrace.terms.options.data_source import DataSource, source_of
 from headrace.terms.options.preferences import takes_rewards
@@ -39,12 +41,22 @@ def check(config: RunOptions) -> tuple[RunOptions, RunDirectory]:
     directory.check_new()
     refuse_evaluation_of_nothing(config)
     refuse_combination(config, at_node=isinstance(config, NodeOptions) and config.local_steps is None)
-    config = going_on(with_lengths(with_lengths_of_plan(config)))
+    config = _with_template_of_adapter(going_on(with_lengths(with_lengths_of_plan(config))))
     if ssd := config.budget.ssd:
         # The engine checks again, with the space that it needs; but nobody should tokenise for an hour to hear about a misspelt
         # path.
         check_directories(ssd, [0] * len(ssd), allow_in_memory=False, sink=_said_later)
     return config, directory
+
+
+def _with_template_of_adapter(config: RunOptions) -> RunOptions:
+    """Return options with the chat template beside the adapter that they go on from, unless one is given."""
+    adapter = adapter_of(config.adapter) if config.adapter is not None else None
+    if config.chat_template is not None or not isinstance(adapter, Lora) or adapter.from_ is None:
+        return config
+    own, base = (template_in(place) for place in (Path(adapter.from_), config.model))
+    alike = own is None or (base is not None and read_chat_template(own) == read_chat_template(base))
+    return config if alike else replace(config, chat_template=own)
 
 
 def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tuple[RunOptions, Batches]:

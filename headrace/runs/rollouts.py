@@ -21,9 +21,9 @@ from headrace.data import Batch
 from headrace.data.batches.batches import Batches
 from headrace.data.batches.open_data import open_tokenizer
 from headrace.data.batches.prompt_batches import Prompt, PromptBatches
+from headrace.files.model_directory import is_adapter_directory
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
-from headrace.model.adapters.beside_files import is_adapter_directory
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.rewards import reward_of
 from headrace.terms.errors import DataError, StepFailed, in_one_line

@@ -15,16 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria
 
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated, MicroBatch
-from headrace.generate.uses.answering import Answer, Printer, answers_of
+from headrace.generate.uses.answering import Answer, answers_of
+from headrace.generate.uses.watching import watched
 from headrace.terms.errors import HeadraceError, InputError
 
 
 class Full(HeadraceError):
     """As many requests as allowed are under way."""
+
+
+class Unanswered(HeadraceError):
+    """The model gives no answer."""
 
 
 class Closing(HeadraceError):
@@ -75,7 +80,6 @@ class Desk:
 
     def __init__(self, generator: Generator, changes: Mapping[str, Any], most: int) -> None:
         self._generator, self._changes, self._most = generator, changes, most
-        self._tokenizer = changes["tokenizer"]
         self._changed = threading.Condition()
         self._waiting, self._seated = deque[Request](), dict[int, Request]()
         self._entered, self._is_closing = 0, False
@@ -182,11 +186,10 @@ class Desk:
         model.check_tokens(request.ids)
         asked = {**self._changes, **request.settings, "max_new_tokens": request.new_tokens}
         settings = model.settings(len(request.ids), None, asked)
-        config = settings["generation_config"]
-        settings["stopping_criteria"] = StoppingCriteriaList([_Gone(request)])
-        if request.streams and (config.num_beams or 1) == 1:
-            settings["streamer"] = Printer(self._tokenizer, config.stop_strings or (), request.tell)
-        return settings
+        return watched(settings, (request.ids,), request.tell if request.streams else None, _Gone(request))
 
     def _told(self, done: Generated) -> Told:
-        return done.error or next(answers_of(self._tokenizer, done))
+        if done.error is not None:
+            return done.error
+        answer = next(answers_of(done))
+        return Unanswered(answer.error) if answer.error else answer

@@ -17,7 +17,6 @@ import torch
 import uvicorn
 
 from headrace.ask.model_config import position_limit
-from headrace.data.batches.open_data import open_tokenizer
 from headrace.data.chat.prompts import Prompts
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import kept_copies
@@ -74,7 +73,7 @@ def serve(
         sink(event)
 
     with listening(options) as listener, open_generator(place, options.generation, ceilings, heard) as generator:
-        tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
+        tokenizer = generator.model.tokenizer()
         changes = changes_of(generator, options.generation, tokenizer)
         limits = limits_of(generator, options)
         copies = kept_copies(generator.model.settings(1, None, {**changes, "max_new_tokens": 1}))
@@ -84,10 +83,10 @@ def serve(
         desk = Desk(generator, changes, options.max_requests)
         figures.watch(desk, plan.seats)
         name = place.resolve().name
-        day = options.template_date or generator.model.template_date
+        day = options.template_date or generator.model.here.template_date
         reader = Reader(
             name,
-            Prompts(open_tokenizer(generator.model.directory, generator.model.chat_template), False, options.system, day),
+            Prompts(generator.model.tokenizer(), False, options.system, day),
             limits,
         )
         host, port = listener.getsockname()[:2]

@@ -46,7 +46,7 @@ def test_absurd_fields_are_refused(tmp_path: Path, changes: dict[str, Any], mess
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no directory and no file"):
+    with pytest.raises(ModelError, match="no such directory"):
         read_parts(tmp_path / "nowhere")[0]
     with pytest.raises(ModelError, match=r"no config\.json"):
         read_parts(tmp_path)[0]

@@ -156,9 +156,9 @@ def test_a_model_that_asks_for_access_gets_the_users_token_and_is_refused_withou
     ("words", "said"),
     sampled(
         [
-            (["train", NAME, "data.jsonl"], f"model: {NAME} is no directory here"),
-            (["train", "run.yaml"], f"model: {NAME} is no directory here"),
-            (["eval", NAME, "--data", "data.jsonl"], f"model: {NAME} is no directory here"),
+            (["train", NAME, "data.jsonl"], f"model: {NAME}: no such directory here"),
+            (["train", "run.yaml"], f"model: {NAME}: no such directory here"),
+            (["eval", NAME, "--data", "data.jsonl"], f"model: {NAME}: no such directory here"),
             (["train", ".", "owner/data"], "owner/data: no such file or directory here, and the Hub did not answer"),
         ]
     ),

@@ -1,6 +1,7 @@
 """GGUF files of tiny Llamas, written by the package `gguf` as llama.cpp's converter writes them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,10 @@ from safetensors.torch import load_file
 _HALVES = {"Q4_K": {0: 0.004, 2: 0.01}, "Q5_K": {0: 0.002, 2: 0.01}, "Q6_K": {208: 0.0002}}
 
 
-def write_gguf(model: Path, file: Path, kind: str) -> dict[str, torch.Tensor]:
+def write_gguf(model: Path, file: Path, kind: str, more: Mapping[str, int] | None = None) -> dict[str, torch.Tensor]:
     """Write the Llama in `model` with matrices of type `kind`; return the weights that it then stands for, by their names.
 
-    Of types that the package does not write, blocks are random.
+    Of types that the package does not write, blocks are random. `more` are further numbers of the file by their keys.
     """
     config, vocabulary = json.loads((model / "config.json").read_text()), json.loads((model / "tokenizer.json").read_text())
     heads, key_heads, blocks = (config[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers"))
@@ -37,6 +38,8 @@ def write_gguf(model: Path, file: Path, kind: str) -> dict[str, torch.Tensor]:
     writer.add_token_merges([" ".join(pair) for pair in vocabulary["model"]["merges"]])
     writer.add_eos_token_id(0)
     writer.add_bos_token_id(0)
+    for key, value in (more or {}).items():
+        writer.add_uint32(key, value)
     names, expected = get_tensor_name_map(MODEL_ARCH.LLAMA, blocks), {}
     for name, tensor in load_file(model / "model.safetensors").items():
         place = names.get_name(name, try_suffixes=(".weight", ".bias"))

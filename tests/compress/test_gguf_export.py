@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiers import sampled
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import LlamaConfig
 
@@ -73,6 +73,15 @@ def test_a_model_is_read_back_as_it_was(architecture: str, config: dict[str, Any
     text = "Überläufe: 42 m³/s\n\n\t water flows"
     own, other = (AutoTokenizer.from_pretrained(each) for each in (model, gguf_directory(tmp_path / "model.gguf", tmp_path)))
     assert own(text).input_ids == other(text).input_ids
+
+
+@pytest.mark.parametrize("ends", [[0, 7], [0, 7, 5], [7, 5, 3, 0]])
+def test_all_tokens_that_end_answers_are_read_back(ends: list[int], tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    write_gguf(model, tmp_path / "model.gguf")
+    found = GenerationConfig.from_pretrained(gguf_directory(tmp_path / "model.gguf", tmp_path / "cache")).eos_token_id
+    assert sorted(found) == sorted(ends)
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiers import sampled
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from headrace.cli import main
 from headrace.compress.decompression import decompress
@@ -83,6 +83,19 @@ def test_a_directory_is_made_once_and_again_for_another_file(file: Path, tmp_pat
     copy.unlink()
     with pytest.raises(ModelError, match="are gone"):
         Checkpoint.open(first, decode=True)
+
+
+def test_answers_end_where_a_file_says_that_turns_end(dense: Path, tmp_path: Path) -> None:
+    ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}
+    write_gguf(dense, tmp_path / "model.gguf", "F16", ends)
+    found = GenerationConfig.from_pretrained(gguf_directory(tmp_path / "model.gguf", tmp_path / "cache"))
+    assert found.eos_token_id == [0, 5, 7]
+
+
+def test_one_of_several_files_is_refused_by_name(dense: Path, tmp_path: Path) -> None:
+    write_gguf(dense, tmp_path / "m-00001-of-00002.gguf", "F16", {"split.count": 2, "split.no": 0})
+    with pytest.raises(ModelError, match=r"m-00001-of-00002\.gguf: is one of 2 files"):
+        gguf_directory(tmp_path / "m-00001-of-00002.gguf", tmp_path / "cache")
 
 
 def test_a_type_that_is_not_read_is_named(dense: Path, tmp_path: Path) -> None:

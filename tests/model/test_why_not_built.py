@@ -100,7 +100,7 @@ def test_a_name_of_the_hub_without_a_network_is_refused_soon(monkeypatch: pytest
         raise socket.gaierror("no network")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with pytest.raises(ModelError, match=r"nobody/no-model is no directory here, and the Hub did not answer[^\n]*$"):
+    with pytest.raises(ModelError, match=r"nobody/no-model: no such directory here, and the Hub did not answer[^\n]*$"):
         read_parts("nobody/no-model")
     assert outlived == [], "it was given up while names were still looked up"
     never.set()

@@ -21,16 +21,15 @@ from headrace.data.read.sources import find_sources
 from headrace.data.tokens.tokenize import asks_for_date, earlier_tokens, load_tokens
 from headrace.data.values.tokens import TokenSet
 from headrace.data.values.values import Batch, DataSpec
-from headrace.files.model_directory import read_configuration, refuse_no_model
+from headrace.files.model_directory import TOKENIZER_FILES, has_tokenizer, read_configuration, refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
+from headrace.terms.json_text import parse_json
 from headrace.terms.options.data_source import source_of
 from headrace.terms.options.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.options.preferences import preferences_of
 from headrace.terms.options.run_options import RunOptions
 
 _Config = TypeVar("_Config", bound=RunOptions)
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def read_model_config(model: Path) -> dict[str, Any]:
@@ -71,15 +70,11 @@ def tokenizer_for_data(model: Path, chat_template: Path | None = None) -> Any:
         ModelError: it cannot be read.
         ConfigError: the chat template cannot be read.
     """
-    return open_tokenizer(model, chat_template) if _has_tokenizer(model) else MissingTokenizer(_missing(model))
-
-
-def _has_tokenizer(model: Path) -> bool:
-    return any((model / name).exists() for name in _TOKENIZER_FILES)
+    return open_tokenizer(model, chat_template) if has_tokenizer(model) else MissingTokenizer(_missing(model))
 
 
 def _missing(model: Path) -> str:
-    names = ", ".join(_TOKENIZER_FILES)
+    names = ", ".join(TOKENIZER_FILES)
     return f"{model}: the tokenizer is missing (none of {names}); copy the tokenizer files of the model there"
 
 
@@ -90,7 +85,7 @@ def open_tokenizer(model: Path, chat_template: Path | None = None) -> Any:
         ModelError: there is none, or it cannot be read.
         ConfigError: the chat template cannot be read.
     """
-    if not _has_tokenizer(model):
+    if not has_tokenizer(model):
         raise ModelError(_missing(model))
     with refusing(f"{model}: the tokenizer cannot be read"):  # transformers raises whatever its parsers raise
         tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
@@ -112,14 +107,15 @@ def open_tokenizer(model: Path, chat_template: Path | None = None) -> Any:
 
 
 def read_chat_template(path: Path) -> str:
-    """Return the chat template in a file.
+    """Return the chat template in a file, or in the configuration of a tokenizer.
 
     Raises:
         ConfigError: it cannot be read, or is empty.
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        text = str(parse_json(text)["chat_template"]) if path.name == "tokenizer_config.json" else text
+    except (OSError, ValueError, KeyError, TypeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"chat_template: {path} cannot be read ({why}); give a file with a template in Jinja") from error
     if not text.strip():

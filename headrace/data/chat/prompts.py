@@ -1,4 +1,4 @@
-"""Prompts to tokens, and tokens to answers: texts, conversations by the tokenizer's chat template, and where an answer ends.
+"""Prompts to tokens: texts, and conversations by the tokenizer's chat template.
 
 Invariant: a prompt is tokenised as in transformers' own examples: the template brings its own marks, so none is added twice.
 """
@@ -14,7 +14,6 @@ from headrace.data.values.messages import read_messages, read_tools, whole_text
 from headrace.terms.errors import DataError, ModelError
 
 Messages = Sequence[Mapping[str, Any]]
-STOP, LENGTH = "stop", "length"
 
 
 @dataclass(frozen=True)
@@ -70,15 +69,6 @@ class Prompts:
     @cached_property
     def _template(self) -> Template:
         return Template.of(self.tokenizer, self.day)
-
-
-def answer_of(tokenizer: Any, tokens: Sequence[int], ends: frozenset[int], stops: Sequence[str]) -> tuple[str, str]:
-    """Return the text of an answer and why it ends: `stop` at a token or a text that ends it, `length` if it was cut."""
-    text = str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-    cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
-    if cuts:
-        return text[: min(cuts)], STOP
-    return text, STOP if tokens and tokens[-1] in ends else LENGTH
 
 
 def _some(ids: list[int]) -> list[int]:

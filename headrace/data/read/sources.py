@@ -25,6 +25,7 @@ from headrace.data.chat.forms import FORMS, Form
 from headrace.data.read.json_array import elements
 from headrace.data.read.long_lines import cut_strings
 from headrace.data.read.packed_files import PACKED, form_of, unpacked
+from headrace.data.read.splits import files_of_split
 from headrace.data.read.tables import (
     is_saved_dataset,
     open_hub,
@@ -104,9 +105,7 @@ def refuse_unread(entry: str | DataSource) -> None:
     if path.is_file():
         _reader_of(path)
         if entry.names_part:
-            raise DataError(
-                f"{name}: name and split are for data sets of the Hub and saved ones; a file has none: leave them out"
-            )
+            raise DataError(f"{name}: name and split are for data sets; a file has none: leave them out")
     elif not path.is_dir() and not _names_hub(name):
         raise DataError(
             f"{name}: no such file or directory; give {_suffixes()} files, directories of them, or owner/name of a Hub data set"
@@ -218,14 +217,12 @@ def _directory_sources(path: Path, string_bytes: int, entry: DataSource) -> list
         stamp = hashlib.sha256("".join(_stamp(file) for file in files).encode()).hexdigest()
         split = "" if entry.split == DEFAULT_SPLIT else f"{entry.split}\n"
         return [Source(str(path), stamp + split, rows_after(lambda: read_saved(path, entry)))]
-    if entry.names_part:
-        raise DataError(f"{path}: name and split are for data sets of the Hub and saved ones; name the files of the split")
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
-    found = [_file_source(file, string_bytes, entry.columns) for file in files if _is_read(file)]
+    found = [file for file in files if _is_read(file)]
     if not found:
         suffixes = ", ".join(sorted({file.suffix or file.name for file in files})) or "nothing"
         raise DataError(f"{path}: no {_suffixes()} file in this directory, found {suffixes}; convert the data to one of these")
-    return found
+    return [_file_source(file, string_bytes, entry.columns) for file in files_of_split(path, found, entry)]
 
 
 def _hidden(path: Path) -> bool:

@@ -35,7 +35,7 @@ def read_parquet(path: Path, columns: Mapping[str, str], skip: int = 0) -> Itera
     Raises:
         DataError: the file is empty, or is not what its name says.
     """
-    parquet_file = _library("pyarrow.parquet", str(path)).ParquetFile
+    parquet_file = library("pyarrow.parquet", str(path)).ParquetFile
 
     def batches() -> Iterator[Any]:
         with parquet_file(path, buffer_size=_BATCH_BYTES, pre_buffer=False) as file:
@@ -62,7 +62,7 @@ def read_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
     Raises:
         DataError: the file is empty, or is not what its name says.
     """
-    pyarrow = _library("pyarrow", str(path))
+    pyarrow = library("pyarrow", str(path))
 
     def batches() -> Iterator[Any]:
         with pyarrow.memory_map(str(path)) as source:
@@ -98,7 +98,7 @@ def _rows(
             raise
         except Exception as error:
             raise DataError(
-                f"{path}: is not readable as {form}; write it again ({type(error).__name__}: {_first_line(error)})"
+                f"{path}: is not readable as {form}; write it again ({type(error).__name__}: {first_line(error)})"
             ) from error
         for row in values:
             yield Row(f"{path}, row {index}", row)
@@ -139,10 +139,10 @@ def _converted(name: str, column: Any, feature: Any) -> list[Any]:
     try:
         values = column.to_pylist()
         if feature is not None:
-            decode = _library("datasets", "objects kept as text").Features({name: feature}).decode_example
+            decode = library("datasets", "objects kept as text").Features({name: feature}).decode_example
             values = [decode({name: value})[name] for value in values]
     except (ValueError, OverflowError, TypeError, LookupError, ImportError) as error:  # of another form's column, it may be
-        return [_NotConverted(f"a value that cannot be read ({type(error).__name__}: {_first_line(error)})")] * len(column)
+        return [_NotConverted(f"a value that cannot be read ({type(error).__name__}: {first_line(error)})")] * len(column)
     return [_without_nulls(value, feature) for value in values] if name in CONVERSATIONS else values
 
 
@@ -165,7 +165,7 @@ def _features(schema: Any) -> Mapping[str, Any]:
     """Return the features of columns in which `datasets` keeps objects of several shapes as JSON, as the schema says."""
     if b"Json" not in (schema.metadata or {}).get(b"huggingface", b""):
         return {}
-    return _with_json(_library("datasets", "objects kept as text").Features.from_arrow_schema(schema))
+    return _with_json(library("datasets", "objects kept as text").Features.from_arrow_schema(schema))
 
 
 def _with_json(features: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,7 +185,7 @@ def read_saved(path: Path, entry: DataSource) -> Iterator[Row]:
     Raises:
         DataError: the directory is damaged, or its dictionary has no such split.
     """
-    datasets = _library("datasets", str(path))
+    datasets = library("datasets", str(path))
 
     def load() -> Any:
         loaded = datasets.load_from_disk(str(path))
@@ -219,7 +219,7 @@ def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iter
     Raises:
         DataError: it is no local path, and no data set that can be downloaded, or has no such configuration or split.
     """
-    datasets = _library("datasets", entry.path)
+    datasets = library("datasets", entry.path)
     refuse_no_answer(entry.path, cache_dir)
 
     with _quiet():
@@ -229,7 +229,7 @@ def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iter
             configuration = f" of {entry.name!r}" if entry.name else ""
             raise DataError(
                 f"{entry.path}: no such file or directory here, and no Hub data set with a split {entry.split!r}"
-                f"{configuration} ({type(error).__name__}: {_first_line(error)}). Check the path, or the network"
+                f"{configuration} ({type(error).__name__}: {first_line(error)}). Check the path, or the network"
             ) from error
     return f"{entry}\0{loaded._fingerprint}\n", lambda: rows_of_data_set(
         str(entry), lambda: loaded, "cannot be read; delete its copy in the cache", entry.columns
@@ -242,7 +242,7 @@ def open_streamed(entry: DataSource) -> tuple[str, Callable[[], Iterator[Row]]]:
     Raises:
         DataError: the Hub does not answer, or has no such data set, configuration or split.
     """
-    datasets = _library("datasets", entry.path)
+    datasets = library("datasets", entry.path)
     if not hub_answers(entry.path, "dataset"):
         raise DataError(
             f"{entry.path}: no such file or directory here, and the Hub did not answer within {HUB_SECONDS:g} seconds; check "
@@ -283,7 +283,7 @@ def rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: 
     except DataError:
         raise
     except Exception as error:
-        raise DataError(f"{name}: {failure} ({type(error).__name__}: {_first_line(error)})") from error
+        raise DataError(f"{name}: {failure} ({type(error).__name__}: {first_line(error)})") from error
 
 
 @contextmanager
@@ -302,7 +302,7 @@ def _quiet() -> Iterator[None]:
             datasets.utils.enable_progress_bars()
 
 
-def _library(name: str, wanted_for: str) -> Any:
+def library(name: str, wanted_for: str) -> Any:
     """Return a library that reads tables. Both are dependencies of Headrace, but not everybody installs dependencies.
 
     Raises:
@@ -313,10 +313,11 @@ def _library(name: str, wanted_for: str) -> Any:
     except ImportError as error:
         package = name.partition(".")[0]
         raise DataError(
-            f"{wanted_for}: needs the package {package}, which cannot be loaded ({_first_line(error)}); install it "
+            f"{wanted_for}: needs the package {package}, which cannot be loaded ({first_line(error)}); install it "
             f"(pip install {package}), or give the samples as JSONL"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's words."""
     return (str(error).splitlines() or ["no message"])[0]

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,130 +13,160 @@ from transformers import GenerationConfig
 
 from headrace.ask.model_config import position_limit
 from headrace.ask.place import Place, runtime_here
+from headrace.data.batches.open_data import open_tokenizer, tokenizer_for_data
 from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
+from headrace.files.model_directory import GENERATION_CONFIG, has_tokenizer
 from headrace.generate.passes.sources import GenerationSource, RunSource, ShardSource
 from headrace.generate.plan.block_tables import without_tables
 from headrace.generate.plan.embedding import without_embedding
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, WeightMap
-from headrace.model.adapters.beside_files import is_adapter_directory, named_base
 from headrace.model.adapters.beside_reading import read_beside
 from headrace.model.blocks.beside import StoredBeside
 from headrace.model.seats.generation_check import check_generation, ready_to_generate
 from headrace.model.seats.generation_keys import SettingError, check_file, resolved, try_settings
-from headrace.terms.errors import ConfigError, DataError, ModelError, in_one_line
+from headrace.store.model_here import ModelHere, directory_at, lone_configuration
+from headrace.terms.errors import ConfigError, DataError, ModelError, in_one_line, shortened
 from headrace.terms.events import Event, Sink
 from headrace.terms.json_text import parse_json
 from headrace.terms.options.budget import Budget
 
 # New tokens of an answer where neither the model nor the user says how many.
 _NEW_TOKENS = 512
-_CONFIG = "generation_config.json"
 
 
 @dataclass
 class GenerationModel:
-    """A model that is ready to generate. `source` has its weights; `directory` has its configuration and tokenizer.
+    """A model that is ready to generate. `source` has its weights; `here` says where its files are.
 
-    `generation_config` is what the model's directory says, or transformers' own. `template_date` is the day (YYYY-MM-DD) that a
-    run has for chat templates that ask for it; None where it is no run's model, or the run's template does not ask. An
-    unfinished run may have a `chat_template` of its own.
+    `generation_config` is what these say, or transformers' own.
     """
 
-    directory: Path
+    here: ModelHere
     chain: Chain
     source: GenerationSource
     machine: Machine
     generation_config: Any
     notes: tuple[str, ...] = ()
-    template_date: str | None = None
-    chat_template: Path | None = None
     closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _tried: str = ""
 
     @classmethod
     def of_directory(
         cls,
-        directory: Path,
+        place: Path | ModelHere,
         budget: Budget,
         compute_dtype: str | None,
         sink: Sink | None,
         check: Check = check_generation,
         *,
         adapters: Callable[[Chain, WeightMap], StoredBeside] | None = None,
-        beside: Path | None = None,
     ) -> "GenerationModel":
-        """Open a model directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what is
-        computed beside its blocks, and the directory `beside` may have a generation_config.json that counts. If it is a
-        directory of adapters, open these and the model that it names.
+        """Open what is in a directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what
+        is computed beside its blocks, in the place of an adapter there.
 
         Raises:
             ModelError: it cannot be read, its architecture cannot generate block by block, or adapters belong to another model.
         """
-        if adapters is None and is_adapter_directory(directory):
-            beside = directory
-            adapters, directory = partial(read_beside, beside), named_base(beside)
-        opened = open_to_generate(directory, budget, compute_dtype, check)
+        here = place if isinstance(place, ModelHere) else directory_at(place)
+        if adapters is None and here.adapter is not None:
+            adapters = partial(read_beside, here.adapter)
+        opened = open_to_generate(here.directory, budget, compute_dtype, check)
         chain, weights, machine = opened.chain, opened.weights, opened.machine
         with contextlib.ExitStack() as closers:
             stored = adapters(chain, weights) if adapters is not None else None
             if stored is not None:
                 closers.enter_context(chain.adapted(stored.adapters))
-            place = Place.here(machine, runtime_here(), torch.get_num_threads())
-            without_tables(chain, weights, place, budget)
-            notes = without_embedding(chain, weights, place, budget)
+            hardware = Place.here(machine, runtime_here(), torch.get_num_threads())
+            without_tables(chain, weights, hardware, budget)
+            notes = without_embedding(chain, weights, hardware, budget)
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
-            found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes, *notes))
+            found = cls.of(here, chain, source, machine, (*here.notes, *opened.checkpoint.notes, *source.notes, *notes))
             found.closers = closers.pop_all()
-            if beside is not None and (beside / _CONFIG).exists():
-                found.generation_config = read_generation_config(beside, chain.model)
         return found
 
     @classmethod
     def of_store(
         cls,
-        run_directory: Path,
+        place: ModelHere,
         budget: Budget,
         compute_dtype: str | None,
         sink: Sink | None,
         check: Check = check_generation,
     ) -> "GenerationModel":
-        """Open the last commit of a run; its store is only read. `check` tries the architecture.
+        """Open the last commit of the run at `place`; its store is only read. `check` tries the architecture.
 
         Raises:
             RunDirectoryError: the run is in progress, has no commit, or was begun with seams that no option names.
             ModelError: the model with which it began is gone.
             ConfigError: the run computes in another dtype than is asked for.
         """
-        run = open_run(run_directory, compute_dtype, sink or _silent)
+        run = open_run(place.directory, compute_dtype, sink or _silent)
         try:
+            base = run.directory
+            notes = lone_configuration(base)
+            here = replace(place, directory=base, tokenizer=base, generation_config=base, notes=notes)
             if run.adapters is not None:
                 with run.store:
                     dtype = run.options.compute_dtype
-                    found = cls.of_directory(run.directory, budget, dtype, sink, check, adapters=run.adapters)
+                    found = cls.of_directory(here, budget, dtype, sink, check, adapters=run.adapters)
                     found.notes += (f"the run is unfinished: adapters are those after step {run.num_steps}",)
                     return found
             options = run.options
             leave_out = options.leave_out_blocks
             opened = open_to_generate(run.directory, budget, options.compute_dtype, check, leave_out_blocks=leave_out)
             source = RunSource(run.store, run.maker(opened))
-            notes = (f"the run is unfinished: weights are those after step {run.num_steps}",)
-            return cls.of(run.directory, opened.chain, source, opened.machine, notes)
+            notes = (
+                *notes,
+                f"the run is unfinished: weights are those after step {run.num_steps}",
+            )
+            return cls.of(here, opened.chain, source, opened.machine, notes)
         except BaseException:
             run.store.close()
             raise
 
     @classmethod
     def of(
-        cls, directory: Path, chain: Chain, source: GenerationSource, machine: Machine, notes: tuple[str, ...]
+        cls, here: ModelHere, chain: Chain, source: GenerationSource, machine: Machine, notes: tuple[str, ...]
     ) -> "GenerationModel":
         """Return the model of a chain, laid out like `source`."""
         chain.lay_out(source.layouts)
-        config = read_generation_config(directory, chain.model)
+        config = read_generation_config(here.generation_config, chain.model)
         # Settings of a call are whole: transformers puts nothing into them.
         chain.model.generation_config = GenerationConfig()
-        return cls(directory, chain, source, machine, config, notes)
+        return cls(here, chain, source, machine, config, notes)
+
+    @property
+    def directory(self) -> Path:
+        """The directory with the model's configuration."""
+        return self.here.directory
+
+    def tokenizer(self, *, for_data: bool = False) -> Any:
+        """Return the tokenizer: the adapter's before the model's, with the chat template of the adapter or run before theirs.
+
+        With `for_data`, something that takes token ids alone where there is none.
+
+        Raises:
+            ModelError: there is none, it cannot be read, or the model has no embedding for a token that an adapter's brings.
+        """
+        here = self.here
+        found = (tokenizer_for_data if for_data else open_tokenizer)(here.tokenizer, here.template)
+        if here.tokenizer == here.directory:
+            return found
+        own = open_tokenizer(here.directory) if has_tokenizer(here.directory) else None
+        known = {} if own is None else own.get_vocab()
+        vocabulary, padding = self.chain.vocabulary, found.pad_token_id  # nothing computes with padding
+        words = {token: word for word, token in found.get_vocab().items() if token >= vocabulary and token != padding}
+        new = sorted(token for token, word in words.items() if known.get(word) != token)
+        if new:
+            raise ModelError(
+                f"{here.tokenizer}: its tokenizer has token {new[0]} ({shortened(repr(words[new[0]]), 40)}), and "
+                f"{here.directory} has embeddings for 0 to {vocabulary - 1} only; the adapter is of a larger model: give that"
+            )
+        if found.chat_template is None and own is not None:
+            found.chat_template = own.chat_template
+        return found
 
     def settings(self, longest: int, config: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `generate` for prompts of up to `longest` tokens: a whole configuration, and the others.
@@ -176,7 +206,7 @@ class GenerationModel:
         except SettingError as error:
             if error.key in changes or (config is not None and getattr(config, error.key, None) is not None):
                 raise ConfigError(f"generation: {error}") from error
-            raise ConfigError(f"{self.directory / _CONFIG}: {error}") from error
+            raise ConfigError(f"{self.here.generation_config / GENERATION_CONFIG}: {error}") from error
         return own, rest
 
     def check_tokens(self, tokens: Sequence[int], name: str = "the prompt") -> None:
@@ -245,7 +275,7 @@ def read_generation_config(directory: Path, model: Any) -> Any:
     Raises:
         ModelError: the file exists, and cannot be read.
     """
-    path = directory / _CONFIG
+    path = directory / GENERATION_CONFIG
     if not path.exists():
         found = copy.deepcopy(model.generation_config)
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):

@@ -1,18 +1,16 @@
 """Generation as a user sees it: one prompt whose answer is printed as it comes, or a conversation."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import TextStreamer
-
-from headrace.data.batches.open_data import open_tokenizer
-from headrace.data.chat.prompts import Messages, Prompts, answer_of
+from headrace.data.chat.prompts import Messages, Prompts
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated, MicroBatch, kept_copies
 from headrace.generate.passes.opened import end_tokens
+from headrace.generate.uses.watching import watch_of, watched
 from headrace.model.blocks.building import model_read_from
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
@@ -21,41 +19,22 @@ from headrace.terms.options.generate_options import GenerateOptions
 
 # A conversation is planned for at least so many tokens, so that not each of its turns needs other buffers.
 _LEAST_CONVERSATION = 1024
-
-
-class Printer(TextStreamer):  # type: ignore[misc]
-    """Gives the text of one answer, piece by piece, to `write`, without special tokens and without the text that stops it."""
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str], write: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._stops, self._write = tuple(stops), write
-        self._longest = max(map(len, stops), default=1) - 1
-        self._held, self._stopped = "", False
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Take the next piece."""
-        if self._stopped:
-            return
-        self._held += text
-        places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if places:
-            self._held, self._stopped = self._held[: min(places)], True
-        # Text that may be the beginning of a stopping text is held back.
-        keep = 0 if stream_end or self._stopped else self._longest
-        ready = self._held[: len(self._held) - keep] if keep else self._held
-        self._held = self._held[len(ready) :]
-        if ready:
-            self._write(ready)
+STOP, LENGTH = "stop", "length"
+_NOT_FINITE = (
+    "the logits of token {} are not finite (NaN or infinity), so no token can be chosen; try --compute-dtype float32. If that "
+    "does not help, `headrace eval` names the weight that is damaged"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer: its text, why it ends (`stop` or `length`), and the numbers of tokens."""
+    """An answer: its text, why it ends (`stop` or `length`), and the numbers of tokens. `error`: why there is none."""
 
     text: str
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
+    error: str = ""
 
 
 class Talk(Closing):
@@ -63,8 +42,8 @@ class Talk(Closing):
 
     def __init__(self, generator: Generator, options: GenerateOptions, sink: Sink | None = None) -> None:
         self.generator, self._options, self._sink = generator, options, sink
-        self._tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
-        day = options.template_date or generator.model.template_date
+        self._tokenizer = generator.model.tokenizer()
+        day = options.template_date or generator.model.here.template_date
         self._prompts = Prompts(self._tokenizer, options.raw, options.system, day)
         self._count = 0
 
@@ -87,16 +66,14 @@ class Talk(Closing):
         generator.prepare_at_least(1, len(ids), config.max_new_tokens, room, kept_copies(settings))
         if plan is not None and generator.plan is not before:
             plan(generator.plan)
-        stops = list(config.stop_strings or ())
-        printer = Printer(self._tokenizer, stops, write)
-        streams = (config.num_beams or 1) == 1
-        if streams:
-            settings["streamer"] = printer
-        batch = MicroBatch(self._count, (tuple(ids),), options.seed + self._count, settings)
+        rows = (tuple(ids),)
+        batch = MicroBatch(self._count, rows, options.seed + self._count, watched(settings, rows, write))
         self._count += 1
         (done,) = generator.run([batch])
-        answer = _answer(self._tokenizer, done, 0)
-        if not streams:
+        (answer,) = answers_of(done)
+        if answer.error:
+            raise ModelError(answer.error)
+        if not watch_of(batch.settings).streams:
             write(answer.text)
         return answer
 
@@ -109,17 +86,14 @@ class Talk(Closing):
         self.generator.close()
 
 
-def _answer(tokenizer: Any, done: Generated, row: int) -> Answer:
-    config = done.batch.settings["generation_config"]
-    tokens = done.tokens[row]
-    text, reason = answer_of(tokenizer, tokens, end_tokens(config), list(config.stop_strings or ()))
-    return Answer(text, reason, len(done.batch.rows[row]), len(tokens))
-
-
-def answers_of(tokenizer: Any, done: Generated) -> Iterator[Answer]:
-    """Yield the answers of a micro-batch's rows."""
-    for row in range(len(done.tokens)):
-        yield _answer(tokenizer, done, row)
+def answers_of(done: Generated) -> Iterator[Answer]:
+    """Yield the answers of a micro-batch's rows, which were watched."""
+    watch, ends = watch_of(done.batch.settings), end_tokens(done.batch.settings["generation_config"])
+    for row, (prompt, tokens) in enumerate(zip(done.batch.rows, done.tokens, strict=True)):
+        found = watch.finish(row, tokens)
+        stops = found.stopped or bool(tokens and tokens[-1] in ends)
+        error = _NOT_FINITE.format(watch.failed[row]) if row in watch.failed else ""
+        yield Answer(found.text, STOP if stops else LENGTH, len(prompt), found.count, error)
 
 
 def changes_of(generator: Generator, options: GenerateOptions, tokenizer: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headrace.data import BatchStream
-from headrace.data.batches.open_data import open_tokens, tensors_of, tokenizer_for_data, with_lengths
+from headrace.data.batches.open_data import open_tokens, tensors_of, with_lengths
 from headrace.flow.step.step_batch import filled_up
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.opened import GenerationModel
@@ -21,7 +21,6 @@ from headrace.generate.passes.whose_weights import open_model
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.generate.uses.evaluator import Evaluator
 from headrace.model import self_check
-from headrace.model.adapters.beside_files import is_adapter_directory
 from headrace.model.directory.importing import refuse_not_finite
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.events import Sink
@@ -133,7 +132,7 @@ def evaluate(
         started, total, tokens, done = time.perf_counter(), 0.0, 0, 0
         for rows, loss_sum in evaluator.losses(data.micro_batches(plan.rows)):
             if not math.isfinite(loss_sum):
-                raise _no_number(model, place, adapter)
+                raise _no_number(model)
             total, tokens, done = total + loss_sum, tokens + rows.scored_tokens, done + len(rows.rows)
             progress(Scoring(done, data.count, total / max(1, tokens)))
         return Scored(
@@ -151,10 +150,10 @@ def evaluate(
         )
 
 
-def _no_number(model: GenerationModel, *adapters: Path | None) -> ModelError:
+def _no_number(model: GenerationModel) -> ModelError:
     """Return why the loss is none: a weight that is none, or a dtype that is too narrow."""
     try:
-        for directory in (model.directory, *(each for each in adapters if each and is_adapter_directory(each))):
+        for directory in {model.directory, model.here.adapter or model.directory}:
             refuse_not_finite(directory)
     except ModelError as error:
         return error
@@ -186,7 +185,7 @@ class _Rows:
             model=model.directory,
             data=options.data,
             sequence_length=options.sequence_length,
-            template_date=options.template_date or model.template_date,
+            template_date=options.template_date or model.here.template_date,
             cache=options.cache,
         )
         config = with_lengths(asked)
@@ -196,7 +195,7 @@ class _Rows:
             raise ConfigError(f"packing: the model does not keep samples of one row apart: {model.chain.packing_reason}")
         packing = packs if options.packing is None else options.packing
         config = replace(config, tokens_per_step=length, packing=packing, shuffle=False)
-        tokens, spec = open_tokens(config, tokenizer_for_data(model.directory, model.chat_template))
+        tokens, spec = open_tokens(config, model.tokenizer(for_data=True))
         self._stream, self._together = BatchStream(tokens, spec), model.chain.padded_together
         self.notices = self._stream.notices
         self.count, self.samples, self.tokens = round(self._stream.steps_per_epoch), len(tokens), 0

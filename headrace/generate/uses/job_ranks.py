@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from headrace.data.batches.open_data import open_tokenizer
 from headrace.generate.passes.generator import Generator
 from headrace.generate.uses.job_tasks import Answers, Shape, Task, answered
 from headrace.net import Ranks
@@ -77,7 +76,7 @@ def answer_for(generator: Generator, options: GenerateOptions, ranks: Ranks) -> 
         if tasks:
             shape, rows = Shape.from_json(words["shape"]), sum(len(each.rows) for each in tasks)
             generator.use(shape.plan(generator, max(rows, int(shape.fixed.get("rows", 1)))))
-            tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
+            tokenizer = generator.model.tokenizer()
             for number, found in answered(generator, options, tokenizer, tasks):
                 control.send_message({"number": number, "answers": found}, _LEADER)
     except HeadraceError as error:

@@ -9,6 +9,7 @@ from headrace.generate.passes.micro_batches import Generated, MicroBatch
 from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.generate.plan.seat_shapes import SeatShapes
 from headrace.generate.uses.answering import answers_of, changes_of
+from headrace.generate.uses.watching import watched
 from headrace.terms.options.generate_options import GenerateOptions
 
 Answers = list[dict[str, Any]]
@@ -72,21 +73,26 @@ def answered(
 ) -> Iterator[tuple[int, Answers]]:
     """Yield the number of each micro-batch and its rows' answers, as they are done. Raises as `Generator.run` does."""
     changes = changes_of(generator, options, tokenizer)
-    batches = (
-        MicroBatch(each.number, each.rows, each.seed, settings_of(each.settings, generator, changes, max(map(len, each.rows))))
-        for each in tasks
-    )
-    for done in generator.run(batches):
-        yield done.batch.number, list(_found(tokenizer, done))
+
+    def batch(task: Task) -> MicroBatch:
+        settings = settings_of(task.settings, generator, changes, max(map(len, task.rows)))
+        return MicroBatch(task.number, task.rows, task.seed, watched(settings, task.rows))
+
+    for done in generator.run(map(batch, tasks)):
+        yield done.batch.number, list(_found(done))
 
 
-def _found(tokenizer: Any, done: Generated) -> Iterator[dict[str, Any]]:
-    for answer in answers_of(tokenizer, done):
-        yield {
-            "completion": answer.text,
-            "finish_reason": answer.finish_reason,
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
-            "micro_batch": done.batch.number,
-            "seed": done.batch.seed,
-        }
+def _found(done: Generated) -> Iterator[dict[str, Any]]:
+    for answer in answers_of(done):
+        yield (
+            {"error": answer.error, "completion_tokens": answer.completion_tokens}
+            if answer.error
+            else {
+                "completion": answer.text,
+                "finish_reason": answer.finish_reason,
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": answer.completion_tokens,
+                "micro_batch": done.batch.number,
+                "seed": done.batch.seed,
+            }
+        )

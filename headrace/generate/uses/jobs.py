@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from headrace.data.batches.open_data import open_tokenizer
 from headrace.data.chat.chat_template import asks_for_time
 from headrace.data.chat.prompt_lines import PromptLine, read_line
 from headrace.data.chat.prompts import Prompts
@@ -87,9 +86,9 @@ def run_job(
     folder = output.with_name(output.name + ".job")
     if output.exists():
         raise RunDirectoryError(f"output: {output} exists; name a new file, or remove it")
-    tokenizer = open_tokenizer(generator.model.directory, generator.model.chat_template)
+    tokenizer = generator.model.tokenizer()
     changes = changes_of(generator, options, tokenizer)
-    day = options.template_date or generator.model.template_date or _day_of(folder, tokenizer)
+    day = options.template_date or generator.model.here.template_date or _day_of(folder, tokenizer)
     lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day))
     lines = [_fitting(line, generator, changes) for line in lines]
     left = [line for line in lines if not line.error]
@@ -116,7 +115,7 @@ def run_job(
     with _writing(output):
         write_whole(output, "".join(_written(answers[line.number]) + "\n" for line in lines))
         shutil.rmtree(folder, ignore_errors=True)
-    return len(lines) - len(left)
+    return len(lines) - len(left) + work.refused
 
 
 def _written(answer: Mapping[str, Any]) -> str:
@@ -309,7 +308,7 @@ def _done(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 class _Work:
-    """What a job has answered, and what is left. `answers`, by line, gets what is kept."""
+    """What a job has answered, and what is left. `answers`, by line, gets what is kept; of it `refused` lines have an error."""
 
     def __init__(
         self,
@@ -320,7 +319,7 @@ class _Work:
     ) -> None:
         self._folder, self._lines, self._answers, self._progress = folder, lines, answers, progress
         self._job: Job = {}
-        self._padding = 0.0
+        self._padding, self.refused = 0.0, 0
 
     def begin(self, job: Job) -> list[Task]:
         """Take the answers that an earlier process has kept, and return the micro-batches that are left."""
@@ -361,8 +360,10 @@ class _Work:
             yield keep
 
     def _take(self, number: int, found: Answers) -> None:
-        members = self._job[number][0]
-        self._answers |= {line: self._lines[line].answered(each) for line, each in zip(members, found, strict=True)}
+        for line, each in zip(self._job[number][0], found, strict=True):
+            words, error = self._lines[line], each.get("error")
+            self._answers[line] = words.refused(f"line {line}: {error}") if error else words.answered(each)
+            self.refused += bool(error)
 
 
 @contextmanager

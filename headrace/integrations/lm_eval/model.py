@@ -21,7 +21,6 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from headrace.data.batches.open_data import open_tokenizer
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.passes.whose_weights import open_generator, open_model
@@ -64,7 +63,7 @@ class HeadraceLM(TemplateLM, Closing):  # type: ignore[misc]
         self._options, self._machine = GenerateOptions.of(own), machine
         self._place, self._sink, self.bytes_read = Path(pretrained), sink, 0
         self._model: GenerationModel | None = self._opened()
-        self.tokenizer = open_tokenizer(self._model.directory, self._model.chat_template)
+        self.tokenizer = self._model.tokenizer()
         config = self._model.chain.model.config.get_text_config()
         known = (getattr(config, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None))
         limit = next((each for each in known if isinstance(each, int) and 0 < each < 1 << 32), None)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.files.model_directory import ADAPTER_CONFIG
 from headrace.model.adapters.adapter_targets import is_target
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.json_text import parse_json
 from headrace.terms.options.adapter import ALL_LINEAR, Dora, Lora
 from headrace.terms.options.named import plain_number
 
-CONFIG_NAME = "adapter_config.json"
+CONFIG_NAME = ADAPTER_CONFIG
 # Keys whose values decide what is computed.
 COMPUTED = frozenset(
     (

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.model.adapters.adapter_config import CONFIG_NAME, read_adapter_json
+from headrace.model.adapters.adapter_config import CONFIG_NAME
 from headrace.model.blocks.beside import Beside
 from headrace.model.directory.matching import WeightMap
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.model.stored.shard_writer import ShardWriter, shard_file_bytes
 from headrace.model.written.export import appearing_model, copy_files
-from headrace.terms.errors import ModelError
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 PREFIX, WEIGHTS_NAME = "base_model.model.", "adapter_model"
@@ -56,25 +55,6 @@ def write_beside(
         readme = {"README.md": "".join(f"Note: {note}.\n\n" for note in adapters.notes)} if adapters.notes else {}
         for name, text in (readme | dict(texts)).items():
             (partial / name).write_text(text, encoding="utf-8")
-
-
-def is_adapter_directory(directory: Path) -> bool:
-    """Return whether a directory has adapters as peft writes them."""
-    return (directory / CONFIG_NAME).is_file()
-
-
-def named_base(directory: Path) -> Path:
-    """Return the model directory of which adapters say that they were trained on it.
-
-    Raises:
-        ModelError: as `read_adapters`; or that directory is not there.
-    """
-    name = read_adapter_json(directory).get("base_model_name_or_path")
-    if isinstance(name, str) and name and (Path(name) / "config.json").is_file():
-        return Path(name)
-    raise ModelError(
-        f"{directory}: an adapter of {name!r}, which is no model directory here; give the model, and --adapter {directory}"
-    )
 
 
 def _stored(key: str, shape: tuple[int, ...]) -> StoredTensor:

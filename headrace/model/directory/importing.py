@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.files.model_directory import is_whole_model
 from headrace.model.directory.checkpoint import Checkpoint
 from headrace.model.directory.matching import Conversion, Piece, WeightMap, read_whole, run_conversion
 from headrace.model.stored.encoding import float32_of, put
@@ -104,7 +105,9 @@ def refuse_not_finite(directory: Path) -> None:
         ModelError: one is NaN or infinite; the message names its tensor.
     """
     adapters = directory / "adapter_model.safetensors"
-    found = read_header(adapters) if adapters.exists() else Checkpoint.open(directory, decode=True).tensors
+    found = dict(read_header(adapters)) if adapters.exists() else {}
+    if not found or is_whole_model(directory):
+        found |= Checkpoint.open(directory, decode=True).tensors
     for key, stored in found.items():
         for start, stop, rows in read_rows(stored) if stored.dtype in WEIGHT_DTYPES else ():
             wrong = int((~np.isfinite(float32_of(rows, stored.dtype))).sum())

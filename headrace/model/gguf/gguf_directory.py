@@ -22,12 +22,15 @@ from headrace.model.gguf.gguf_rotations import read_rotation
 from headrace.model.stored.gguf_tensors import PLAIN, TABLE
 from headrace.terms.errors import ModelError, in_one_line, refusing
 
-_VERSION = 2  # of what is in the directory
+_VERSION = 3  # of what is in the directory
 _MOST_BLOCKS = 2048
 _MAGIC = b"GGUF"
 # Architectures in GGUF by the model_type of a configuration, where transformers does not know them: without a window of
 # attention, a Mistral is a Llama.
 OTHER_NAMES = {"mistral": "llama"}
+# Where a file names tokens that end an answer; the last two of them for the end of a turn, and of a message.
+_END_KEYS = tuple(f"tokenizer.ggml.{name}" for name in ("eos_token_id", "eos_token_ids", "eom_token_id", "eot_token_id"))
+_PARTS = "split.count"
 _NAMES = {"F16": "float16", "F32": "float32"}
 
 
@@ -74,10 +77,20 @@ def _fill(directory: Path, file: Path) -> None:
     with refusing(words):
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
         tokenizer.save_pretrained(directory)
-        ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        GenerationConfig(**ends, pad_token_id=tokenizer.pad_token_id).save_pretrained(directory)
+        marks = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": _ends(reader, tokenizer.eos_token_id)}
+        GenerationConfig(**marks, pad_token_id=tokenizer.pad_token_id).save_pretrained(directory)
     table = {"file": str(file), "num_bytes": file.stat().st_size, "tensors": tensors}
     (directory / TABLE).write_text(json.dumps(table), encoding="utf-8")
+
+
+def _ends(reader: Any, own: int | None) -> int | list[int] | None:
+    """Return the tokens that end an answer: the tokenizer's `own`, and those that a file names for turns and messages."""
+    found = [] if own is None else [own]
+    for key in _END_KEYS:
+        value = reader.fields[key].contents() if key in reader.fields else []
+        found += value if isinstance(value, list) else [value]
+    ends = list(dict.fromkeys(map(int, found)))
+    return ends if len(ends) > 1 else next(iter(ends), None)
 
 
 def read_config(file: Path) -> Any:
@@ -112,9 +125,15 @@ def _opened(file: Path) -> Any:
         raise ModelError(f"{file}: GGUF needs the package gguf; pip install gguf") from error
     try:
         reader = GGUFReader(file)
+        parts = int(reader.fields[_PARTS].contents()) if _PARTS in reader.fields else 1
         blocks = [field.contents() for name, field in reader.fields.items() if name.endswith(".block_count")]
     except Exception as error:  # whatever the package raises for what a file may hold
         raise ModelError(f"{file}: the GGUF file is cut or damaged ({in_one_line(error, 80)}); fetch it again") from error
+    if parts > 1:
+        raise ModelError(
+            f"model: {file}: is one of {parts} files of a model, which are not read together; make them one file, by "
+            "`llama-gguf-split --merge FIRST OUT.gguf`, and give that"
+        )
     if any(not isinstance(count, int) or not 0 < count <= _MOST_BLOCKS for count in blocks):
         raise ModelError(f"{file}: the GGUF file says it has {blocks} blocks; at most {_MOST_BLOCKS} can be: fetch it again")
     size = file.stat().st_size

@@ -16,6 +16,7 @@ _CUTS = {
     (_CONTRACTIONS % r"\p{N}{1,3}",): "llama-bpe",
     (_CONTRACTIONS % r"\p{N}",): "qwen2",
 }
+_TELL_ENDS = ("generation_config.json", "config.json")
 _NORMAL, _UNKNOWN, _CONTROL, _OWN, _UNUSED, _BYTE = range(1, 7)  # gguf.TokenType
 
 
@@ -51,7 +52,21 @@ class WordsOf:
         writer.add_token_types([self._kind(number, known.get(number)) for number in range(self._count)])
         if pieces:  # earlier merges go first
             writer.add_token_scores([-float(number) for number in range(self._count)])
-        SpecialVocab(self._directory, load_merges=not pieces, n_vocab=self._count).add_to_gguf(writer, quiet=True)
+        special = SpecialVocab(self._directory, load_merges=not pieces, n_vocab=self._count)
+        special.add_to_gguf(writer, quiet=True)
+        self._add_ends(writer, special.special_token_ids.get("eos"))
+
+    def _add_ends(self, writer: Any, own: int | None) -> None:
+        """Add the tokens that end answers besides the tokenizer's `own`: of the last two readers know, of others Headrace."""
+        told = (
+            json.loads(path.read_text(encoding="utf-8")) for path in map(self._directory.joinpath, _TELL_ENDS) if path.exists()
+        )
+        found: Any = next((ends for each in told if (ends := each.get("eos_token_id")) is not None), [])
+        ends = [end for end in (found if isinstance(found, list) else [found]) if end != own]
+        for end, add in zip(reversed(ends), (writer.add_eot_token_id, writer.add_eom_token_id), strict=False):
+            add(end)
+        if len(ends) > 2:
+            writer.add_array("tokenizer.ggml.eos_token_ids", ends)
 
     def _kind(self, number: int, token: str | None) -> int:
         if token is None:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from headrace.codec.published.gguf_blocks import BLOCKS, GgufBlocks
+from headrace.files.model_directory import GGUF_TABLE
 from headrace.model.stored.coded import CodedSource
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ModelError
 from headrace.terms.json_text import parse_json
 
-TABLE = "gguf.table"  # no file that is copied beside trained weights
+TABLE = GGUF_TABLE
 PLAIN = ("F16", "BF16", "F32")
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from headrace.files.durable import appearing, is_mount_point
+from headrace.files.model_directory import ADAPTER_CONFIG
 from headrace.model.chain.chain import Chain
 from headrace.model.directory.checkpoint import Checkpoint
 from headrace.model.directory.importing import at_least_1d, parameter_view, rows_per_piece
@@ -237,7 +238,9 @@ def files_beside_weights(source: Path) -> list[Path]:
     return [
         path
         for path in sorted(source.iterdir())
-        if (path.name in _COPIED_NAMES or path.suffix in _COPIED_SUFFIXES) and not path.name.endswith(".index.json")
+        if (path.name in _COPIED_NAMES or path.suffix in _COPIED_SUFFIXES)
+        and not path.name.endswith(".index.json")
+        and path.name != ADAPTER_CONFIG  # loaders would look for its weights
     ]
 
 
