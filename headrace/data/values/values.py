@@ -158,7 +158,7 @@ class DataSpec:
                 f"tokens_per_step: {self.tokens_per_step} is less than one row of sequence_length {self.sequence_length}; "
                 f"set it to a multiple of {self.sequence_length}"
             )
-        if self.preferences and self.rows_per_step % 2:
+        if self.rows_per_step % self.samples_together:
             raise ConfigError(
                 f"tokens_per_step: {self.tokens_per_step} is {self.rows_per_step} rows of {self.sequence_length} tokens, and "
                 "pairs take an even number; give a multiple of twice the sequence_length"
@@ -168,7 +168,7 @@ class DataSpec:
                 f"tokens_per_step: {self.tokens_per_step} is one completion, and kto compares several; give at least "
                 f"{4 * self.sequence_length}, as each takes two rows of sequence_length {self.sequence_length}"
             )
-        if self.preferences and self.weights:
+        if self.samples_together > 1 and self.weights:
             raise ConfigError("weight and loss: each pair occurs once in an epoch; leave weight out")
         if self.seed < 0:
             raise ConfigError(f"seed: expected an integer >= 0, found {self.seed}")
@@ -182,7 +182,7 @@ class DataSpec:
     @property
     def samples_together(self) -> int:
         """How many samples that follow one another are never apart."""
-        return 2 if self.preferences else 1
+        return self.preferences.value.together if self.preferences else 1
 
     @property
     def rows_per_step(self) -> int:

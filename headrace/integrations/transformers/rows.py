@@ -22,6 +22,7 @@ from headrace.data.batches.open_data import fitting, open_tokenizer, read_chat_t
 from headrace.data.chat.chat_template import asks_for_time
 from headrace.data.chat.forms import MASKS
 from headrace.data.read.sources import Source, read_rows, rows_after
+from headrace.data.chat.columns import Columns
 from headrace.data.read.tables import rows_of_data_set
 from headrace.data.tokens.tokenize import tokens_of
 from headrace.data.values.packing import packed_rows
@@ -203,9 +204,9 @@ class Reading:
     def _source(self, data: Any, name: str) -> Source:
         renamed = {} if self.text_column == "text" else {"text": self.text_column}
         if hasattr(data, "_fingerprint") and hasattr(data, "with_format"):  # of `datasets`
-            columns: Mapping[str, str] = renamed if self.text_column in data.column_names else {}
+            columns = renamed if self.text_column in data.column_names else {}
             stamp = f"{data._fingerprint} {columns}"
-            found = partial(rows_of_data_set, name, lambda: data, "cannot be read", columns)
+            found = partial(rows_of_data_set, name, lambda: data, "cannot be read", Columns(columns))
         else:
             stamp, found = _digest(data), partial(_rows, data, name, renamed)
         masks = () if Kind.COMPLETION in self.whole else ("completion_mask",)
