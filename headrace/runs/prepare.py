@@ -10,10 +10,12 @@ from typing import Any
 
 from headrace.data.batches.batches import Batches
 from headrace.data.batches.open_data import total_steps, with_lengths
+from headrace.data.batches.prompt_batches import PromptBatches
 from headrace.plan.search.given import with_lengths_of_plan
 from headrace.runs.open_rows import halved, open_rows
 from headrace.runs.protocols import Engines
 from headrace.runs.rewards import reward_of
+from headrace.runs.rollouts import rewards_of
 from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
@@ -67,6 +69,8 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
     if takes_rewards(config.loss):
         config = halved(config)
     stream = open_rows(config)
+    if isinstance(stream, PromptBatches):
+        rewards_of(config, stream).close()  # also refuses what they take and nothing gives
     return replace(config, max_steps=total_steps(config, stream), template_date=stream.template_date), stream
 
 

@@ -81,6 +81,7 @@ class PromptBatches:
             )
         self.prompts, self._spec, self._too_long = tuple(prompts), spec, too_long
         self._per_step, self._taken = spec.rows_per_step // generations, 0
+        self.columns = tuple(self.prompts[0].columns)  # the same for all
 
     @property
     def spec(self) -> DataSpec:

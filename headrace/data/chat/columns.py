@@ -1,4 +1,4 @@
-"""Which columns are read, and under which names: what the data calls `conversation` is read as `messages`, if its entry says so.
+"""Which columns are read, and under which names: what the data calls `conversation` may be read as `messages`.
 
 Invariant: only names change. A column of ours that another one stands for is not read under its own name.
 """

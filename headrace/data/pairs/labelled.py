@@ -15,8 +15,6 @@ from headrace.terms.errors import DataError, shortened
 from headrace.terms.options.preferences import PAIR, Preferences
 
 _PAIRS_AT_ONCE = 1000
-# Texts that tables of texts have for a label; pandas writes 1.0 where another row has none.
-_LABELS = {"1": True, "1.0": True, "true": True, "yes": True, "0": False, "0.0": False, "false": False, "no": False}
 
 
 def read_labelled(source: Source) -> tuple[Kind, Iterator[Row]]:
@@ -39,10 +37,9 @@ def _one_by_one(rows: Iterator[Row]) -> Iterator[Row]:
 
 def _label(row: Row) -> bool:
     found = row.values["label"]
-    label = _LABELS.get(found.strip().lower()) if isinstance(found, str) else found
-    if label not in (0, 1):
+    if found not in (0, 1):
         raise DataError(f"{row.place}: label must be true or false, found {shortened(repr(found), 60)}. Correct the sample")
-    return bool(label)
+    return bool(found)
 
 
 def with_others(samples: Iterable[Encoded | Unmarked], most_tokens: int, count: int) -> Iterator[Encoded | Unmarked]:

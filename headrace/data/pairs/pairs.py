@@ -17,8 +17,8 @@ _NOT_USED = "prompt, a text, is not used beside conversations: the prompt is wha
 
 
 def read_pairs(source: Source) -> tuple[Kind, Iterator[Row]]:
-    """Return the rows of `source`, each as two with prompt and completion. Without a prompt, what both begin with is one, and so
-    it is beside a prompt that is a text where they are conversations.
+    """Return the rows of `source`, each as two with prompt and completion. Without a prompt, what both begin with is one. So it
+    is where both are conversations and the prompt is a text.
 
     Raises:
         DataError: there are no rows, or a row lacks a column or says the same twice; rows are checked while they are read.
@@ -63,7 +63,7 @@ def _without(place: str, prompt: list[Any], chosen: list[Any], rejected: list[An
     return (chosen[count:], rejected[count:]) if prompt and all(repeat) else (chosen, rejected)
 
 
-def _answers(chosen: list[Any], rejected: list[Any]) -> bool:
+def _answers(chosen: Any, rejected: Any) -> bool:
     """Return whether both are answers alone: they begin with a message of the assistant."""
     return all(isinstance(each, dict) and each.get("role") == "assistant" for each in (*chosen[:1], *rejected[:1]))
 

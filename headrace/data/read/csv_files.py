@@ -7,6 +7,8 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from headrace.terms.errors import DataError
 from headrace.terms.options.preferences import Preferences
 
 _TRUTHS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+# How people and programs write labels; pandas writes 1.0 where another row has none.
+_LABELS = {"1": True, "1.0": True, "true": True, "yes": True, "0": False, "0.0": False, "false": False, "no": False}
 # What a whole column may be, as `datasets` reads it, the first that fits; an empty field is None.
 _KINDS: tuple[tuple[Callable[[str], Any], Callable[[str], object]], ...] = (
     (int, re.compile(r"[+-]?[0-9]+").fullmatch),
@@ -34,7 +38,7 @@ def read_csv(path: Path, columns: Columns, skip: int) -> Iterator[Row]:
         DataError: it is not CSV, or a row has another number of fields than the header.
     """
     if not columns.every:
-        yield from _rows(path, columns, skip)
+        yield from map(partial(_with_truths, columns=columns), _rows(path, columns, skip))
         return
     texts, kinds = set[str](), dict[str, int]()
     for row in _rows(path, columns, 0):
@@ -47,6 +51,13 @@ def read_csv(path: Path, columns: Columns, skip: int) -> Iterator[Row]:
     for row in _rows(path, columns, skip):
         typed = {name: _KINDS[kinds[name]][0](text) if text else None for name, text in row.values.items() if name not in texts}
         yield Row(row.place, {**row.values, **typed})
+
+
+def _with_truths(row: Row, columns: Columns) -> Row:
+    """Return `row` with labels as true or false; what is neither stays a text."""
+    names = [theirs for theirs, ours in columns.ours(row.values).items() if ours in Preferences.LABELS.value.truths]
+    found = {name: _LABELS.get(text.strip().lower(), text) for name in names if (text := row.values[name])}
+    return replace(row, values={**row.values, **found}) if found else row
 
 
 def _rows(path: Path, columns: Columns, skip: int) -> Iterator[Row]:

@@ -120,9 +120,7 @@ class _NotConverted:
         return self.why
 
 
-def _values(
-    place: str, batch: Any, names: list[str], features: Mapping[str, Any], wanted: Columns
-) -> list[dict[str, Any]]:
+def _values(place: str, batch: Any, names: list[str], features: Mapping[str, Any], wanted: Columns) -> list[dict[str, Any]]:
     """Return the rows of a record batch, each with our names for all `names`; of those that nobody reads, the names alone.
 
     Raises:

@@ -66,10 +66,11 @@ class GenerationModel:
         *,
         adapters: Callable[[Chain, WeightMap], StoredBeside] | None = None,
         beside: Path | None = None,
+        kept: tuple[str, ...] | None = None,
     ) -> "GenerationModel":
         """Open a model directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what is
         computed beside its blocks, and the directory `beside` may have a generation_config.json that counts. If it is a
-        directory of adapters, open these and the model that it names.
+        directory of adapters, open these and the model that it names. Of that file only the keys `kept` count, or all.
 
         Raises:
             ModelError: it cannot be read, its architecture cannot generate block by block, or adapters belong to another model.
@@ -87,10 +88,10 @@ class GenerationModel:
             without_tables(chain, weights, place, budget)
             notes = without_embedding(chain, weights, place, budget)
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
-            found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes, *notes))
+            found = cls.of(directory, chain, source, machine, (*opened.checkpoint.notes, *source.notes, *notes), kept)
             found.closers = closers.pop_all()
             if beside is not None and (beside / _CONFIG).exists():
-                found.generation_config = read_generation_config(beside, chain.model)
+                found.generation_config = read_generation_config(beside, chain.model, kept)
         return found
 
     @classmethod
@@ -129,11 +130,17 @@ class GenerationModel:
 
     @classmethod
     def of(
-        cls, directory: Path, chain: Chain, source: GenerationSource, machine: Machine, notes: tuple[str, ...]
+        cls,
+        directory: Path,
+        chain: Chain,
+        source: GenerationSource,
+        machine: Machine,
+        notes: tuple[str, ...],
+        kept: tuple[str, ...] | None = None,
     ) -> "GenerationModel":
         """Return the model of a chain, laid out like `source`."""
         chain.lay_out(source.layouts)
-        config = read_generation_config(directory, chain.model)
+        config = read_generation_config(directory, chain.model, kept)
         # Settings of a call are whole: transformers puts nothing into them.
         chain.model.generation_config = GenerationConfig()
         return cls(directory, chain, source, machine, config, notes)
@@ -239,8 +246,9 @@ def open_to_generate(
     return opened
 
 
-def read_generation_config(directory: Path, model: Any) -> Any:
-    """Return the generation configuration in a model directory, or the one that transformers derives from the model's own.
+def read_generation_config(directory: Path, model: Any, kept: tuple[str, ...] | None = None) -> Any:
+    """Return the generation configuration in a model directory, or the one that transformers derives from the model's own. With
+    `kept`, these keys are in it, and the others are as if nobody had written them.
 
     Raises:
         ModelError: the file exists, and cannot be read.
@@ -248,6 +256,8 @@ def read_generation_config(directory: Path, model: Any) -> Any:
     path = directory / _CONFIG
     if not path.exists():
         found = copy.deepcopy(model.generation_config)
+        if kept is not None:
+            return GenerationConfig(**{name: getattr(found, name, None) for name in kept})
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
             setattr(found, name, None)  # config.json asks training for these
         return found
@@ -255,8 +265,12 @@ def read_generation_config(directory: Path, model: Any) -> Any:
         values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ModelError(f"{path}: expected an object, found {type(values).__name__}")
+        if kept is not None:
+            values = {name: values[name] for name in kept if name in values}
         check_file(values)
-        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+        return (
+            GenerationConfig.from_pretrained(directory, local_files_only=True) if kept is None else GenerationConfig(**values)
+        )
     except ConfigError as error:
         raise ModelError(f"{path}: {error}") from error
     except ModelError:

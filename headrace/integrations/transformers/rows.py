@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 from headrace.data import DataSpec, TokenSet
 from headrace.data.batches.open_data import fitting, open_tokenizer, read_chat_template, read_model_config
 from headrace.data.chat.chat_template import asks_for_time
+from headrace.data.chat.columns import Columns
 from headrace.data.chat.forms import MASKS
 from headrace.data.read.sources import Source, read_rows, rows_after
-from headrace.data.chat.columns import Columns
 from headrace.data.read.tables import rows_of_data_set
 from headrace.data.tokens.tokenize import tokens_of
 from headrace.data.values.packing import packed_rows

@@ -10,13 +10,15 @@ PAIR = ("chosen", "rejected")
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a loss takes: each row has `columns`, and may have `beside`. Where a program of the user's gets `every` other column,
-    too, one that a row lacks is None there. `together` samples follow one another. `expected` says it to people.
+    """What a loss takes: each row has `columns`, and may have `beside`; `truths` among them are true or false, others texts or
+    messages. Where a program of the user's gets `every` other column, too, one that a row lacks is None there. `together`
+    samples follow one another. `expected` says it to people.
     """
 
     columns: tuple[str, ...]
     expected: str
     beside: tuple[str, ...] = ()
+    truths: tuple[str, ...] = ()
     every: bool = False
     together: int = 2
 
@@ -27,7 +29,11 @@ class Preferences(Enum):
     # A chosen completion, then the rejected one.
     PAIRS = Taken(PAIR, "preferences are read with the columns chosen + rejected, and prompt if there is one", ("prompt",))
     # A completion, then the one of another prompt.
-    LABELS = Taken(("prompt", "completion", "label"), "labelled data have prompt + completion + label, or chosen + rejected")
+    LABELS = Taken(
+        ("prompt", "completion", "label"),
+        "labelled data have prompt + completion + label, or chosen + rejected",
+        truths=("label",),
+    )
     # The model writes the rows. Messages that end with one of the assistant are an answer that it goes on with.
     PROMPTS = Taken(("prompt",), "prompts are read with the column prompt: a text, or messages", every=True, together=1)
 
