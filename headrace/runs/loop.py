@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.data import Batch
 from headrace.data.batches.batches import Batches
-from headrace.data.batches.open_data import tensors_of
+from headrace.data.batches.open_data import note_of_epochs, tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.near_limit import NearLimit
@@ -94,6 +94,8 @@ def train(config: RunOptions, *, display: Display | None = None, engines: Engine
         engines = engines or _engines()
         resolved, stream = prepare(checked, directory, engines)
         run = _run(resolved, directory, stream, display, engines, meter, saving)
+        if note := note_of_epochs(checked, stream):
+            run.display.say(f"note: {note}")
         made = directory.write_config(resolved)
         return _begin(run, on_failure=lambda: directory.forget(made))
 

@@ -20,6 +20,7 @@ from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
+from headrace.terms.options.border import usual_border
 from headrace.terms.options.contradictions import refuse_evaluation_of_nothing
 from headrace.terms.options.data_source import DataSource, source_of
 from headrace.terms.options.preferences import takes_rewards
@@ -63,7 +64,8 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
             f"{reason}; leave packing out or set it to false"
         )
     packing = not reason and config.packing is not False and config.loss is None
-    config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
+    border = config.border or usual_border(config.loss)
+    config = replace(config, packing=packing, border=border, output=directory.path, **_absolute_paths(config))
     for text in config.reward:
         reward_of(text)
     if takes_rewards(config.loss):

@@ -83,6 +83,15 @@ def whole_pairs(samples: Iterable[Encoded | Unmarked], most_tokens: int) -> Iter
         if unmarked := next((each for each in pair if isinstance(each, Unmarked)), None):
             yield from (unmarked, unmarked)
         elif all(isinstance(each, Encoded) and any(each.trained[1:most_tokens]) for each in pair):
-            yield from pair
+            yield from _parted_alike([each for each in pair if isinstance(each, Encoded)])
         else:
             yield from (replace(each, trained=[False] * len(each.ids)) for each in pair if isinstance(each, Encoded))
+
+
+def _parted_alike(pair: list[Encoded]) -> list[Encoded]:
+    """Return both samples of a pair, trained from where the earlier one parts from the prompt."""
+    parted = [each.parted for each in pair if each.parted is not None]
+    if len(set(parted)) < 2:
+        return pair
+    start = min(parted)
+    return [replace(each, trained=[False] * start + [True] * (len(each.ids) - start)) for each in pair]

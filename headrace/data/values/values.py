@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.options.border import Border
 from headrace.terms.options.data_source import DataSource, source_of
 from headrace.terms.options.preferences import Preferences
 
@@ -96,7 +97,7 @@ Remark = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more were not made; `desirable`
-    is the label of the row.
+    is the label of the row. `parted` is where the tokens of two texts part, if those of a pair have to agree on that.
     """
 
     ids: list[int]
@@ -104,6 +105,7 @@ class Encoded:
     beyond: int = 0
     remarks: tuple[Remark, ...] = ()
     desirable: bool | None = None
+    parted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,8 @@ class DataSpec:
     `tokens_per_step // sequence_length` rows. `packing` puts several samples into a row, which works only if the model honours
     `position_ids`. With `contents`, for calibration, everything goes through the chat template: texts are what the user says,
     and tokens count as trained wherever anybody speaks. With `everything` each token is trained. With `preferences` two samples
-    that follow one another belong together. A chat template that asks for the time gets the beginning of
-    `template_date` (YYYY-MM-DD; None: none asks).
+    that follow one another belong together. `border` is the rule for tokens of prompt and completion.
+    A chat template that asks for the time gets the beginning of `template_date` (YYYY-MM-DD; None: none asks).
     """
 
     paths: tuple[str | DataSource, ...]
@@ -144,6 +146,7 @@ class DataSpec:
     template_date: str | None = None
     preferences: Preferences | None = None
     everything: bool = False
+    border: Border = Border.APART
 
     def __post_init__(self) -> None:
         if not self.paths:

@@ -51,6 +51,7 @@ class GenerationModel:
     generation_config: Any
     notes: tuple[str, ...] = ()
     template_date: str | None = None
+    border: str | None = None
     chat_template: Path | None = None
     closers: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _tried: str = ""

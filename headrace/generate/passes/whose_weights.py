@@ -52,7 +52,7 @@ def open_model(
         found.chat_template = None if config is None else config.chat_template
     else:
         raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` resumes it")
-    found.template_date = None if config is None else config.template_date
+    found.template_date, found.border = (None, None) if config is None else (config.template_date, config.border)
     return found
 
 

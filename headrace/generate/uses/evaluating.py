@@ -187,6 +187,7 @@ class _Rows:
             data=options.data,
             sequence_length=options.sequence_length,
             template_date=options.template_date or model.template_date,
+            border=model.border,
             cache=options.cache,
         )
         config = with_lengths(asked)

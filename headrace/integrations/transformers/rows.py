@@ -27,9 +27,10 @@ from headrace.data.read.tables import rows_of_data_set
 from headrace.data.tokens.tokenize import tokens_of
 from headrace.data.values.packing import packed_rows
 from headrace.data.values.values import IGNORED, Kind, Row, Tokenizer
-from headrace.integrations.transformers.loop_state import day_of
+from headrace.integrations.transformers.loop_state import border_of_run, day_of
 from headrace.runs.engines import why_not_packed
 from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.options.border import Border
 from headrace.terms.options.options import DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.packed_rows import PackedRows
 
@@ -130,8 +131,8 @@ class RightPadding:
 class Reading:
     """How data sets become rows: by which tokenizer, cut at `most_tokens`; the tokens are kept in `cache`.
 
-    `text_column` is the name of the column of texts, `day` what a chat template hears that asks for the date. `whole` names
-    the kinds of rows of which every token is trained.
+    `text_column` is the name of the column of texts, `day` what a chat template hears that asks for the date,
+    `border` the rule for tokens of prompt and completion. `whole` names the kinds of rows of which every token is trained.
     """
 
     tokenizer: Tokenizer
@@ -139,6 +140,7 @@ class Reading:
     cache: Path
     text_column: str = "text"
     day: str | None = None
+    border: Border = Border.APART
     whole: frozenset[Kind] = frozenset()
     model: Path
     packing: bool = False
@@ -158,6 +160,7 @@ class Reading:
             cache=cache,
             text_column=getattr(args, "dataset_text_field", None) or "text",
             day=day_of(Path(args.output_dir)) or date.today().isoformat(),
+            border=border_of_run(Path(args.output_dir)) or (Border.JOINT if _is_of_trl(args) else Border.APART),
             whole=frozenset(kind for kind, name in whole.items() if getattr(args, name, None) is False),
             model=model,
             packing=packing,
@@ -197,7 +200,7 @@ class Reading:
         spec = DataSpec(paths=(name,), sequence_length=self.most_tokens, tokens_per_step=self.most_tokens)
         source = self._source(data, name)
         everything = read_rows(source)[0] in self.whole
-        spec = replace(spec, template_date=self.dated, everything=everything)
+        spec = replace(spec, template_date=self.dated, everything=everything, border=self.border)
         tokens = fitting(tokens_of([source], spec, self.tokenizer, self.cache), self.model)
         return TokenRows(tokens, self.most_tokens if packing else None)
 
@@ -212,6 +215,11 @@ class Reading:
         masks = () if Kind.COMPLETION in self.whole else ("completion_mask",)
         read = rows_after(lambda: (_labelled(row, (*masks, "assistant_masks")) for row in found()))
         return Source(name, f"{stamp} {masks}", read)
+
+
+def _is_of_trl(args: Any) -> bool:
+    """Return whether arguments are an SFTConfig."""
+    return hasattr(args, "completion_only_loss")
 
 
 def _rows(data: Any, name: str, renamed: Mapping[str, str]) -> Iterator[Row]:
