@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from headrace.terms.closing import Closing
@@ -25,8 +26,9 @@ OFFERED = ("prompts", "completions", "completion_ids", "trainer_state", "log_ext
 _NOT_PASSED = ("prompt", "completion", "completion_ids")
 
 
-def reward_of(text: str) -> Reward:
-    """Return the function that `FILE.py:NAME` names; the file may import others of its folder.
+def reward_of(text: str, loaded: dict[str, ModuleType] | None = None) -> Reward:
+    """Return the function that `FILE.py:NAME` names; the file may import others of its folder. Files that are `loaded` are not
+    run again.
 
     Raises:
         ConfigError: there is none.
@@ -36,6 +38,16 @@ def reward_of(text: str) -> Reward:
         raise ConfigError(f"reward: {text!r}: expected FILE.py:NAME, a function of a Python file")
     if not Path(path).is_file():
         raise ConfigError(f"reward: {path}: there is no such file")
+    loaded = {} if loaded is None else loaded
+    if path not in loaded:
+        loaded[path] = _module(path)
+    found: Reward | None = getattr(loaded[path], name, None)
+    if not callable(found):
+        raise ConfigError(f"reward: {path} has no function {name}")
+    return found
+
+
+def _module(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     assert spec is not None, "a Python file"
     assert spec.loader is not None, "which can be run"
@@ -47,10 +59,7 @@ def reward_of(text: str) -> Reward:
         raise ConfigError(f"reward: {path}: {type(error).__name__}: {in_one_line(error)}") from error
     finally:
         sys.path.remove(beside)
-    found: Reward | None = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"reward: {path} has no function {name}")
-    return found
+    return module
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,8 @@ class Rewards(Closing):
             ConfigError: one is not there, or takes an argument that nothing gives.
         """
         self._columns = tuple(name for name in columns if name not in (*_NOT_PASSED, *OFFERED))
-        self._functions = {text: reward_of(text) for text in texts}
+        loaded: dict[str, ModuleType] = {}  # functions of one file share its state
+        self._functions = {text: reward_of(text, loaded) for text in texts}
         self._takes = {text: self._taken(text, function) for text, function in self._functions.items()}
         self._reserved = frozenset(reserved)
         self._runner: asyncio.Runner | None = None
@@ -169,7 +179,7 @@ def _numbers(text: str, said: Any, count: int) -> list[float | None]:
     wrong = next((each for each in found if each is not None and not math.isfinite(each)), None)
     if len(found) != count or wrong is not None:
         what = f"{len(found)} numbers" if wrong is None else wrong
-        raise DataError(f"reward: {text}: expected a finite number for each of {count} completions, or None, found {what}")
+        raise DataError(f"reward: {text}: expected None or a finite number for each of {count} completions, found {what}")
     return found
 
 

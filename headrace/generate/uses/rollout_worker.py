@@ -23,7 +23,7 @@ from headrace.terms.options.generate_options import GenerateOptions
 _PR_SET_PDEATHSIG = 1
 # All that the model's own generation_config.json says of rollouts: which token is drawn is decided by the weights alone.
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-_DRAWING = {"do_sample": True, "top_k": 0}  # without 0, transformers takes 50; all else cuts nothing by itself
+DRAWING = {"do_sample": True, "top_k": 0}  # without 0, transformers takes 50; all else cuts nothing by itself
 
 
 def opened(adapter: str | Path | None) -> Callable[..., GenerationModel]:
@@ -42,7 +42,7 @@ def answer(request: Mapping[str, Any]) -> list[list[int]]:
     options = GenerateOptions(**request["options"])
     found: dict[int, list[int]] = {}
     with Generator.open(Path(request["model"]), options=options, opened=opened(options.adapter)) as generator:
-        settings = _DRAWING | {"max_new_tokens": request["max_new_tokens"]}
+        settings = DRAWING | {"max_new_tokens": request["max_new_tokens"]}
         for index, tokens in generator.generate(request["prompts"], seed=request["seed"], **settings):
             found[index] = list(tokens)
     return [found[index] for index in range(len(request["prompts"]))]
