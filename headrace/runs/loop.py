@@ -25,7 +25,7 @@ from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, Trac
 from headrace.report.completions import COMPLETIONS_NAME, CompletionsFile
 from headrace.report.metrics import read_metrics
 from headrace.report.trackers import TRACKERS, Tracker
-from headrace.report.trainer_state import trainer_state
+from headrace.report.trainer_state import of_run, trainer_state
 from headrace.runs.checkpoints import Checkpoints, CheckpointWriter
 from headrace.runs.counted import for_people
 from headrace.runs.evaluating import Evaluations, Evaluator
@@ -262,16 +262,16 @@ def _makers(
     """Return what makes tensors of a step's batch (None: the run is to stop), and of held-out rows, and figures of the step
     that are no loss's; `closing` ends it.
     """
-
-    def beside() -> Beside:
-        def state() -> dict[str, Any]:
-            return trainer_state(metrics.records, metrics.evaluations, **_of_trainer(run))
-
-        file = CompletionsFile(run.directory.path / COMPLETIONS_NAME, committed_steps=engine.step_index)
-        return Beside(file, state, run.display.say)
-
     if (references := _references(run, engine, heed)) is not None:
         return references.beside, partial(references.beside, held_out=True), dict
+    file = CompletionsFile(run.directory.path / COMPLETIONS_NAME, committed_steps=engine.step_index)
+    beside = Beside(
+        file,
+        lambda: trainer_state(
+            metrics.records, metrics.evaluations, **of_run(run.config, run.total_steps, run.stream.steps_per_epoch)
+        ),
+        run.display.say,
+    )
     if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path, beside)) is not None:
         closing.callback(rollouts.close)
         return partial(rollouts.rows, heed=heed), tensors_of, lambda: rollouts.figures
@@ -367,7 +367,7 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
             metrics.records,
             evaluations=metrics.evaluations,
             clock=time.monotonic,
-            **_of_trainer(run),
+            **of_run(run.config, run.total_steps, run.stream.steps_per_epoch),
         )
     )
     # Memory in use is the same figure as the measured peaks.
@@ -381,17 +381,6 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
     if "trace" in config.report_to:
         reporters.add(TraceFile(directory.trace(done_steps)))
     return metrics
-
-
-def _of_trainer(run: _Run) -> dict[str, Any]:
-    """Return what `trainer_state` is told of a run."""
-    config = run.config
-    return {
-        "eval_steps": config.eval_steps,
-        "max_steps": run.total_steps,
-        "num_train_epochs": run.total_steps / (run.stream.steps_per_epoch or run.total_steps),
-        "train_batch_size": (config.tokens_per_step or 0) // (config.sequence_length or 1),
-    }
 
 
 def _interrupted(run: _Run, step: int, number: int) -> Interrupted:

@@ -66,7 +66,7 @@ class Rollouts:
 
     @classmethod
     def of(
-        cls, config: RunOptions, stream: Batches, engine: RunningEngine, directory: Path, beside: Callable[[], Beside]
+        cls, config: RunOptions, stream: Batches, engine: RunningEngine, directory: Path, beside: Beside
     ) -> "Rollouts | None":
         """Return what makes rows for a run; None if its data have them.
 
@@ -77,7 +77,7 @@ class Rollouts:
         if not isinstance(loss, Grpo):
             return None
         assert isinstance(stream, PromptBatches), "such a loss reads prompts"
-        return cls(config, stream, loss, engine, directory / FOLDER, beside())
+        return cls(config, stream, loss, engine, directory / FOLDER, beside)
 
     def rows(self, batch: Batch, heed: Callable[[], bool]) -> dict[str, torch.Tensor] | None:
         """Return the tensors of a batch of prompts: `num_generations` completions of each, with their rewards; None if the run

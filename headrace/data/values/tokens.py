@@ -25,8 +25,8 @@ from headrace.data.values.block_array import BlockArray, HeldArray, num_blocks
 from headrace.data.values.values import Sample
 from headrace.terms.errors import DataError
 
-# 2: padding of given token ids is left out; 3: checksums; 4: what of a conversation is trained is compared as text; 5: a prompt
-# that is a text is not used beside conversations.
+# 2: padding of given token ids is left out; 3: checksums; 4: what of a conversation is trained is compared as text.
+# 5: a prompt that is a text is not used beside conversations.
 FORMAT_VERSION = 5
 # Versions whose files have the same form. A run that began with such tokens keeps them.
 EARLIER_FORMATS = (4, 3)
