@@ -64,8 +64,8 @@ def _module(path: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Judged:
-    """The sum of what all functions said of each completion, NaN where all said None; and what they logged: means of
-    `metrics`, and `extra` columns with a value for each completion.
+    """The sum of what all functions said of each completion, NaN where all said None. They also logged: means of `metrics`,
+    and `extra` columns with a value for each completion.
     """
 
     rewards: list[float]
