@@ -265,12 +265,14 @@ def data(
     sequence_length: Annotated[int | None, typer.Option(help="Tokens of one row.")] = None,
     template_date: Annotated[str | None, typer.Option(help="The day for a chat template that asks: YYYY-MM-DD.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="File with a chat template, in place of the tokenizer's.")] = None,
+    border: Annotated[str | None, typer.Option(help="Tokens at the border of prompt and completion: joint or apart.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what will be trained on: real samples with the trained tokens marked, lengths, totals."""
     from headrace.cli.samples import show_samples
 
     changes = {"sequence_length": sequence_length, "template_date": template_date, "chat_template": chat_template}
+    changes |= {"border": border}
     model = model_here(model) if model is not None else None
     show_samples(
         source, {key: value for key, value in changes.items() if value is not None}, model=model, count=show, as_json=as_json

@@ -29,6 +29,7 @@ from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.machine.drives import Drive
+from headrace.terms.options.border import usual_border
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.options.options import Options
@@ -45,7 +46,7 @@ _OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() i
 _OF_COMPRESSION = frozenset(("machine", "host_memory", "sequence_length"))
 _OF_EVALUATIONS = frozenset(("eval_split", "eval_data", "eval_steps"))
 _OF_SAVING = frozenset(("save_steps", "save_total_limit"))
-_OF_DATA = frozenset(("epochs", "packing", "cache", *_OF_EVALUATIONS))
+_OF_DATA = frozenset(("epochs", "packing", "border", "cache", *_OF_EVALUATIONS))
 _OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan", "load_best_model_at_end", *_OF_SAVING, *_OF_EVALUATIONS))
 
 
@@ -288,7 +289,7 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[
 
     if not options.model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
-    options = with_lengths(options)
+    options = with_lengths(replace(options, border=options.border or usual_border(options.loss)))
     stream = open_rows(options)
     steps = total_steps(options, stream)
     between = Checkpoints(options, Evaluations(options, stream, steps)).between_steps()

@@ -12,7 +12,7 @@ import torch
 
 from headrace.flow.step.step_batch import KEYS, StepBatch, check_apart, checked_batch, counting, filled_up, step_batch
 from headrace.flow.step.step_state import StepState
-from headrace.flow.step.whole_loss import by_tokens, called, scored_labels
+from headrace.flow.step.whole_loss import by_tokens, called, scored_labels, targets_mask
 from headrace.flow.weights.traffic import Traffic
 from headrace.losses import Loss, TokenLoss
 from headrace.machine.protocol import Machine
@@ -79,8 +79,8 @@ class Scoring:
         """
         assert self._token_loss is not None, "log-probabilities are read for a loss of the whole step"
         data, state = self._score(self._checked(batch, weighed=False))
-        mask = data.whole["labels"][:, 1:] == data.whole["scored"][:, 1:]
-        return (by_tokens(_joined(state.scored))[:, 1:] * mask).sum(dim=1)
+        # Over the same columns as losses sum, so that both are the same bits where the weights are.
+        return (by_tokens(_joined(state.scored)) * targets_mask(data.whole["labels"])).sum(dim=1)
 
     def next_logits(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits (sequences, vocabulary) of the token after each row, float32 on the host, under the newest weights.

@@ -27,6 +27,8 @@ class Grpo(Loss):
 
     name: ClassVar[str] = "grpo"
     adds_router_loss: ClassVar[bool] = True
+    FIGURES: ClassVar[tuple[str, ...]] = ("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length")
+
     num_generations: int = option(8, Whole(2), row="completions of a prompt (G)")
     max_completion_length: int = option(256, Whole(), row="most tokens of a completion")
     loss_type: str = option(
@@ -55,13 +57,22 @@ class Grpo(Loss):
             raise DataError(f"batch: grpo needs rewards, one for each of {rows} rows")
 
     def advantages(self, rewards: Tensor) -> tuple[Tensor, Tensor]:
-        """Return by how much each reward (rows,) exceeds its group's mean, scaled; and the standard deviations that scale."""
+        """Return by how much each reward (rows,) exceeds its group's mean, scaled; and the standard deviations that scale.
+
+        A completion that nothing judged has the reward NaN: it is left out of means and deviations, and its advantage is 0, as
+        that of one that is alone.
+        """
         groups = rewards.float().view(-1, self.num_generations)
-        deviations = rewards.float().std() if self.scale_rewards == BATCH else groups.std(dim=1, keepdim=True)
-        found = groups - groups.mean(dim=1, keepdim=True)
+        means, deviations = groups.mean(dim=1, keepdim=True), groups.std(dim=1, keepdim=True)
+        for group in groups.isnan().any(dim=1).nonzero().flatten().tolist():
+            known = groups[group][~groups[group].isnan()]
+            means[group], deviations[group] = known.mean(), _deviation(known)
+        if self.scale_rewards == BATCH:
+            deviations = _deviation(_known(rewards))
+        found = groups - means
         if self.scale_rewards != NONE:
             found = found / (deviations + _TINY)
-        return found.flatten(), deviations
+        return found.flatten().nan_to_num(nan=0.0), deviations
 
     def __call__(self, log_probs: Tensor, completion_mask: Tensor, batch: Mapping[str, Tensor]) -> Outcome:
         """Return the loss of a step, and figures of rewards and completions under TRL's names."""
@@ -75,10 +86,15 @@ class Grpo(Loss):
             loss = losses.sum() / (len(losses) * self.max_completion_length)
         else:
             loss = losses.sum() / counts.sum().clamp(min=1)
-        metrics = {
-            "reward": rewards.float().mean(),
-            "reward_std": rewards.float().std(),
-            "frac_reward_zero_std": (deviations == 0).float().mean(),
-            "completions/mean_length": counts.mean(),
-        }
-        return Outcome(loss, metrics)
+        known = _known(rewards)
+        found = (known.mean(), _deviation(known), (deviations == 0).float().mean(), counts.mean())
+        return Outcome(loss, dict(zip(self.FIGURES, found, strict=True)))
+
+
+def _known(rewards: Tensor) -> Tensor:
+    return rewards.float()[~rewards.isnan()]
+
+
+def _deviation(rewards: Tensor) -> Tensor:
+    """Return the standard deviation of rewards; NaN of fewer than two."""
+    return rewards.std() if len(rewards) > 1 else rewards.new_tensor(torch.nan)

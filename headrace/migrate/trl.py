@@ -17,6 +17,7 @@ from headrace.migrate.training_arguments import (
     take_streaming,
     take_training_arguments,
 )
+from headrace.terms.options.border import JOINT
 from headrace.terms.options.method_options import OF_MODEL
 
 NAME = "trl"
@@ -90,6 +91,7 @@ def translate(source: Source) -> None:
     length = int(source.take("max_length", source.take("max_seq_length", 1024)))
     source.set("sequence_length", length, "max_length")
     source.set("packing", bool(source.take("packing", False)), "packing")
+    source.set("border", JOINT, "TRL's rule")
     rate = 1e-6 if pairs else 2e-5
     take_training_arguments(source, batch=8, rate=rate, epochs=3.0, length=length, pairs=pairs)
     if not source.has("bf16") and not source.has("fp16"):

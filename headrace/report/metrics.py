@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +20,9 @@ from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Committed, Evaluated, Event, Flushed, StepResult
 
 Record = dict[str, Any]
+
+FIGURES = frozenset((*(each.name for each in fields(StepResult)), "epoch", "lr", "tokens_per_second", "resumed", "flushed"))
+"""The names that a line has whatever the loss is."""
 
 
 def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:

@@ -72,7 +72,7 @@ def live_words(result: StepResult, *, total_steps: int, remaining_seconds: float
 
 # The words of a step in the order of importance, for a line that may be too narrow. A skipped step has a line of its own.
 # Of what a loss measures beside itself, what people watch, and its word.
-_WATCHED = {"reward": "reward", "rewards/accuracies": "accuracy"}
+_WATCHED = {"reward": "reward", "frac_reward_zero_std": "frac_reward_zero_std", "rewards/accuracies": "accuracy"}
 _MATTERS = ("step", "left", *_WATCHED, "loss", "ssd", "rate", "seconds", "grad norm", "lr", "loss scale")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.report.metrics import Record, best_of
 from headrace.terms.events import Event, StepResult
+from headrace.terms.options.run_options import RunOptions
 
 
 def trainer_state(
@@ -46,6 +47,16 @@ def trainer_state(
         "train_batch_size": train_batch_size,
         "trial_name": None,
         "trial_params": None,
+    }
+
+
+def of_run(config: RunOptions, total_steps: int, steps_per_epoch: float | None) -> dict[str, Any]:
+    """Return what `trainer_state` is told of a run besides its records."""
+    return {
+        "eval_steps": config.eval_steps,
+        "max_steps": total_steps,
+        "num_train_epochs": total_steps / (steps_per_epoch or total_steps),
+        "train_batch_size": (config.tokens_per_step or 0) // (config.sequence_length or 1),
     }
 
 

@@ -6,7 +6,7 @@ sample twice. `metrics.jsonl` has each step once.
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.data import Batch
 from headrace.data.batches.batches import Batches
-from headrace.data.batches.open_data import tensors_of
+from headrace.data.batches.open_data import note_of_epochs, tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.near_limit import NearLimit
 from headrace.plan.search.serving import explain_serving, grouping_of
 from headrace.plan.value.plan import Plan
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
+from headrace.report.completions import COMPLETIONS_NAME, CompletionsFile
 from headrace.report.metrics import read_metrics
 from headrace.report.trackers import TRACKERS, Tracker
+from headrace.report.trainer_state import of_run, trainer_state
 from headrace.runs.checkpoints import Checkpoints, CheckpointWriter
 from headrace.runs.counted import for_people
 from headrace.runs.evaluating import Evaluations, Evaluator
@@ -35,7 +37,7 @@ from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.references import References
 from headrace.runs.replanning import PlanInUse
-from headrace.runs.rollouts import Rollouts
+from headrace.runs.rollouts import Beside, Rollouts
 from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import RunDirectoryError, StorageError
@@ -92,6 +94,8 @@ def train(config: RunOptions, *, display: Display | None = None, engines: Engine
         engines = engines or _engines()
         resolved, stream = prepare(checked, directory, engines)
         run = _run(resolved, directory, stream, display, engines, meter, saving)
+        if note := note_of_epochs(checked, stream):
+            run.display.say(f"note: {note}")
         made = directory.write_config(resolved)
         return _begin(run, on_failure=lambda: directory.forget(made))
 
@@ -198,7 +202,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
 
         run.engines.heed(heed)
         pauses = Pauses.of(run.config, run.directory.path, engine, lambda: stop.received is not None, reporters)
-        tensors, of_held_out = _makers(run, engine, lambda: stop.received is not None, closing)
+        tensors, of_held_out, logged = _makers(run, engine, metrics, lambda: stop.received is not None, closing)
         evaluator, keeper = _between_steps(run, engine, reporters, metrics, lambda: stop.received is not None)
         evaluator = replace(evaluator, tensors=of_held_out)
 
@@ -218,7 +222,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             if (batch := tensors(run.stream.next_batch())) is None:
                 break
             result = engine.step(batch, position={"data": run.stream.state()})
-            reporters(replace(result, step=engine.step_index))
+            reporters(replace(result, step=engine.step_index, metrics={**result.metrics, **logged()}))
             taken.append(result.seconds)
             if stop.received is None and reporters.failure is None:
                 plans.after_step(taken, steps_left=run.total_steps - engine.step_index)
@@ -253,15 +257,25 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
 
 
 def _makers(
-    run: _Run, engine: RunningEngine, heed: Callable[[], bool], closing: ExitStack
-) -> tuple[Callable[[Batch], Any], Callable[[Batch], Any]]:
-    """Return what makes tensors of a step's batch (None: the run is to stop), and of held-out rows; `closing` ends it."""
+    run: _Run, engine: RunningEngine, metrics: MetricsFile, heed: Callable[[], bool], closing: ExitStack
+) -> tuple[Callable[[Batch], Any], Callable[[Batch], Any], Callable[[], Mapping[str, float]]]:
+    """Return what makes tensors of a step's batch (None: the run is to stop), and of held-out rows, and figures of the step
+    that are no loss's; `closing` ends it.
+    """
     if (references := _references(run, engine, heed)) is not None:
-        return references.beside, partial(references.beside, held_out=True)
-    if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path)) is not None:
+        return references.beside, partial(references.beside, held_out=True), dict
+    file = CompletionsFile(run.directory.path / COMPLETIONS_NAME, committed_steps=engine.step_index)
+    beside = Beside(
+        file,
+        lambda: trainer_state(
+            metrics.records, metrics.evaluations, **of_run(run.config, run.total_steps, run.stream.steps_per_epoch)
+        ),
+        run.display.say,
+    )
+    if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path, beside)) is not None:
         closing.callback(rollouts.close)
-        return partial(rollouts.rows, heed=heed), tensors_of
-    return tensors_of, tensors_of
+        return partial(rollouts.rows, heed=heed), tensors_of, lambda: rollouts.figures
+    return tensors_of, tensors_of, dict
 
 
 def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> References | None:
@@ -352,11 +366,8 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
             directory.trainer_state,
             metrics.records,
             evaluations=metrics.evaluations,
-            eval_steps=config.eval_steps,
-            max_steps=run.total_steps,
-            num_train_epochs=run.total_steps / (steps_per_epoch or run.total_steps),
-            train_batch_size=(config.tokens_per_step or 0) // (config.sequence_length or 1),
             clock=time.monotonic,
+            **of_run(run.config, run.total_steps, run.stream.steps_per_epoch),
         )
     )
     # Memory in use is the same figure as the measured peaks.

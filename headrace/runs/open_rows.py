@@ -14,6 +14,7 @@ from headrace.losses.grpo import Grpo
 from headrace.machine.limits import available_memory_bytes
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.budget import default_bytes
+from headrace.terms.options.preferences import Preferences
 from headrace.terms.options.run_options import RunOptions
 
 
@@ -48,6 +49,7 @@ def _open_prompts(config: RunOptions, loss: Grpo) -> PromptBatches:
         packing=False,
         shuffle=config.shuffle,
         template_date=day,
+        preferences=Preferences.PROMPTS,
     )
     return PromptBatches(found, spec, loss.num_generations, too_long)
 

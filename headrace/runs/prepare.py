@@ -10,16 +10,19 @@ from typing import Any
 
 from headrace.data.batches.batches import Batches
 from headrace.data.batches.open_data import read_chat_template, total_steps, with_lengths
+from headrace.data.batches.prompt_batches import PromptBatches
 from headrace.files.model_directory import template_in
 from headrace.plan.search.given import with_lengths_of_plan
 from headrace.runs.open_rows import halved, open_rows
 from headrace.runs.protocols import Engines
 from headrace.runs.rewards import reward_of
+from headrace.runs.rollouts import rewards_of
 from headrace.store.run_directory import RunDirectory
 from headrace.store.run_folders import check_directories
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event
 from headrace.terms.options.adapter import Lora, adapter_of
+from headrace.terms.options.border import usual_border
 from headrace.terms.options.contradictions import refuse_evaluation_of_nothing
 from headrace.terms.options.data_source import DataSource, source_of
 from headrace.terms.options.preferences import takes_rewards
@@ -73,12 +76,15 @@ def prepare(config: RunOptions, directory: RunDirectory, engines: Engines) -> tu
             f"{reason}; leave packing out or set it to false"
         )
     packing = not reason and config.packing is not False and config.loss is None
-    config = replace(config, packing=packing, output=directory.path, **_absolute_paths(config))
+    border = config.border or usual_border(config.loss)
+    config = replace(config, packing=packing, border=border, output=directory.path, **_absolute_paths(config))
     for text in config.reward:
         reward_of(text)
     if takes_rewards(config.loss):
         config = halved(config)
     stream = open_rows(config)
+    if isinstance(stream, PromptBatches):
+        rewards_of(config, stream).close()  # also refuses what they take and nothing gives
     return replace(config, max_steps=total_steps(config, stream), template_date=stream.template_date), stream
 
 

@@ -28,17 +28,19 @@ from headrace.terms.options.adapter import Lora, adapter_of
 from headrace.terms.options.run_options import RunOptions
 
 _RECORD = struct.Struct("<qdI")
+_RULES = 2  # 2: sums over the columns of the loss
 
 
 class References:
     """The reference's log-probabilities of the rows of `stream`, and of its held-out ones."""
 
     def __init__(self, config: RunOptions, stream: BatchStream) -> None:
-        folder = config.cache / "references"
         self._stream = stream
-        self._trained = _File(folder / f"{_digest(config, stream.digest)}.bin")
+        # A row's number has the bits of a step's only in the very batch of that step.
+        order = f"{config.seed} {config.shuffle} {config.tokens_per_step}"
+        self._trained = _File.of_data(config, stream.digest, order)
         held_out = stream.held_out
-        self._held_out = _File(folder / f"{_digest(config, held_out.info.digest)}.bin") if held_out is not None else None
+        self._held_out = _File.of_data(config, held_out.info.digest, "") if held_out is not None else None
 
     @classmethod
     def of(cls, config: RunOptions, stream: Batches) -> "References | None":
@@ -71,15 +73,25 @@ class References:
 
 
 class _File:
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    """The numbers in the file `path`; a run that had taken a step before may have them in the file `earlier`."""
+
+    def __init__(self, path: Path, earlier: Path) -> None:
+        self._path, self._earlier = path, earlier
         self._known, self._end = _read(path)
+
+    @classmethod
+    def of_data(cls, config: RunOptions, data: str, order: str) -> "_File":
+        folder = config.cache / "references"
+        names = (_digest(config, data, f"{_RULES} {order}"), _digest(config, data))
+        return cls(*(folder / f"{name}.bin" for name in names))
 
     def of(self, samples: Iterable[int]) -> torch.Tensor:
         return torch.tensor([self._known[each] for each in samples], dtype=torch.float32)
 
     def fill(self, engine: RunningEngine, batches: Iterable[Batch], heed: Callable[[], bool]) -> int:
         made = 0
+        if engine.step_index and self._earlier.exists() and not self._path.exists():
+            self._path = self._earlier  # the run began with an earlier version, whose sums round otherwise
         with _locked(self._path):
             self._known, self._end = _read(self._path)  # what another run has made meanwhile
             for batch in batches:
@@ -134,12 +146,12 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _digest(config: RunOptions, data: str) -> str:
-    """Return a digest of what decides the numbers: model, samples, their order in batches, length, dtype, adapter."""
+def _digest(config: RunOptions, data: str, *more: str) -> str:
+    """Return a digest of what decides the numbers: model, samples, length, dtype, adapter, and `more`."""
     adapter = adapter_of(config.adapter) if config.adapter else None
     begun = [Path(adapter.from_)] if isinstance(adapter, Lora) and adapter.from_ else []  # the reference has it, too
     found = (path for folder in (config.model, *begun) for path in folder.glob("*"))
     files = sorted(path for path in found if path.suffix in (".json", ".safetensors", ".bin"))
     stamps = [(path.name, (status := path.stat()).st_size, status.st_mtime_ns) for path in files]
-    parts: list[Any] = [config.model, stamps, data, config.compute_dtype, config.sequence_length, config.adapter]
+    parts: list[Any] = [config.model, stamps, data, config.compute_dtype, config.sequence_length, config.adapter, *more]
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:24]

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,42 +25,67 @@ from headrace.data.batches.prompt_batches import Prompt, PromptBatches
 from headrace.files.model_directory import is_adapter_directory
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
+from headrace.report.completions import CompletionsFile
+from headrace.report.metrics import FIGURES
 from headrace.runs.protocols import RunningEngine
-from headrace.runs.rewards import reward_of
-from headrace.terms.errors import DataError, StepFailed, in_one_line
+from headrace.runs.rewards import Rewards
+from headrace.terms.errors import StepFailed, shortened
 from headrace.terms.options.run_options import RunOptions
 
 FOLDER = "headrace-rollouts"
 _IGNORED = -100
 _LOOK_SECONDS = 0.2
+# What reward functions may not log: it is there already.
+RESERVED = (*FIGURES, *Grpo.FIGURES, "prompt", "completion")
 _SEED_BITS, _STEP_BITS = 20, 16  # micro-batches of a step draw with seeds of their own
 
 
-class Rollouts:
-    """Makes the tensors of a run's steps. `heed` says whether the run is to stop."""
+@dataclass(frozen=True)
+class Beside:
+    """What of a run is neither model nor data: the file of `completions`, the fields of transformers' `TrainerState` now, and
+    how to `say` a note.
+    """
 
-    def __init__(self, config: RunOptions, stream: PromptBatches, loss: Grpo, engine: RunningEngine, folder: Path) -> None:
+    completions: CompletionsFile
+    state: Callable[[], dict[str, Any]]
+    say: Callable[[str], None]
+
+
+class Rollouts:
+    """Makes the tensors of a run's steps. `figures` are what reward functions logged for the newest of them."""
+
+    def __init__(
+        self, config: RunOptions, stream: PromptBatches, loss: Grpo, engine: RunningEngine, folder: Path, beside: Beside
+    ) -> None:
         self._config, self._stream, self._loss, self._engine, self._folder = config, stream, loss, engine, folder
         self._tokenizer = open_tokenizer(config.model, config.chat_template)
-        self._rewards = [reward_of(each) for each in config.reward]
+        self._rewards = rewards_of(config, stream)
+        self._beside, self._has_said = beside, False
+        self.figures: Mapping[str, float] = {}
         self._worker: subprocess.Popen[str] | None = None
 
     @classmethod
-    def of(cls, config: RunOptions, stream: Batches, engine: RunningEngine, directory: Path) -> "Rollouts | None":
-        """Return what makes rows for a run; None if its data have them."""
+    def of(
+        cls, config: RunOptions, stream: Batches, engine: RunningEngine, directory: Path, beside: Beside
+    ) -> "Rollouts | None":
+        """Return what makes rows for a run; None if its data have them.
+
+        Raises:
+            ConfigError: see `Rewards`.
+        """
         loss = loss_of(config.loss)
         if not isinstance(loss, Grpo):
             return None
         assert isinstance(stream, PromptBatches), "such a loss reads prompts"
-        return cls(config, stream, loss, engine, directory / FOLDER)
+        return cls(config, stream, loss, engine, directory / FOLDER, beside)
 
     def rows(self, batch: Batch, heed: Callable[[], bool]) -> dict[str, torch.Tensor] | None:
         """Return the tensors of a batch of prompts: `num_generations` completions of each, with their rewards; None if the run
-        is to stop.
+        is to stop, as `heed` says.
 
         Raises:
             StepFailed: nothing could be generated; the last committed step is untouched.
-            DataError: the reward function raised, or did not return a number for each completion.
+            DataError: see `Rewards.judged`.
         """
         assert batch.samples is not None, "numbers of prompts"
         prompts = [self._stream.prompts[number] for number in batch.samples.tolist() for _ in range(self._loss.num_generations)]
@@ -76,7 +102,8 @@ class Rollouts:
         return {"input_ids": ids, "labels": labels, "attention_mask": mask, "rewards": rewards}
 
     def close(self) -> None:
-        """End the process that generates, and remove the weights that it read."""
+        """End the process that generates and the loop of reward functions, and remove the weights that it read."""
+        self._rewards.close()
         if self._worker is not None:
             self._worker.kill()
             self._worker.wait()
@@ -132,27 +159,45 @@ class Rollouts:
         return dict(json.loads(line))
 
     def _judged(self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        from transformers import TrainerState  # late: the import is slow
+
         texts = [str(self._tokenizer.decode(list(new), skip_special_tokens=True)) for new in tokens]
         answers: list[Any] = [
             text if isinstance(prompt.text, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in prompts[0].columns}
-        total = [0.0] * len(prompts)
-        for name, reward in zip(self._config.reward, self._rewards, strict=True):
-            try:
-                found = [
-                    float(each) for each in reward(prompts=[each.text for each in prompts], completions=answers, **columns)
-                ]
-            except Exception as error:  # whatever the user's function raises
-                raise DataError(f"reward: {name}: {type(error).__name__}: {in_one_line(error)}") from error
-            if len(found) != len(prompts) or not all(map(math.isfinite, found)):
-                wrong = next((each for each in found if not math.isfinite(each)), f"{len(found)} numbers")
-                raise DataError(
-                    f"reward: {name}: expected a finite number for each of {len(prompts)} completions, found {wrong}"
-                )
-            total = [one + other for one, other in zip(total, found, strict=True)]
-        return torch.tensor(total, dtype=torch.float32)
+        asked = [prompt.text for prompt in prompts]
+        given = {"prompts": asked, "completions": answers, "completion_ids": [list(new) for new in tokens]}
+        columns = {name: [prompt.columns[name] for prompt in prompts] for name in self._stream.columns}
+        step = self._engine.step_index
+        trainer = TrainerState(**{**self._beside.state(), "global_step": step})
+        judged = self._rewards.judged({**given, "trainer_state": trainer}, columns)
+        unjudged = [number for number, each in enumerate(judged.rewards) if math.isnan(each)]
+        if unjudged:
+            self._say_unjudged(len(unjudged), asked[unjudged[0]])
+        self.figures = judged.metrics
+        if judged.extra:
+            said = [None if math.isnan(each) else each for each in judged.rewards]
+            written = {"prompt": asked, "completion": answers, "reward": said, **judged.extra}
+            self._beside.completions.add(step + 1, written)
+        return torch.tensor(judged.rewards, dtype=torch.float32)
+
+    def _say_unjudged(self, count: int, first: Any) -> None:
+        if not self._has_said:
+            self._has_said = True
+            self._beside.say(
+                f"note: reward: all functions returned None for {count} completions, the first of "
+                f"{shortened(str(first), 60)!r}: they count in no mean, and nothing is learned from them; said once"
+            )
+
+
+def rewards_of(config: RunOptions, stream: PromptBatches) -> Rewards:
+    """Return the reward functions of a run, for the columns of its prompts.
+
+    Raises:
+        ConfigError: see `Rewards`.
+    """
+    return Rewards(config.reward, stream.columns, RESERVED)
 
 
 def _comes(stream: IO[str], heed: Callable[[], bool]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import RunDirectoryError
+from headrace.terms.options.border import APART
 from headrace.terms.options.data_source import DataSource, source_of
 from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import RunOptions
@@ -26,6 +27,7 @@ def refuse_another_run(directory: RunDirectory, config: RunOptions) -> None:
         here, there = ([_lying_at(entry) for entry in getattr(each, key)] for each in (config, found))
         pairs.append((key, here, there))
     pairs.append(("eval_split", config.eval_split, found.eval_split))
+    pairs.append(("border", config.border, found.border or APART))
     if found.template_date is not None:  # else no template asks
         pairs.append(("template_date", config.template_date, found.template_date))
     others = [f"{key} {now} here, {then} there" for key, now, then in pairs if now is not None and now != then]

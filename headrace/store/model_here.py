@@ -36,7 +36,8 @@ class ModelHere:
     """A model on this machine. `directory` has its weights and configuration; of kind RUN it is the run's.
 
     `tokenizer` and `generation_config` are the directories whose files count. `template`: the file with the chat template, None
-    where it is the tokenizer's. `template_date`: the day that a run has for templates that ask for it.
+    where it is the tokenizer's. `template_date`: the day that a run has for templates that ask for it, and `border` its rule for
+    tokens of prompt and completion.
     """
 
     directory: Path
@@ -46,6 +47,7 @@ class ModelHere:
     tokenizer: Path
     generation_config: Path
     template_date: str | None = None
+    border: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -62,13 +64,22 @@ def model_at(place: Path, adapter: Path | None = None) -> ModelHere:
     if not run.config.exists():
         return directory_at(place, adapter)
     options = options_of(run)
-    day, template = (None, None) if options is None else (options.template_date, options.chat_template)
+    if options is None:
+        day = template = border = None
+    else:
+        day, template, border = options.template_date, options.chat_template, options.border
     if adapter is not None or run.final.is_dir():
-        return replace(directory_at(run.final, adapter), template_date=day)
+        return replace(directory_at(run.final, adapter), template_date=day, border=border)
     if not (place / MANIFEST_NAME).exists():
         raise RunDirectoryError(f"{place}: the run has committed nothing yet; `headrace resume {place}` resumes it")
     return ModelHere(
-        directory=place, kind=Kind.RUN, template=template, tokenizer=place, generation_config=place, template_date=day
+        directory=place,
+        kind=Kind.RUN,
+        template=template,
+        tokenizer=place,
+        generation_config=place,
+        template_date=day,
+        border=border,
     )
 
 

@@ -3,6 +3,7 @@
     config.yaml          every option as it was resolved
     chat_template.jinja  the chat template that was given in place of the tokenizer's
     metrics.jsonl        one line for each step, and one for each evaluation
+    completions.jsonl    what the model wrote, where a reward function logs columns
     trainer_state.json   the same in Hugging Face's form
     plan.json            the plan that the engine ran inside
     summary.json         planned beside measured figures, after the last step

@@ -10,6 +10,7 @@ from made_tokenizers import make_tokenizer
 
 from headrace.data import BatchStream, DataSpec, load_tokens
 from headrace.data.batches.held_out import HeldOutRows, split_off
+from headrace.data.pairs.pairs import read_pairs
 from headrace.data.read.sources import find_sources, read_rows
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.options.data_source import DataSource
@@ -107,3 +108,56 @@ def test_preferences_without_a_loss_are_told_of_it(tmp_path: Path) -> None:
     (source,) = find_sources([str(tmp_path / "pairs.jsonl")], tmp_path)
     with pytest.raises(DataError, match="--loss"):
         read_rows(source)
+
+
+def _said(*texts: str) -> list[dict[str, str]]:
+    """Return messages of user and assistant in turns."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+
+
+SYSTEM = [{"role": "system", "content": "Be brief."}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shared"),
+    [
+        ("river?", SYSTEM + _said("river?")),
+        ("river?", _said("river?", "Rhine", "more?")),
+        ("more?", _said("river?", "Rhine", "more?")),
+    ],
+)
+def test_a_text_beside_conversations_is_no_prompt(prompt: str, shared: list[Any], tmp_path: Path) -> None:
+    answers = {"chosen": _said("", "Elbe")[1:], "rejected": _said("", "none")[1:]}
+    whole = {"prompt": prompt, **{name: shared + answer for name, answer in answers.items()}}
+    (tmp_path / "p.jsonl").write_text(json.dumps(whole) + "\n" + json.dumps({"prompt": shared, **answers}) + "\n")
+    (source,) = find_sources([str(tmp_path / "p.jsonl")], tmp_path)
+    rows = list(read_pairs(source)[1])
+    assert [row.values for row in rows[:2]] == [row.values for row in rows[2:]]
+    assert ["not used" in " ".join(row.remarks) for row in rows] == [True, False, False, False]
+
+
+def test_one_conversation_that_goes_on_from_the_other_keeps_an_answer(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps({"chosen": _said("a", "b"), "rejected": _said("a", "b", "c", "d")}) + "\n")
+    (source,) = find_sources([str(tmp_path / "p.jsonl")], tmp_path)
+    assert [row.values["completion"] for row in read_pairs(source)[1]] == [_said("a", "b")[1:], _said("a", "b", "c", "d")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": _said("a"), "chosen": _said("a", "b"), "rejected": _said("", "c")[1:]}, "only one of chosen and rejected"),
+        ({"prompt": "q", "chosen": _said("a", "b"), "rejected": _said("c", "d")}, "no first message in common"),
+    ],
+)
+def test_conversations_without_a_certain_prompt_are_refused(row: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    (source,) = find_sources([str(tmp_path / "p.jsonl")], tmp_path)
+    with pytest.raises(DataError, match=words):
+        list(read_pairs(source)[1])
+
+
+def test_beside_answers_alone_a_text_is_what_the_user_says(tmp_path: Path) -> None:
+    answers = {"chosen": _said("", "b")[1:], "rejected": _said("", "c")[1:]}
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "q", **answers}) + "\n")
+    (source,) = find_sources([str(tmp_path / "p.jsonl")], tmp_path)
+    assert [row.values["prompt"] for row in read_pairs(source)[1]] == [_said("q")] * 2

@@ -257,10 +257,10 @@ class TestProgress:
     def test_a_line_has_the_reward_or_the_accuracy_of_a_loss_that_measures_one(self) -> None:
         stream = io.StringIO()
         progress = LineProgress(stream, total_steps=10)
-        progress(step(2, loss=-1e-9, metrics={"reward": 0.59375, "reward_std": 0.4}))
+        progress(step(2, loss=-1e-9, metrics={"reward": 0.59375, "reward_std": 0.4, "frac_reward_zero_std": 0.5}))
         progress(step(3, metrics={"rewards/accuracies": 0.75}))
         first, second = stream.getvalue().splitlines()
-        assert "loss 0.0000  reward 0.594  grad norm" in first
+        assert "loss 0.0000  reward 0.594  frac_reward_zero_std 0.5  grad norm" in first
         assert "reward_std" not in first
         assert "  accuracy 0.75  " in second
 

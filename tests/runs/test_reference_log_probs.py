@@ -11,7 +11,7 @@ from training_fakes import run_options
 
 from headrace.data.batches.open_data import open_stream
 from headrace.runs.evaluating import Evaluations
-from headrace.runs.references import References
+from headrace.runs.references import References, _File
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.options.run_options import RunOptions
 
@@ -32,9 +32,9 @@ def made(tmp_path: Path) -> Callable[..., Any]:
     given = run_options(tmp_path, max_steps=30, loss="dpo", packing=False, eval_split=0.2)
     rows = [{"prompt": f"water {n}", "chosen": f" flows {n}", "rejected": " stands"} for n in range(10)]
     Path(given["data"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = RunOptions.of(given)
 
-    def fill(scorer: _Scorer, heed: Callable[[], bool] = lambda: False) -> tuple[References, int, Any]:
+    def fill(scorer: _Scorer, heed: Callable[[], bool] = lambda: False, **more: Any) -> tuple[References, int, Any]:
+        config = RunOptions.of(given | more)
         stream = open_stream(config)
         references = References.of(config, stream)
         assert references is not None
@@ -68,3 +68,24 @@ def test_a_killed_process_goes_on_after_its_last_whole_record(made: Callable[...
 def test_after_a_step_nothing_is_made_that_is_missing(made: Callable[..., Any]) -> None:
     with pytest.raises(RunDirectoryError, match="after step 3"):
         made(_Scorer(step_index=3))
+
+
+@pytest.mark.parametrize("more", [{"seed": 1}, {"tokens_per_step": 128}, {"shuffle": False}])
+def test_rows_in_other_batches_are_scored_in_these(more: dict[str, Any], made: Callable[..., Any]) -> None:
+    """A row's number has the bits of its step only in the batch of that step; held-out rows are always in theirs."""
+    assert made(_Scorer())[1] == 20
+    assert made(_Scorer(), **more)[1] >= 16  # a seed also decides what is held out
+    assert made(_Scorer(), **more)[1] == 0
+
+
+def test_a_run_that_began_with_an_earlier_version_keeps_its_numbers(
+    made: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = _File.of_data
+    monkeypatch.setattr(_File, "of_data", lambda *given: (found := files(*given)) and _File(found._earlier, found._earlier))
+    made(_Scorer())  # as that version made them
+    monkeypatch.setattr(_File, "of_data", files)
+    references, count, stream = made(_Scorer(step_index=5))
+    assert count == 0
+    assert len(references.beside(stream.next_batch())["reference_log_probs"]) == 2
+    assert made(_Scorer())[1] == 20, "a new run makes its own"

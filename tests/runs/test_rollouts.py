@@ -1,8 +1,9 @@
 """Rows that the model writes itself: prompts in their turns, completions and rewards as tensors, and what is refused."""
 
 import json
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,38 @@ from headrace.data.batches.open_data import open_tokenizer
 from headrace.data.batches.prompt_batches import Prompt, PromptBatches, read_prompts
 from headrace.data.chat.prompts import Prompts
 from headrace.data.values.values import Batch, DataSpec
+from headrace.generate.passes.generator import Generator
+from headrace.generate.uses.rollout_worker import DRAWING, opened
 from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
+from headrace.model.seats.generation_keys import KEYS
+from headrace.report.completions import CompletionsFile
+from headrace.report.trainer_state import trainer_state
 from headrace.runs import rollouts, train
 from headrace.runs.open_rows import halved
 from headrace.runs.rewards import reward_of
-from headrace.runs.rollouts import Rollouts
+from headrace.runs.rollouts import Beside, Rollouts
 from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.options.run_options import RunOptions
 
 G, LENGTH = 2, 16
+# Values that change what is drawn, or that cannot be computed at all.
+SET = {
+    "temperature": 0.1,
+    "top_k": 1,
+    "num_beams": 4,
+    "min_new_tokens": 3,
+    "no_repeat_ngram_size": 1,
+    "suppress_tokens": [9, 10],
+    "bad_words_ids": [[11]],
+    "forced_eos_token_id": 4,
+    "sequence_bias": [[[12], -9.0]],
+    "stop_strings": "a",
+    "max_length": 3,
+    "guidance_scale": 2.0,
+    "num_return_sequences": 2,
+}
 
 
 def stream(count: int = 5, rows: int = 4, **more: Any) -> PromptBatches:
@@ -74,22 +97,36 @@ class _Engine:
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollouts]:
-    """Return a function that makes rollouts whose completions of a row are `answer` tokens long."""
+def notes() -> list[str]:
+    """What a person was told."""
+    return []
 
-    def make(reward: str, text: Any = None) -> Rollouts:
-        (tmp_path / "reward.py").write_text(f"def judge(prompts, completions, goal, **others):\n    {reward}\n")
+
+@pytest.fixture
+def made(tmp_path: Path, notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rollouts]:
+    """Return a function that makes rollouts whose completions of a row are so many tokens long as rows stand before it and one.
+
+    `reward` is what `judge` does; or `functions` are a whole file, of which `names` judge.
+    """
+
+    def make(reward: str = "", text: Any = None, *, functions: str = "", names: Sequence[str] = ("judge",)) -> Rollouts:
+        head = "def judge(prompts, completions, goal, **others):\n    "
+        (tmp_path / "reward.py").write_text(functions or f"{head}{reward}\n")
         model = tmp_path / "model"
         model.mkdir(exist_ok=True)
         given = {"model": model, "data": ["data.jsonl"], "loss": f"grpo:num_generations={G},max_completion_length=4"}
-        config = RunOptions.of(given | {"reward": f"{tmp_path / 'reward.py'}:judge", "host_memory": "4GiB"})
+        judges = [f"{tmp_path / 'reward.py'}:{name}" for name in names]
+        config = RunOptions.of(given | {"reward": judges, "host_memory": "4GiB"})
         loss = loss_of(config.loss)
         assert isinstance(loss, Grpo)
         monkeypatch.setattr(rollouts, "open_tokenizer", lambda *_: _Tokenizer())
         batches = stream(shuffle=False)
         if text is not None:
             batches.prompts = tuple(Prompt(each.ids, text, each.columns) for each in batches.prompts)
-        found = Rollouts(config, batches, loss, _Engine(), tmp_path / "weights")  # type: ignore[arg-type]
+        of_trainer = {"max_steps": 9, "num_train_epochs": 1.0, "train_batch_size": 4}
+        file = CompletionsFile(tmp_path / "completions.jsonl")
+        beside = Beside(file, lambda: trainer_state([], **of_trainer), notes.append)
+        found = Rollouts(config, batches, loss, _Engine(), tmp_path / "weights", beside)  # type: ignore[arg-type]
         monkeypatch.setattr(found, "_generated", lambda prompts, heed: [[9] * (1 + row) for row in range(len(prompts))])
         return found
 
@@ -219,3 +256,145 @@ def test_engine_and_generator_have_half_of_the_memory_each(tmp_path: Path) -> No
     config = RunOptions.of({"model": tmp_path, "data": ["d.jsonl"], "host_memory": "6GiB", "device_memory": "2GiB"})
     assert (halved(config).host_memory, halved(config).device_memory) == (3 << 30, 1 << 30)
     assert 0 < int(halved(RunOptions.of({"model": tmp_path, "data": ["d.jsonl"]})).host_memory or 0) < 1 << 50
+
+
+FUNCTIONS = """
+import asyncio
+
+started = []
+
+def ids(prompts, completions, completion_ids, **more):
+    return [len(each) for each in completion_ids]
+
+def state(trainer_state, completions, **more):
+    return [trainer_state.global_step + trainer_state.max_steps] * len(completions)
+
+async def first(completions, **more):
+    started.append("first")
+    await asyncio.sleep(0)
+    return [100.0 if "second" in started else 0.0] * len(completions)  # 0, if one waited for the other
+
+async def second(completions, **more):
+    started.append("second")
+    return [200.0] * len(completions)
+
+def few(completions, goal):
+    return [1000 * each for each in goal]
+
+def code(completions, **more):
+    return [None] * len(completions)
+
+def some(completion_ids, **more):
+    return [None if len(each) == 1 else 0.5 for each in completion_ids]
+
+def logs(completions, log_extra, log_metric, **more):
+    log_extra("length", [len(each) for each in completions])
+    log_metric("share", 0.25)
+    log_metric("share", 0.75)
+    return [1.0] * len(completions)
+
+def short(log_extra, **more):
+    log_extra("length", [1])
+    return [0.0, 0.0]
+
+def taken(log_metric, **more):
+    log_metric("loss", 1.0)
+    return [0.0, 0.0]
+
+def asks(completions, solution, **more):
+    return [0.0, 0.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["ids"], [1, 2]),
+        (["state"], [16, 16]),
+        (["first", "second"], [300, 300]),
+        (["few"], [1000, 1000]),
+        (["ids", "code"], [1, 2]),
+        (["code"], [math.nan, math.nan]),
+        (["some", "code"], [math.nan, 0.5]),
+    ],
+)
+def test_functions_are_called_as_by_trl_and_none_is_left_out(
+    names: list[str], expected: list[float], made: Callable[..., Rollouts], notes: list[str]
+) -> None:
+    rows = made(functions=FUNCTIONS, names=names)
+    for _ in range(2):  # asynchronous ones keep their loop
+        found = rows.rows(batch_of(1), lambda: False)
+        assert found is not None
+        assert found["rewards"].tolist() == pytest.approx(expected, nan_ok=True)
+    assert len(notes) == any(map(math.isnan, expected)), "said once"
+    rows.close()
+
+
+def test_what_functions_log_goes_to_the_step_and_to_its_completions(made: Callable[..., Rollouts], tmp_path: Path) -> None:
+    rows = made(functions=FUNCTIONS, names=["logs", "some"])
+    rows.rows(batch_of(1), lambda: False)
+    assert rows.figures == {"share": 0.5}
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    expected = {"step": 8, "prompt": "prompt 1"}
+    assert lines == [
+        {**expected, "completion": "9", "reward": 1.0, "length": 1},
+        {**expected, "completion": "9 9", "reward": 1.5, "length": 3},
+    ]
+
+
+def test_a_resumed_run_drops_lines_of_steps_that_are_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    for step in (1, 2, 3):
+        CompletionsFile(path, committed_steps=step).add(step, {"completion": ["a", "b"]})
+    with path.open("a") as file:
+        file.write('{"step": 3, "compl')
+    CompletionsFile(path, committed_steps=2).add(3, {"completion": ["c"]})
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(each["step"], each["completion"]) for each in found] == [(1, "a"), (1, "b"), (2, "a"), (2, "b"), (3, "c")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("short", "log_extra: 'length' has 1 values, the step 2 completions"), ("taken", "'loss' is a figure of the run itself")],
+)
+def test_what_cannot_be_logged_ends_the_run_in_one_line(name: str, words: str, made: Callable[..., Rollouts]) -> None:
+    with pytest.raises(DataError, match=words):
+        made(functions=FUNCTIONS, names=[name]).rows(batch_of(1), lambda: False)
+
+
+def test_an_argument_that_nothing_gives_is_refused_before_anything_is_generated(made: Callable[..., Rollouts]) -> None:
+    with pytest.raises(ConfigError, match=r"asks takes solution, which nothing gives; it gets .*trainer_state.* \(goal\)"):
+        made(functions=FUNCTIONS, names=["asks"])
+
+
+def test_completions_that_nothing_judged_are_left_out_of_their_group() -> None:
+    loss, none = Grpo(num_generations=3), math.nan
+    rewards = torch.tensor([1.0, none, 4.0, none, none, 2.0, none, none, none, 1.0, 2.0, 6.0])
+    found, _ = loss.advantages(rewards)
+    scale = float(torch.tensor([1.0, 4.0]).std()) + 1e-4
+    assert found.tolist() == pytest.approx([-1.5 / scale, 0, 1.5 / scale, *[0] * 6, *loss.advantages(rewards[-3:])[0].tolist()])
+    log_probs = torch.zeros(12, 4, requires_grad=True)
+    told = loss(log_probs, torch.ones(12, 4).bool(), {"rewards": rewards}).metrics
+    known = rewards[~rewards.isnan()]
+    assert float(told["reward"]) == pytest.approx(float(known.mean()))
+    assert float(told["reward_std"]) == pytest.approx(float(known.std()))
+    batch = Grpo(num_generations=3, scale_rewards="batch").advantages(rewards)[0]
+    assert float(batch[2]) == pytest.approx(1.5 / (float(known.std()) + 1e-4))
+
+
+def test_of_the_models_settings_only_tokens_act_on_what_is_drawn(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    file = tmp_path / "model" / "generation_config.json"
+    tokens = {"bos_token_id": 3, "eos_token_id": [4, 5], "pad_token_id": 6}
+    file.write_text(json.dumps(dict.fromkeys(KEYS, 0.5) | SET | tokens))
+    answers = []
+    for written in (json.loads(file.read_text()), tokens):
+        file.write_text(json.dumps(written))
+        options = GenerateOptions(host_memory="1GiB", compute_dtype="float32")
+        with Generator.open(tmp_path / "model", options=options, opened=opened(None)) as generator:
+            own = generator.model.settings(1, None, DRAWING | {"max_new_tokens": 4})["generation_config"]
+            plain = generator.model.chain.model._get_logits_processor(own, 1, torch.zeros((1, 1)).long(), device="cpu")
+            assert list(plain) == []
+            assert {name: getattr(own, name) for name in tokens} == tokens
+            answers.append(list(generator.generate([[7, 8]] * 4, seed=3, **DRAWING, max_new_tokens=8)))
+    assert answers[0] == answers[1]

@@ -24,6 +24,7 @@ from headrace.data.values.values import Batch, DataSpec
 from headrace.files.model_directory import TOKENIZER_FILES, has_tokenizer, read_configuration, refuse_no_model
 from headrace.terms.errors import ConfigError, DataError, ModelError, refusing, shortened
 from headrace.terms.json_text import parse_json
+from headrace.terms.options.border import border_of
 from headrace.terms.options.data_source import source_of
 from headrace.terms.options.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.options.preferences import preferences_of
@@ -234,6 +235,7 @@ def _spec(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> Data
         shuffle=config.shuffle,
         contents=contents,
         preferences=preferences_of(config.loss),
+        border=border_of(config.border, config.loss),
     )
     day = config.template_date or date.today().isoformat()
     return replace(spec, template_date=day) if asks_for_date(spec, tokenizer, config.cache) else spec
@@ -267,6 +269,18 @@ def total_steps(config: RunOptions, stream: Batches) -> int:
     if config.max_steps is None and stream.steps_per_epoch is None:
         raise ConfigError("streaming: nobody knows how long the data are; give max_steps")
     return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * (stream.steps_per_epoch or 0)))
+
+
+def note_of_epochs(config: RunOptions, stream: Batches) -> str:
+    """Return a note where a step has more rows than an epoch, so that `epochs` hardly decides how long the run is; else ""."""
+    per_epoch = stream.steps_per_epoch
+    if config.max_steps is not None or per_epoch is None or per_epoch >= 1:
+        return ""
+    asked, steps, rows = config.epochs or 1.0, total_steps(config, stream), stream.spec.rows_per_step
+    return (
+        f"epochs: an epoch has {per_epoch * rows:g} of the {rows} rows of a step, so {asked:g} epoch{'s' * (asked != 1)} take "
+        f"{steps} step{'s' * (steps > 1)}, which are {steps / per_epoch:.3g} epochs; a smaller tokens_per_step comes closer"
+    )
 
 
 def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:

@@ -4,25 +4,27 @@ Invariants: those of `batches.py`. All prompts are in memory.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.data.chat.prompts import Prompts
-from headrace.data.read.sources import find_sources, read_with
+from headrace.data.pairs.preferences import read
+from headrace.data.read.sources import find_sources
 from headrace.data.values.values import Batch, DataSpec
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.options.data_source import DataSource
+from headrace.terms.options.preferences import Preferences
 from headrace.terms.packed_rows import PackedRows
-
-_EXPECTED = "prompts are read with the column prompt: a text, or messages"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: its tokens, what it was as data (a text, or messages), and its sample's other columns."""
+    """A prompt: its tokens, what it was as data (a text, or messages), and all other columns of the data: None where its sample
+    lacks one.
+    """
 
     ids: tuple[int, ...]
     text: Any
@@ -37,25 +39,26 @@ def read_prompts(
     Raises:
         DataError: a sample has no prompt, or it cannot be read; or all prompts are too long.
     """
-    found, lengths = list[Prompt](), list[int]()
-    for source in find_sources(entries, cache):
-        for row in read_with(source, ("prompt",), _EXPECTED):
+    found, lengths, names = list[Prompt](), list[int](), dict[str, None]()
+    for source in find_sources(entries, cache, every=Preferences.PROMPTS.value.every):
+        for row in read(source, Preferences.PROMPTS)[1]:
             given = row.values["prompt"]
             try:
-                ids = prompts.of_text(given) if isinstance(given, str) else prompts.of_messages(given)
+                ids = prompts.of_text(given) if isinstance(given, str) else prompts.to_answer(given)
             except DataError as error:
                 raise DataError(f"{row.place}: {error}") from error
             if len(ids) > most_tokens:
                 lengths.append(len(ids))
                 continue
             columns = {name: value for name, value in row.values.items() if name != "prompt"}
+            names |= dict.fromkeys(columns)
             found.append(Prompt(tuple(ids), given, columns))
     if not found:
         raise DataError(
             f"data: all {len(lengths)} prompts are too long: the shortest has {min(lengths)} tokens, and beside a completion "
             f"there is room for {most_tokens}; give a longer sequence_length"
         )
-    return found, len(lengths)
+    return [replace(each, columns={name: each.columns.get(name) for name in names}) for each in found], len(lengths)
 
 
 class PromptBatches:
@@ -78,6 +81,7 @@ class PromptBatches:
             )
         self.prompts, self._spec, self._too_long = tuple(prompts), spec, too_long
         self._per_step, self._taken = spec.rows_per_step // generations, 0
+        self.columns = tuple(self.prompts[0].columns)  # the same for all
 
     @property
     def spec(self) -> DataSpec:

@@ -12,12 +12,11 @@ from typing import Any
 
 from headrace.data.batches.open_data import open_tokenizer, read_chat_template, read_model_config
 from headrace.data.chat.chat_template import Template
-from headrace.data.pairs.preferences import read
-from headrace.data.read.sources import find_sources, read_with
-from headrace.data.values.values import Kind
+from headrace.data.pairs.preferences import is_conversation, read
+from headrace.data.read.sources import find_sources
 from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.terms.errors import InputError
-from headrace.terms.options.preferences import preferences_of, takes_rewards
+from headrace.terms.options.preferences import preferences_of
 from headrace.terms.options.run_options import RunOptions
 
 _NAME = "generation_config.json"
@@ -78,15 +77,9 @@ def turn_end(tokenizer: Any) -> tuple[str, int | None]:
 
 
 def _is_of_conversations(config: RunOptions) -> bool:
-    for source in find_sources(config.data, config.cache):
-        if takes_rewards(config.loss):
-            if isinstance(next(read_with(source, ("prompt",), "a prompt")).values["prompt"], list):
-                return True
-            continue
-        kind, rows = read(source, preferences_of(config.loss))
-        if kind is Kind.CHAT or (kind is Kind.COMPLETION and isinstance(next(rows).values["completion"], list)):
-            return True
-    return False
+    taken = preferences_of(config.loss)
+    opened = (read(source, taken) for source in find_sources(config.data, config.cache))
+    return any(is_conversation(kind, next(rows), taken) for kind, rows in opened)
 
 
 def _values(*places: Path) -> Mapping[str, Any]:

@@ -72,8 +72,9 @@ class Template:
         """The template itself, or several."""
         return _texts(self.tokenizer.chat_template)
 
-    def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str:
-        """Return the text of `messages`; with `prompt`, the opening of an assistant turn follows them.
+    def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False, opened: bool = False) -> str:
+        """Return the text of `messages`; with `prompt`, the opening of an assistant turn follows them; with `opened`, the last
+        of them does not end.
 
         Raises:
             TemplateRefusal: the template raises.
@@ -82,7 +83,7 @@ class Template:
             return self._render(messages, tools, add_generation_prompt=prompt)[0]
         with _refusals():
             dated = {} if self.day is None else {"chat_template": self._dated(tools)}
-            options = {"tools": tools, "add_generation_prompt": prompt, **dated}
+            options = {"tools": tools, "add_generation_prompt": prompt, "continue_final_message": opened, **dated}
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
     def render_tagged(self, messages: Messages, tools: Any = None) -> tuple[str, list[Stretch]]:

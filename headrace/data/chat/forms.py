@@ -10,6 +10,7 @@ from typing import Any
 from headrace.data.values.messages import MEDIA_COLUMNS, read_json
 from headrace.data.values.values import Kind, Row
 from headrace.terms.errors import DataError
+from headrace.terms.options.preferences import READ_FOR_LOSSES
 
 _ROLES = {
     "human": "user",
@@ -108,9 +109,8 @@ CONVERSATIONS = frozenset({"messages", "prompt", "completion", "chosen", "reject
 READ = frozenset(
     {
         *(column for form in (*Kind, *FORMS) for column in form.columns),
+        *READ_FOR_LOSSES,
         *(
-            "chosen",
-            "rejected",
             "labels",
             "attention_mask",
             "position_ids",

@@ -43,8 +43,9 @@ class Prompts:
             )
         return self._ids(text)
 
-    def of_messages(self, messages: Messages, tools: Any = None) -> list[int]:
-        """Return the ids of a conversation, with the opening of the assistant's turn; the template renders `tools`.
+    def of_messages(self, messages: Messages, tools: Any = None, *, opened: bool = False) -> list[int]:
+        """Return the ids of a conversation, with the opening of the assistant's turn; the template renders `tools`. If the last
+        message is `opened`, it is the assistant's, and its turn does not end.
 
         Raises:
             ModelError: the tokenizer has no chat template.
@@ -59,8 +60,18 @@ class Prompts:
         if self.system is not None and not (whole and whole[0].get("role") == "system"):
             whole.insert(0, {"role": "system", "content": self.system})
         read = read_messages("the prompt", whole, "messages").messages
-        text = self._template.render(self._template.given(read), read_tools("the prompt", tools), prompt=True)
+        given, tools = self._template.given(read), read_tools("the prompt", tools)
+        text = self._template.render(given, tools, prompt=not opened, opened=opened)
         return self._ids(text, add_special_tokens=False)
+
+    def to_answer(self, messages: Any) -> list[int]:
+        """Return the ids of a conversation that is to be answered: what the assistant said last, the answer goes on with.
+
+        Raises:
+            As `of_messages`; or it is no list of messages.
+        """
+        said = read_messages("the prompt", messages, "prompt").messages
+        return self.of_messages(said, opened=said[-1]["role"] == "assistant")
 
     def _ids(self, text: str, **options: Any) -> list[int]:
         (tokens,) = tokenize([whole_text("the prompt", text)], self.tokenizer, len(text), **options)

@@ -26,8 +26,7 @@ def read_labelled(source: Source) -> tuple[Kind, Iterator[Row]]:
     if all(next(source.read(), Row("", {})).values.get(column) is not None for column in PAIR):
         kind, rows = read_pairs(source)
         return kind, _one_by_one(rows)
-    rows = read_with(source, Preferences.LABELS.columns, "labelled data have prompt + completion + label, or chosen + rejected")
-    return Kind.COMPLETION, (replace(row, desirable=_label(row)) for row in rows)
+    return Kind.COMPLETION, (replace(row, desirable=_label(row)) for row in read_with(source, Preferences.LABELS))
 
 
 def _one_by_one(rows: Iterator[Row]) -> Iterator[Row]:

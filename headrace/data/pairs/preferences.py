@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from headrace.data.pairs.labelled import read_labelled, with_others
 from headrace.data.pairs.pairs import read_pairs, whole_pairs
-from headrace.data.read.sources import Source, read_rows
+from headrace.data.read.sources import Source, read_rows, read_with
 from headrace.data.values.values import DataSpec, Encoded, Kind, Row, Unmarked
 from headrace.terms.options.preferences import Preferences
 
@@ -20,6 +20,8 @@ def read(source: Source, preferences: Preferences | None) -> tuple[Kind, Iterato
             return read_pairs(source)
         case Preferences.LABELS:
             return read_labelled(source)
+        case Preferences.PROMPTS:
+            return Kind.COMPLETION, read_with(source, preferences)
         case None:
             return read_rows(source)
 
@@ -31,8 +33,14 @@ def two_and_two(samples: Iterable[Encoded | Unmarked], spec: DataSpec) -> Iterab
             return whole_pairs(samples, spec.sequence_length)
         case Preferences.LABELS:
             return with_others(samples, spec.sequence_length, spec.rows_per_step // 2)
-        case None:
+        case Preferences.PROMPTS | None:
             return samples
+
+
+def is_conversation(kind: Kind, row: Row, preferences: Preferences | None) -> bool:
+    """Return whether a row is a conversation, or a prompt that asks for one."""
+    answered = "prompt" if preferences is Preferences.PROMPTS else "completion"
+    return kind is Kind.CHAT or (kind is Kind.COMPLETION and isinstance(row.values[answered], list))
 
 
 def columns_read(kind: Kind, preferences: Preferences | None) -> str:
@@ -47,5 +55,5 @@ def words_in_key(spec: DataSpec) -> str:
             return " pairs"
         case Preferences.LABELS:
             return f" labels {spec.rows_per_step // 2}"
-        case None:
+        case Preferences.PROMPTS | None:
             return ""

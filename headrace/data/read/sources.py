@@ -6,12 +6,11 @@ and chat templates would see them. Tables are read by `tables.py`. The invariant
 of its kind, and none is null.
 """
 
-import csv
 import hashlib
-import io
 import json
 import os
 import re
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +19,9 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from headrace.data.chat.columns import with_our_names
+from headrace.data.chat.columns import Columns
 from headrace.data.chat.forms import FORMS, Form
+from headrace.data.read.csv_files import read_csv
 from headrace.data.read.json_array import elements
 from headrace.data.read.long_lines import cut_strings
 from headrace.data.read.packed_files import PACKED, form_of, unpacked
@@ -38,7 +38,7 @@ from headrace.data.read.tables import (
 from headrace.data.values.values import Kind, Row
 from headrace.terms.errors import DataError, shortened
 from headrace.terms.options.data_source import DEFAULT_SPLIT, OF_PROGRAM, DataSource, source_of
-from headrace.terms.options.preferences import PAIR
+from headrace.terms.options.preferences import PAIR, Preferences
 
 ACCEPTED = (
     "text | messages | prompt + completion | input_ids (+ labels) | conversations (ShareGPT) | instruction + output (Alpaca)"
@@ -76,18 +76,25 @@ class Source:
         return (first, rows) if first is None else (self.first or first, chain((first,), rows))
 
 
-def find_sources(paths: Sequence[str | DataSource], cache_dir: Path, most_tokens: int = 0) -> list[Source]:
+def find_sources(
+    paths: Sequence[str | DataSource], cache_dir: Path, most_tokens: int = 0, *, every: bool = False
+) -> list[Source]:
     """Return the sources that `paths` name, directories searched recursively in sorted order.
 
     A path that does not exist and looks like `owner/name` is taken as a Hub data set, kept below `cache_dir`.
-    In lines of JSON, only the beginning of a string is read if it is far longer than `most_tokens` tokens.
+    In lines of JSON, only the beginning of a string is read if it is far longer than `most_tokens` tokens. With `every` column
+    (see `Columns`) all strings are whole.
 
     Raises:
         DataError: a path is none of these, or a directory has no readable file.
     """
-    string_bytes = max(_LEAST_STRING_BYTES, _BYTES_PER_TOKEN * most_tokens)
+    most_bytes = sys.maxsize if every else max(_LEAST_STRING_BYTES, _BYTES_PER_TOKEN * most_tokens)
     entries = enumerate(map(source_of, paths))
-    return [source for number, entry in entries for source in _sources_of(entry, number, cache_dir, string_bytes)]
+    return [
+        replace(source, entry=number)
+        for number, entry in entries
+        for source in _sources_of(entry, Columns(entry.columns, every, most_bytes), cache_dir)
+    ]
 
 
 def refuse_unread(entry: str | DataSource) -> None:
@@ -147,12 +154,13 @@ def read_rows(source: Source) -> tuple[Kind, Iterator[Row]]:
     return Kind.CHAT, map(partial(_renamed, form=form), noted)
 
 
-def read_with(source: Source, columns: tuple[str, ...], expected: str) -> Iterator[Row]:
-    """Return the rows of `source`, each checked to have `columns`.
+def read_with(source: Source, taken: Preferences) -> Iterator[Row]:
+    """Return the rows of `source`, each checked to have the columns that a loss takes.
 
     Raises:
-        DataError: there are no rows, or the first has not the columns; `expected` says what would be read.
+        DataError: there are no rows, or the first has not the columns.
     """
+    columns, expected = taken.columns, taken.value.expected
     first, rows = source.opened()
     if first is None:
         raise DataError(f"{source.name}: holds no samples; {expected}")
@@ -193,45 +201,45 @@ def _names(values: Mapping[str, Any]) -> str:
     return shortened(", ".join(repr(name) for name, value in values.items() if value is not None)) or "(none)"
 
 
-def _sources_of(entry: DataSource, number: int, cache_dir: Path, string_bytes: int) -> list[Source]:
+def _sources_of(entry: DataSource, columns: Columns, cache_dir: Path) -> list[Source]:
     refuse_unread(entry)
     path = Path(entry.path)
     if path.is_file():
-        found = [_file_source(path, string_bytes, entry.columns)]
+        found = [_file_source(path, columns)]
     elif path.is_dir():
-        found = _directory_sources(path, string_bytes, entry)
+        found = _directory_sources(path, columns, entry)
     else:
-        fingerprint, rows = open_streamed(entry) if entry.streaming else open_hub(entry, cache_dir / "hub")
+        fingerprint, rows = open_streamed(entry, columns) if entry.streaming else open_hub(entry, columns, cache_dir / "hub")
         found = [Source(entry.path, fingerprint, rows_after(rows))]
     renamed = json.dumps(dict(entry.columns), sort_keys=True) if entry.columns else ""
-    return [replace(source, entry=number, fingerprint=source.fingerprint + renamed) for source in found]
+    return [replace(source, fingerprint=source.fingerprint + renamed) for source in found]
 
 
 def _names_hub(name: str) -> bool:
     return bool(_HUB_NAME.match(name)) and form_of(Path(name)) not in _READERS
 
 
-def _directory_sources(path: Path, string_bytes: int, entry: DataSource) -> list[Source]:
+def _directory_sources(path: Path, columns: Columns, entry: DataSource) -> list[Source]:
     if is_saved_dataset(path):
         files = sorted(file for file in path.rglob("*") if file.is_file())
         stamp = hashlib.sha256("".join(_stamp(file) for file in files).encode()).hexdigest()
         split = "" if entry.split == DEFAULT_SPLIT else f"{entry.split}\n"
-        return [Source(str(path), stamp + split, rows_after(lambda: read_saved(path, entry)))]
+        return [Source(str(path), stamp + split, rows_after(lambda: read_saved(path, entry, columns)))]
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
     found = [file for file in files if _is_read(file)]
     if not found:
         suffixes = ", ".join(sorted({file.suffix or file.name for file in files})) or "nothing"
         raise DataError(f"{path}: no {_suffixes()} file in this directory, found {suffixes}; convert the data to one of these")
-    return [_file_source(file, string_bytes, entry.columns) for file in files_of_split(path, found, entry)]
+    return [_file_source(file, columns) for file in files_of_split(path, found, entry)]
 
 
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _file_source(path: Path, string_bytes: int, columns: Mapping[str, str]) -> Source:
+def _file_source(path: Path, columns: Columns) -> Source:
     read = _reader_of(path)
-    return Source(str(path), _stamp(path), lambda skip=0: read(path, string_bytes, columns, skip))
+    return Source(str(path), _stamp(path), lambda skip=0: read(path, columns, skip))
 
 
 def rows_after(read: Callable[[], Iterator[Row]]) -> ReadsRows:
@@ -262,7 +270,8 @@ def _suffixes() -> str:
     return f"{', '.join(_READERS)}, or the texts among these packed as {' or '.join(PACKED)}"
 
 
-def _read_json_lines(path: Path, string_bytes: int, skip: int) -> Iterator[Row]:
+def _read_json_lines(path: Path, columns: Columns, skip: int) -> Iterator[Row]:
+    string_bytes = columns.most_bytes
     with unpacked(path) as file:
         for number in count(1):
             line, unread_bytes = file.readline(string_bytes), 0
@@ -291,35 +300,21 @@ def _rest_of_line(file: IO[bytes], start: bytes) -> Iterator[bytes]:
         piece = b"" if piece.endswith(b"\n") else file.readline(_PIECE_BYTES)
 
 
-def _read_json(path: Path, string_bytes: int, skip: int) -> Iterator[Row]:
+def _read_json(path: Path, columns: Columns, skip: int) -> Iterator[Row]:
     with unpacked(path) as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not start:
             return
         if not start.startswith(b"["):
-            yield from _read_json_lines(path, string_bytes, skip)
+            yield from _read_json_lines(path, columns, skip)
             return
         file.seek(0)
         pieces = iter(partial(file.read, _PIECE_BYTES), b"")
-        for index, element in islice(enumerate(elements(str(path), pieces, string_bytes)), skip, None):
+        for index, element in islice(enumerate(elements(str(path), pieces, columns.most_bytes)), skip, None):
             place = f"{path}, element {index}"
             remarks: list[str] = []
             value = _parse(element.text, place, "an array of JSON objects", remarks, element.line - 1)
             yield Row(place, _object(value, place), tuple(remarks), element.left_out / len(element.text))
-
-
-def _read_csv(path: Path, string_bytes: int, skip: int) -> Iterator[Row]:
-    with unpacked(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        csv.field_size_limit(max(csv.field_size_limit(), string_bytes))
-        rows = csv.DictReader(text, strict=True)
-        try:
-            for row in islice(rows, skip, None):
-                place = f"{path}, line {rows.line_num}"
-                if None in row or None in row.values():
-                    raise DataError(f"{place}: has another number of fields than the header; quote fields that have commas")
-                yield Row(place, row)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {rows.line_num + 1}: not CSV in UTF-8 ({error}); correct or convert it") from error
 
 
 def _parse(text: bytes, place: str, expected: str, remarks: list[str], lines_before: int = 0) -> Any:
@@ -357,24 +352,24 @@ def _object(value: Any, place: str) -> Mapping[str, Any]:
     return value
 
 
-_Reader = Callable[[Path, int, Mapping[str, str], int], Iterator[Row]]
+_Reader = Callable[[Path, Columns, int], Iterator[Row]]
 
 
-def _renaming(read: Callable[[Path, int, int], Iterator[Row]]) -> _Reader:
+def _renaming(read: _Reader) -> _Reader:
     """Return a reader of texts that gives columns our names."""
-    return lambda path, string_bytes, columns, skip: (
-        with_our_names(read(path, string_bytes, skip), columns) if columns else read(path, string_bytes, skip)
+    return lambda path, columns, skip: (
+        columns.renamed(read(path, columns, skip)) if columns.theirs else read(path, columns, skip)
     )
 
 
 _TABLES: Mapping[str, _Reader] = {
-    ".parquet": lambda path, string_bytes, columns, skip: read_parquet(path, columns, skip),
-    ".arrow": lambda path, string_bytes, columns, skip: islice(read_arrow(path, columns), skip, None),
+    ".parquet": read_parquet,
+    ".arrow": lambda path, columns, skip: islice(read_arrow(path, columns), skip, None),
 }
 _READERS: Mapping[str, _Reader] = {
     ".jsonl": _renaming(_read_json_lines),
     ".ndjson": _renaming(_read_json_lines),
     ".json": _renaming(_read_json),
-    ".csv": _renaming(_read_csv),
+    ".csv": _renaming(read_csv),
     **_TABLES,
 }

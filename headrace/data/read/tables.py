@@ -17,8 +17,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from headrace.data.chat.columns import our_names, refuse_missing
-from headrace.data.chat.forms import CONVERSATIONS, READ
+from headrace.data.chat.columns import Columns
+from headrace.data.chat.forms import CONVERSATIONS
 from headrace.data.values.values import Row
 from headrace.files.hub import HUB_SECONDS, hub_answers
 from headrace.terms.errors import DataError
@@ -28,7 +28,7 @@ _BATCH_BYTES = 1 << 20
 _BATCH_ROWS = 512
 
 
-def read_parquet(path: Path, columns: Mapping[str, str], skip: int = 0) -> Iterator[Row]:
+def read_parquet(path: Path, columns: Columns, skip: int = 0) -> Iterator[Row]:
     """Yield the rows of a Parquet file after the first `skip`, under our names (`data/chat/columns.py`). A row group may be
     the whole file, but only pages of it are in memory. Groups that are skipped are not read.
 
@@ -46,7 +46,7 @@ def read_parquet(path: Path, columns: Mapping[str, str], skip: int = 0) -> Itera
             left = skip - (ends[first - 1] if first else 0)
             rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.metadata.num_rows // row_bytes))
             # No column at all would be read as no row: then all are read, and none is converted.
-            wanted = [theirs for theirs, ours in our_names(file.schema_arrow.names, columns).items() if ours in READ] or None
+            wanted = columns.wanted(file.schema_arrow.names) or None
             kept = list(range(first, len(groups)))
             for batch in file.iter_batches(batch_size=rows, row_groups=kept, columns=wanted, use_threads=False):
                 past = min(left, batch.num_rows)
@@ -56,7 +56,7 @@ def read_parquet(path: Path, columns: Mapping[str, str], skip: int = 0) -> Itera
     return _rows(path, "Parquet", batches, columns, skip)
 
 
-def read_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
+def read_arrow(path: Path, columns: Columns) -> Iterator[Row]:
     """Yield the rows of an Arrow file, under our names. It is mapped, so that the kernel may drop what is in memory of it.
 
     Raises:
@@ -79,7 +79,7 @@ def read_arrow(path: Path, columns: Mapping[str, str]) -> Iterator[Row]:
 
 
 def _rows(
-    path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]], columns: Mapping[str, str], index: int = 0
+    path: Path, form: str, batches: Callable[[], Iterator[tuple[Any, Any]]], columns: Columns, index: int = 0
 ) -> Iterator[Row]:
     """Yield the rows of `batches`, of which the first is row `index` of the file."""
     if path.stat().st_size == 0:
@@ -120,18 +120,22 @@ class _NotConverted:
         return self.why
 
 
-def _values(
-    place: str, batch: Any, names: list[str], features: Mapping[str, Any], renamed: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Return the rows of a record batch, each with our names for all `names`; of those that no form reads, the names alone."""
-    refuse_missing(place, names, renamed)
-    ours = our_names(names, renamed)
+def _values(place: str, batch: Any, names: list[str], features: Mapping[str, Any], wanted: Columns) -> list[dict[str, Any]]:
+    """Return the rows of a record batch, each with our names for all `names`; of those that nobody reads, the names alone.
+
+    Raises:
+        DataError: a column is missing; or one cannot be converted, and every column is `wanted`.
+    """
+    wanted.refuse_missing(place, names)
+    ours = wanted.ours(names)
     columns: dict[str, list[Any]] = {
         name: [_NotConverted("a column that is not read")] * batch.num_rows for name in ours.values()
     }
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if ours.get(name) in READ:
-            columns[ours[name]] = _converted(ours[name], column, features.get(name))
+        if name in ours and wanted.reads(ours[name]):
+            found = columns[ours[name]] = _converted(ours[name], column, features.get(name))
+            if wanted.every and isinstance(wrong := next(iter(found), None), _NotConverted):
+                raise DataError(f"{place}: column {name!r} has {wrong}; convert it, or take the column out")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
@@ -179,7 +183,7 @@ def is_saved_dataset(path: Path) -> bool:
     )
 
 
-def read_saved(path: Path, entry: DataSource) -> Iterator[Row]:
+def read_saved(path: Path, entry: DataSource, columns: Columns) -> Iterator[Row]:
     """Yield the rows of a directory written by `save_to_disk`; of a dictionary of data sets, those of the entry's split.
 
     Raises:
@@ -197,7 +201,7 @@ def read_saved(path: Path, entry: DataSource) -> Iterator[Row]:
             raise DataError(f"{path}: no split {entry.split!r}, found {', '.join(loaded)}; name one of these as split")
         return loaded[entry.split]
 
-    return rows_of_data_set(str(path), load, "is not a readable saved data set; save it again", entry.columns)
+    return rows_of_data_set(str(path), load, "is not a readable saved data set; save it again", columns)
 
 
 def refuse_no_answer(name: str, cache_dir: Path) -> None:
@@ -213,7 +217,7 @@ def refuse_no_answer(name: str, cache_dir: Path) -> None:
         )
 
 
-def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row]]]:
+def open_hub(entry: DataSource, columns: Columns, cache_dir: Path) -> tuple[str, Callable[[], Iterator[Row]]]:
     """Return fingerprint and reader of a Hub data set, downloaded into `cache_dir` if it is not there.
 
     Raises:
@@ -232,11 +236,11 @@ def open_hub(entry: DataSource, cache_dir: Path) -> tuple[str, Callable[[], Iter
                 f"{configuration} ({type(error).__name__}: {first_line(error)}). Check the path, or the network"
             ) from error
     return f"{entry}\0{loaded._fingerprint}\n", lambda: rows_of_data_set(
-        str(entry), lambda: loaded, "cannot be read; delete its copy in the cache", entry.columns
+        str(entry), lambda: loaded, "cannot be read; delete its copy in the cache", columns
     )
 
 
-def open_streamed(entry: DataSource) -> tuple[str, Callable[[], Iterator[Row]]]:
+def open_streamed(entry: DataSource, columns: Columns) -> tuple[str, Callable[[], Iterator[Row]]]:
     """Return a name and the reader of a Hub data set whose rows are fetched as they are read.
 
     Raises:
@@ -254,10 +258,10 @@ def open_streamed(entry: DataSource) -> tuple[str, Callable[[], Iterator[Row]]]:
         return loaded if loaded.column_names else loaded._resolve_features()  # by its first rows
 
     failure = "cannot be read from the Hub as it comes; resume when it can"
-    return str(entry), lambda: rows_of_data_set(str(entry), load, failure, entry.columns)
+    return str(entry), lambda: rows_of_data_set(str(entry), load, failure, columns)
 
 
-def rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: Mapping[str, str]) -> Iterator[Row]:
+def rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: Columns) -> Iterator[Row]:
     """Yield the rows of the data set that `load` returns, under our names. `failure` says what is wrong if it cannot be read.
 
     Raises:
@@ -268,7 +272,7 @@ def rows_of_data_set(name: str, load: Callable[[], Any], failure: str, columns: 
         with _quiet():
             loaded = load()
             features, names = _with_json(loaded.features), loaded.column_names
-            wanted = [theirs for theirs, ours in our_names(names, columns).items() if ours in READ]
+            wanted = columns.wanted(names)
             tables = iter((loaded.select_columns(wanted) if wanted else loaded).with_format("arrow").iter(_BATCH_ROWS))
         index = 0
         while True:

@@ -1,6 +1,7 @@
 """Rows of each kind to token ids, and a mask of what is trained.
 
-text: every token, and an end-of-sequence token after them. prompt + completion: the completion and that token.
+text: every token, and an end-of-sequence token after them. prompt + completion: the completion and that token; where a token
+crosses their border, `Border` decides.
 messages: see `data/chat/chat.py`. input_ids: where `labels` is not -100, without what `attention_mask` says is padding.
 The invariant: only what the kind promises is trained, and memory is bounded, however many or long the rows are.
 """
@@ -8,7 +9,7 @@ The invariant: only what the kind promises is trained, and memory is bounded, ho
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import compress
+from itertools import compress, takewhile
 from typing import Any
 
 from headrace.data.chat.chat import encode_chat, encode_contents, encode_whole
@@ -18,10 +19,15 @@ from headrace.data.values.bounded import Tokens, tokenize
 from headrace.data.values.messages import Messages, read_messages, refuse_media, whole_text
 from headrace.data.values.values import IGNORED, Encoded, Kind, Row, Tokenizer, Unmarked
 from headrace.terms.errors import DataError, ModelError, shortened
+from headrace.terms.options.border import Border
 
 _ROWS_AT_ONCE = 512
 _CHARACTERS_AT_ONCE = 1 << 20
 _LARGEST_ID = 2**31 - 1
+_CROSSED = (
+    "a token crosses the border of prompt and completion; each keeps its own tokens (border: apart), where TRL tokenises both "
+    "together (border: joint)"
+)
 
 
 def encode_rows(
@@ -33,16 +39,17 @@ def encode_rows(
     contents: bool = False,
     everything: bool = False,
     day: str | None = None,
+    border: Border = Border.APART,
 ) -> Iterator[Encoded | Unmarked]:
     """Yield ids and mask of each row, in order: all of them, or at least the first `most_tokens`.
 
-    `contents`, `everything`, `day`: see `contents`, `everything` and `template_date` of `DataSpec`.
+    `contents`, `everything`, `day`, `border`: see `contents`, `everything`, `template_date` and `border` of `DataSpec`.
 
     Raises:
         DataError: a sample is not what its columns promise; the message has its place.
         ModelError: the tokenizer lacks an end-of-sequence token or a chat template that the samples need.
     """
-    encode = _encoder(kind, tokenizer, most_tokens, contents=contents, day=day)
+    encode = _encoder(kind, tokenizer, most_tokens, contents=contents, day=day, border=border)
     if everything and kind is not Kind.TOKENS:
         encode = partial(_encode_whole, encode, kind, tokenizer, most_tokens, day)
     for chunk in _chunks(rows):
@@ -90,7 +97,7 @@ def _size(value: Any) -> int:
 
 
 def _encoder(
-    kind: Kind, tokenizer: Tokenizer, most_tokens: int, *, contents: bool, day: str | None
+    kind: Kind, tokenizer: Tokenizer, most_tokens: int, *, contents: bool, day: str | None, border: Border
 ) -> Callable[[list[Row]], Iterable[Encoded | Unmarked]]:
     if contents and kind is not Kind.TOKENS:
         template = Template.of(tokenizer, day)
@@ -102,7 +109,7 @@ def _encoder(
             template = Template.of(tokenizer, day)
             return lambda rows: (encode_chat(row, template, most_tokens) for row in rows)
         case Kind.COMPLETION:
-            return partial(_encode_completions, tokenizer=tokenizer, most_tokens=most_tokens, day=day)
+            return partial(_encode_completions, tokenizer=tokenizer, most_tokens=most_tokens, day=day, border=border)
         case Kind.TEXT:
             return partial(_encode_texts, tokenizer=tokenizer, most_tokens=most_tokens)
 
@@ -148,11 +155,11 @@ def _encode_texts(rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int) ->
 
 
 def _encode_completions(
-    rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int, day: str | None
+    rows: list[Row], *, tokenizer: Tokenizer, most_tokens: int, day: str | None, border: Border
 ) -> list[Encoded | Unmarked]:
     chats = [isinstance(row.values["prompt"], list) and isinstance(row.values["completion"], list) for row in rows]
     pairs = [row for row, chat in zip(rows, chats, strict=True) if not chat]
-    strings = iter(_encode_string_pairs(pairs, tokenizer, most_tokens))
+    strings = iter(_encode_string_pairs(pairs, tokenizer, most_tokens, border))
     if not any(chats):
         return list(strings)
     template = Template.of(tokenizer, day)
@@ -162,7 +169,7 @@ def _encode_completions(
     ]
 
 
-def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer, most_tokens: int) -> list[Encoded]:
+def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer, most_tokens: int, border: Border) -> list[Encoded]:
     if not rows:
         return []
     eos = _eos(tokenizer)
@@ -173,17 +180,27 @@ def _encode_string_pairs(rows: list[Row], tokenizer: Tokenizer, most_tokens: int
         [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)], tokenizer, most_tokens
     )
     apart = tokenize(completions, tokenizer, most_tokens, add_special_tokens=False)
-    encoded = (_encode_pair(*parts, eos=eos) for parts in zip(starts, together, apart, strict=True))
-    return [_noting_bos(row, each, tokenizer) for row, each in zip(rows, encoded, strict=True)]
+    parts = zip(rows, starts, together, apart, strict=True)
+    return [_noting_bos(row, _encode_pair(row, *each, eos=eos, border=border), tokenizer) for row, *each in parts]
 
 
-def _encode_pair(prompt: Tokens, whole: Tokens, completion: Tokens, *, eos: int) -> Encoded:
+def _encode_pair(row: Row, prompt: Tokens, whole: Tokens, completion: Tokens, *, eos: int, border: Border) -> Encoded:
     start = prompt.ids if prompt.beyond else _without_last(prompt.ids, eos)
-    # Tokenised together, the completion gets the tokens that it has in running text. If a token crosses the border, the prompt
-    # keeps the tokens that it has alone, as it will when the model is asked.
-    if whole.ids[: len(start)] == start:
-        return _trained_from(len(start), whole.ids, whole.beyond, eos)
-    return _trained_from(len(start), start + completion.ids, prompt.beyond + completion.beyond, eos)
+    parted = _shared(start, whole.ids)
+    # Tokenised together, the completion gets the tokens that it has in running text.
+    if parted == len(start) or border is Border.JOINT:
+        found = _trained_from(parted, whole.ids, whole.beyond, eos)
+        return replace(found, parted=parted) if border is Border.JOINT else found
+    if border is Border.CPO:
+        return _trained_from(max(0, min(len(start), len(whole.ids)) - 1), whole.ids, whole.beyond, eos)
+    # The prompt keeps the tokens that it has alone, as it will when the model is asked.
+    found = _trained_from(len(start), start + completion.ids, prompt.beyond + completion.beyond, eos)
+    return replace(found, remarks=((row.place, _CROSSED),))
+
+
+def _shared(ids: list[int], others: list[int]) -> int:
+    """Return with how many tokens both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, others, strict=False)))
 
 
 def _trained_from(start: int, ids: list[int], beyond: int, eos: int) -> Encoded:
@@ -199,7 +216,7 @@ def _noting_bos(row: Row, sample: Encoded, tokenizer: Tokenizer) -> Encoded:
         return sample
     mark = tokenizer.decode([bos])
     words = f"the text begins with {mark}, and the tokenizer puts another before it; take it out of the text"
-    return replace(sample, remarks=((row.place, words),))
+    return replace(sample, remarks=(*sample.remarks, (row.place, words)))
 
 
 def _encode_tokens(row: Row) -> Encoded:

@@ -24,11 +24,13 @@ from headrace.data.tokens.token_writer import NothingTrained, write_tokens
 from headrace.data.values.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
 from headrace.data.values.values import DataSpec, Encoded, Kind, Remark, Row, Tokenizer, Unmarked
 from headrace.terms.errors import ConfigError, DataError, DiskFull, HeadraceError, ModelError, has_no_space, in_one_line
+from headrace.terms.options.border import Border
 from headrace.terms.sizes import format_bytes
 
 # At most this share of conversations may be left out; more are a fault of the chat template, or of all data.
 _MOST_UNMARKED_SHARE = 0.1
 _TRIED_SAMPLES = 512
+_UNDATED = 3  # so far, the day was not in the name
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 # How the `tokenizers` library writes the system's error number into the text of a plain Exception.
 _SYSTEM_NUMBER = re.compile(r"\(os error ([0-9]+)\)")
@@ -172,7 +174,8 @@ def _key(sources: Sequence[Source], tokenizer: Tokenizer, spec: DataSpec, cache_
     parts = [
         f"{version} {spec.sequence_length}{' contents' if spec.contents else ''}{words_in_key(spec)}"
         + (" everything" if spec.everything else "")
-        + (f" {spec.template_date}" if spec.template_date and version not in EARLIER_FORMATS else ""),
+        + ("" if spec.border is Border.APART else f" {spec.border.value}")
+        + (f" {spec.template_date}" if spec.template_date and version > _UNDATED else ""),
         tokenizer_fingerprint(tokenizer, cache_dir),
         *(source.fingerprint for source in sources),
         *([f"entries {[source.entry for source in sources]}"] if spec.weights else []),  # older sets do not count them
@@ -196,7 +199,7 @@ class Samples:
             noted = self._noted(rows)
             length, day = self._spec.sequence_length, self._spec.template_date
             how = {"contents": self._spec.contents, "everything": self._spec.everything}
-            encoded = encode_rows(kind, noted, self._tokenizer, length, **how, day=day)
+            encoded = encode_rows(kind, noted, self._tokenizer, length, **how, day=day, border=self._spec.border)
             for sample in two_and_two(encoded, self._spec):
                 self.count += 1
                 if isinstance(sample, Unmarked):

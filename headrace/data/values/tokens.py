@@ -26,9 +26,10 @@ from headrace.data.values.values import Sample
 from headrace.terms.errors import DataError
 
 # 2: padding of given token ids is left out; 3: checksums; 4: what of a conversation is trained is compared as text.
-FORMAT_VERSION = 4
+# 5: a prompt that is a text is not used beside conversations.
+FORMAT_VERSION = 5
 # Versions whose files have the same form. A run that began with such tokens keeps them.
-EARLIER_FORMATS = (3,)
+EARLIER_FORMATS = (4, 3)
 ARRAYS = ("tokens", "trained", "offsets", "labels")
 CHECKSUMS = "checksums"
 

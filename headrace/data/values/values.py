@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.options.border import Border
 from headrace.terms.options.data_source import DataSource, source_of
 from headrace.terms.options.preferences import Preferences
 
@@ -96,7 +97,7 @@ Remark = tuple[str, str]
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The token ids of a row, and for each whether it is a target. `beyond` estimates how many more were not made; `desirable`
-    is the label of the row.
+    is the label of the row. `parted` is where the tokens of two texts part, if those of a pair have to agree on that.
     """
 
     ids: list[int]
@@ -104,6 +105,7 @@ class Encoded:
     beyond: int = 0
     remarks: tuple[Remark, ...] = ()
     desirable: bool | None = None
+    parted: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,8 @@ class DataSpec:
     `tokens_per_step // sequence_length` rows. `packing` puts several samples into a row, which works only if the model honours
     `position_ids`. With `contents`, for calibration, everything goes through the chat template: texts are what the user says,
     and tokens count as trained wherever anybody speaks. With `everything` each token is trained. With `preferences` two samples
-    that follow one another belong together. A chat template that asks for the time gets the beginning of
-    `template_date` (YYYY-MM-DD; None: none asks).
+    that follow one another belong together. `border` is the rule for tokens of prompt and completion.
+    A chat template that asks for the time gets the beginning of `template_date` (YYYY-MM-DD; None: none asks).
     """
 
     paths: tuple[str | DataSource, ...]
@@ -144,6 +146,7 @@ class DataSpec:
     template_date: str | None = None
     preferences: Preferences | None = None
     everything: bool = False
+    border: Border = Border.APART
 
     def __post_init__(self) -> None:
         if not self.paths:
@@ -158,7 +161,7 @@ class DataSpec:
                 f"tokens_per_step: {self.tokens_per_step} is less than one row of sequence_length {self.sequence_length}; "
                 f"set it to a multiple of {self.sequence_length}"
             )
-        if self.preferences and self.rows_per_step % 2:
+        if self.rows_per_step % self.samples_together:
             raise ConfigError(
                 f"tokens_per_step: {self.tokens_per_step} is {self.rows_per_step} rows of {self.sequence_length} tokens, and "
                 "pairs take an even number; give a multiple of twice the sequence_length"
@@ -168,7 +171,7 @@ class DataSpec:
                 f"tokens_per_step: {self.tokens_per_step} is one completion, and kto compares several; give at least "
                 f"{4 * self.sequence_length}, as each takes two rows of sequence_length {self.sequence_length}"
             )
-        if self.preferences and self.weights:
+        if self.samples_together > 1 and self.weights:
             raise ConfigError("weight and loss: each pair occurs once in an epoch; leave weight out")
         if self.seed < 0:
             raise ConfigError(f"seed: expected an integer >= 0, found {self.seed}")
@@ -182,7 +185,7 @@ class DataSpec:
     @property
     def samples_together(self) -> int:
         """How many samples that follow one another are never apart."""
-        return 2 if self.preferences else 1
+        return self.preferences.value.together if self.preferences else 1
 
     @property
     def rows_per_step(self) -> int:

@@ -53,7 +53,7 @@ def called(state: StepState, log_probs: torch.Tensor) -> Outcome:
     """Return what the run's loss makes of log-probabilities (rows, length)."""
     loss, whole = state.parts.token_loss, state.batch.whole
     assert loss is not None, "a plan with two passes of the head comes with a loss"
-    return outcome_of(loss(log_probs, _mask(whole["labels"]), {**whole, "scored_mask": _mask(whole["scored"])}))
+    return outcome_of(loss(log_probs, targets_mask(whole["labels"]), {**whole, "scored_mask": targets_mask(whole["scored"])}))
 
 
 def by_tokens(by_positions: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,8 @@ def by_tokens(by_positions: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros_like(by_positions[:, :1]), by_positions[:, :-1]], dim=1)
 
 
-def _mask(labels: torch.Tensor) -> torch.Tensor:
+def targets_mask(labels: torch.Tensor) -> torch.Tensor:
+    """Return which tokens (rows, length) are predicted and have a label."""
     mask = labels != IGNORED
     mask[:, 0] = False  # nothing predicts it
     return mask

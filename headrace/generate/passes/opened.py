@@ -62,9 +62,11 @@ class GenerationModel:
         check: Check = check_generation,
         *,
         adapters: Callable[[Chain, WeightMap], StoredBeside] | None = None,
+        kept: tuple[str, ...] | None = None,
     ) -> "GenerationModel":
         """Open what is in a directory, whose weights stay where they are. `check` tries its architecture; `adapters` gives what
-        is computed beside its blocks, in the place of an adapter there.
+        is computed beside its blocks, in the place of an adapter there. Of generation_config.json only the keys `kept` count,
+        or all.
 
         Raises:
             ModelError: it cannot be read, its architecture cannot generate block by block, or adapters belong to another model.
@@ -82,7 +84,7 @@ class GenerationModel:
             without_tables(chain, weights, hardware, budget)
             notes = without_embedding(chain, weights, hardware, budget)
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
-            found = cls.of(here, chain, source, machine, (*here.notes, *opened.checkpoint.notes, *source.notes, *notes))
+            found = cls.of(here, chain, source, machine, (*here.notes, *opened.checkpoint.notes, *source.notes, *notes), kept)
             found.closers = closers.pop_all()
         return found
 
@@ -128,11 +130,17 @@ class GenerationModel:
 
     @classmethod
     def of(
-        cls, here: ModelHere, chain: Chain, source: GenerationSource, machine: Machine, notes: tuple[str, ...]
+        cls,
+        here: ModelHere,
+        chain: Chain,
+        source: GenerationSource,
+        machine: Machine,
+        notes: tuple[str, ...],
+        kept: tuple[str, ...] | None = None,
     ) -> "GenerationModel":
         """Return the model of a chain, laid out like `source`."""
         chain.lay_out(source.layouts)
-        config = read_generation_config(here.generation_config, chain.model)
+        config = read_generation_config(here.generation_config, chain.model, kept)
         # Settings of a call are whole: transformers puts nothing into them.
         chain.model.generation_config = GenerationConfig()
         return cls(here, chain, source, machine, config, notes)
@@ -269,8 +277,9 @@ def open_to_generate(
     return opened
 
 
-def read_generation_config(directory: Path, model: Any) -> Any:
-    """Return the generation configuration in a model directory, or the one that transformers derives from the model's own.
+def read_generation_config(directory: Path, model: Any, kept: tuple[str, ...] | None = None) -> Any:
+    """Return the generation configuration in a model directory, or the one that transformers derives from the model's own. With
+    `kept`, these keys are in it, and the others are as if nobody had written them.
 
     Raises:
         ModelError: the file exists, and cannot be read.
@@ -278,6 +287,8 @@ def read_generation_config(directory: Path, model: Any) -> Any:
     path = directory / GENERATION_CONFIG
     if not path.exists():
         found = copy.deepcopy(model.generation_config)
+        if kept is not None:
+            return GenerationConfig(**{name: getattr(found, name, None) for name in kept})
         for name in ("output_attentions", "output_hidden_states", "return_dict_in_generate"):
             setattr(found, name, None)  # config.json asks training for these
         return found
@@ -285,8 +296,12 @@ def read_generation_config(directory: Path, model: Any) -> Any:
         values = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
             raise ModelError(f"{path}: expected an object, found {type(values).__name__}")
+        if kept is not None:
+            values = {name: values[name] for name in kept if name in values}
         check_file(values)
-        return GenerationConfig.from_pretrained(directory, local_files_only=True)
+        return (
+            GenerationConfig.from_pretrained(directory, local_files_only=True) if kept is None else GenerationConfig(**values)
+        )
     except ConfigError as error:
         raise ModelError(f"{path}: {error}") from error
     except ModelError:

@@ -186,6 +186,7 @@ class _Rows:
             data=options.data,
             sequence_length=options.sequence_length,
             template_date=options.template_date or model.here.template_date,
+            border=model.here.border,
             cache=options.cache,
         )
         config = with_lengths(asked)

@@ -9,17 +9,28 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.generate.passes.whose_weights import open_generator
+from headrace.generate.passes.generator import Generator
+from headrace.generate.passes.opened import GenerationModel
+from headrace.model.adapters.beside_reading import read_beside
 from headrace.terms.errors import InputError, StepFailed
 from headrace.terms.options.generate_options import GenerateOptions
 
 _PR_SET_PDEATHSIG = 1
-# What decides which token is drawn, besides the weights: nothing of the model's own configuration, as in TRL.
-_SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+# All that the model's own generation_config.json says of rollouts: which token is drawn is decided by the weights alone.
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
+DRAWING = {"do_sample": True, "top_k": 0}  # without 0, transformers takes 50; all else cuts nothing by itself
+
+
+def opened(adapter: str | Path | None) -> Callable[..., GenerationModel]:
+    """Return what opens the model of rollouts, with an adapter beside it if there is one."""
+    beside = None if adapter is None else Path(adapter)
+    adapters = None if beside is None else partial(read_beside, beside)
+    return partial(GenerationModel.of_directory, adapters=adapters, beside=beside, kept=_KEPT)
 
 
 def answer(request: Mapping[str, Any]) -> list[list[int]]:
@@ -30,8 +41,8 @@ def answer(request: Mapping[str, Any]) -> list[list[int]]:
     """
     options = GenerateOptions(**request["options"])
     found: dict[int, list[int]] = {}
-    with open_generator(Path(request["model"]), options, None, None) as generator:
-        settings = _SAMPLING | {"max_new_tokens": request["max_new_tokens"]}
+    with Generator.open(Path(request["model"]), options=options, opened=opened(options.adapter)) as generator:
+        settings = DRAWING | {"max_new_tokens": request["max_new_tokens"]}
         for index, tokens in generator.generate(request["prompts"], seed=request["seed"], **settings):
             found[index] = list(tokens)
     return [found[index] for index in range(len(request["prompts"]))]

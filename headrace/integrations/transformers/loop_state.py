@@ -25,6 +25,7 @@ from headrace.runs.protocols import RunningEngine, StateKind
 from headrace.store.lock import lock_holder
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, DataError, RunDirectoryError
+from headrace.terms.options.border import Border, border_of
 from headrace.terms.options.run_options import RunOptions
 
 # Options that decide the state of a run, or its bits. A step is told its learning rate, so schedules may change.
@@ -161,6 +162,12 @@ def day_of(output: Path) -> str | None:
     """Return the day that the chat template of a run in `output` was told; None if there is none."""
     directory = RunDirectory(output.absolute())
     return directory.read_config().template_date if directory.config.exists() else None
+
+
+def border_of_run(output: Path) -> Border | None:
+    """Return the rule by which a run in `output` parts prompts and completions; None if there is none."""
+    directory = RunDirectory(output.absolute())
+    return border_of(directory.read_config().border, None) if directory.config.exists() else None
 
 
 class GoOn(TrainerCallback):  # type: ignore[misc]

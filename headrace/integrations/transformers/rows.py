@@ -20,15 +20,17 @@ from torch.utils.data import Dataset
 from headrace.data import DataSpec, TokenSet
 from headrace.data.batches.open_data import fitting, open_tokenizer, read_chat_template, read_model_config
 from headrace.data.chat.chat_template import asks_for_time
+from headrace.data.chat.columns import Columns
 from headrace.data.chat.forms import MASKS
 from headrace.data.read.sources import Source, read_rows, rows_after
 from headrace.data.read.tables import rows_of_data_set
 from headrace.data.tokens.tokenize import tokens_of
 from headrace.data.values.packing import packed_rows
 from headrace.data.values.values import IGNORED, Kind, Row, Tokenizer
-from headrace.integrations.transformers.loop_state import day_of
+from headrace.integrations.transformers.loop_state import border_of_run, day_of
 from headrace.runs.engines import why_not_packed
 from headrace.terms.errors import ConfigError, DataError
+from headrace.terms.options.border import Border
 from headrace.terms.options.options import DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.packed_rows import PackedRows
 
@@ -129,9 +131,9 @@ class RightPadding:
 class Reading:
     """How data sets become rows: by which tokenizer, cut at `most_tokens`; the tokens are kept in `cache`.
 
-    `text_column` is the name of the column of texts, `day` what a chat template hears that asks for the date. `whole` names
-    the kinds of rows of which every token is trained. `marks` says what SFTConfig of TRL trains of a row: None for other
-    arguments. With a `shuffled` seed, data sets are shuffled first.
+    `text_column` is the name of the column of texts, `day` what a chat template hears that asks for the date, `border` the rule
+    for tokens of prompt and completion. `whole` names the kinds of rows of which every token is trained. `marks` says what
+    SFTConfig of TRL trains of a row: None for other arguments. With a `shuffled` seed, data sets are shuffled first.
     """
 
     tokenizer: Tokenizer
@@ -139,6 +141,7 @@ class Reading:
     cache: Path
     text_column: str = "text"
     day: str | None = None
+    border: Border = Border.APART
     whole: frozenset[Kind] = frozenset()
     marks: "Marks | None" = None
     shuffled: int | None = None
@@ -160,6 +163,7 @@ class Reading:
             cache=cache,
             text_column=getattr(args, "dataset_text_field", None) or "text",
             day=day_of(Path(args.output_dir)) or date.today().isoformat(),
+            border=border_of_run(Path(args.output_dir)) or (Border.JOINT if _is_of_trl(args) else Border.APART),
             whole=frozenset(kind for kind, name in whole.items() if getattr(args, name, None) is False),
             marks=Marks(args.completion_only_loss, args.assistant_only_loss) if hasattr(args, "assistant_only_loss") else None,
             shuffled=args.seed if getattr(args, "shuffle_dataset", False) else None,
@@ -206,16 +210,16 @@ class Reading:
         if self.marks is not None:
             self.marks.check(kind, rows)
         everything = kind in self.whole
-        spec = replace(spec, template_date=self.dated, everything=everything)
+        spec = replace(spec, template_date=self.dated, everything=everything, border=self.border)
         tokens = fitting(tokens_of([source], spec, self.tokenizer, self.cache), self.model)
         return TokenRows(tokens, self.most_tokens if packing else None)
 
     def _source(self, data: Any, name: str) -> Source:
         renamed = {} if self.text_column == "text" else {"text": self.text_column}
         if hasattr(data, "_fingerprint") and hasattr(data, "with_format"):  # of `datasets`
-            columns: Mapping[str, str] = renamed if self.text_column in data.column_names else {}
+            columns = renamed if self.text_column in data.column_names else {}
             stamp = f"{data._fingerprint} {columns}"
-            found = partial(rows_of_data_set, name, lambda: data, "cannot be read", columns)
+            found = partial(rows_of_data_set, name, lambda: data, "cannot be read", Columns(columns))
         else:
             stamp, found = _digest(data), partial(_rows, data, name, renamed)
         masks = () if Kind.COMPLETION in self.whole else ("completion_mask",)
@@ -258,6 +262,11 @@ def _shuffled(data: Any, name: str, seed: int) -> Any:
     if not hasattr(data, "shuffle"):
         raise DataError(f"{name}: shuffle_dataset takes a data set of `datasets`, found {type(data).__name__}; leave it out")
     return data.shuffle(seed=seed)
+
+
+def _is_of_trl(args: Any) -> bool:
+    """Return whether arguments are an SFTConfig."""
+    return hasattr(args, "completion_only_loss")
 
 
 def _rows(data: Any, name: str, renamed: Mapping[str, str]) -> Iterator[Row]:

@@ -147,7 +147,11 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             "rows": self._rows_per_step,
             "length": int(asked or longest_of(self.train_dataset, self.eval_dataset)),
         }
-        learned |= {"template_date": self._reading.dated} if isinstance(self.train_dataset, TokenRows) else {}
+        learned |= (
+            {"template_date": self._reading.dated, "border": self._reading.border.value}
+            if isinstance(self.train_dataset, TokenRows)
+            else {}
+        )
         return run_options(self._directory, self.args, self._placement, learned=learned, **shape)
 
     def _opened(self, steps: int | None = None) -> EngineRun:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.options.border import APART, JOINT
 from headrace.terms.options.contradictions import (
     refuse_packed_pairs,
     refuse_two_held_out,
@@ -60,6 +61,16 @@ class RunOptions(Options):
         "Put several samples into one row.",
         row="put several samples into one row; they do not see one another",
         words="where the model can",
+        plan=True,
+        group=Group.DATA,
+    )
+    border: str | None = option(
+        None,
+        OneOf((JOINT, APART)),
+        "Tokens at the border of prompt and completion: joint or apart.",
+        row="texts whose tokens cross the border of prompt and completion: `joint`, as TRL, tokenises both together and trains "
+        "from where the tokens part; `apart` keeps the prompt's own tokens ([data](data.md#forms)). A run keeps its own",
+        words="`joint` with `loss`, else `apart`",
         plan=True,
         group=Group.DATA,
     )
