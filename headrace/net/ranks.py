@@ -16,7 +16,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from headrace.machine.host_memory import Bytes
 from headrace.net.exchange import PIECE_ELEMENTS, add_in_order
-from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all
+from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all, sort_of
 from headrace.terms.closing import Closing
 from headrace.terms.errors import PeerLost
 from headrace.terms.launch import Launch
@@ -129,17 +129,20 @@ class Ranks(Closing):
         flat, over = torch.from_numpy(whole), self.lanes[lane]
         longest = max(part.stop - part.start for part in parts)
         sources, targets = self._across() if shared else (self.others, self.others)
+        sorts = [sort_of(flat, (part.stop - part.start,)) for part in parts]
+        over.meet(dict.fromkeys(targets, sorts[self.rank]), {rank: sorts[rank] for rank in sources})
         for start in range(0, longest, PIECE_BYTES):
             own = _piece(parts[self.rank], start, PIECE_BYTES)
             works = list[Piece]()
             for rank in self.others:
                 if rank in sources and (piece := _piece(parts[rank], start, PIECE_BYTES)) is not None:
-                    works.append(over.start_receive(flat[piece], rank, first=start == 0))
+                    works.append(over.start_receive(flat[piece], rank))
                 if rank in targets and own is not None:
-                    works.append(over.start_send(flat[own], rank, first=start == 0))
+                    works.append(over.start_send(flat[own], rank))
             finish_all(works)
         if shared:
-            self._meet_neighbours(over)
+            met = dict.fromkeys(self.neighbours, "met")  # all ranks of this machine have come here
+            over.meet(met, met)
 
     def _across(self) -> tuple[list[int], list[int]]:
         """Return from which ranks of other machines this one receives for its own machine, and to which it sends."""
@@ -147,14 +150,6 @@ class Ranks(Closing):
         sources = [rank for rank in self.others if rank not in ours and ours[rank % len(ours)] == self.rank]
         targets = [each[self.rank % len(each)] for each in self.sharing if self.rank not in each]
         return sources, targets
-
-    def _meet_neighbours(self, over: Lane) -> None:
-        """Return once all ranks of this machine have come here."""
-        works, words = list[Piece](), torch.zeros(len(self.machine), dtype=torch.uint8)
-        for at, rank in enumerate(self.neighbours):
-            works.append(over.start_receive(words[at : at + 1], rank, first=True))
-            works.append(over.start_send(words[-1:], rank, first=True))
-        finish_all(works)
 
     def scatter(self, gradient: torch.Tensor, parts: Sequence[slice], order: Order, dtype: torch.dtype) -> None:
         """Add this rank's part of `gradient`, flat and fp32, to those of the others in `order`, in which ranks count from 1.
@@ -166,15 +161,17 @@ class Ranks(Closing):
         over, longest = self.lanes["scatter"], max(part.stop - part.start for part in parts)
         size = min(PIECE_ELEMENTS, longest)
         places = {rank: torch.empty(size, dtype=torch.float32) for rank in self.others}
+        sorts = [sort_of(gradient, (part.stop - part.start,)) for part in parts]
+        over.meet({rank: sorts[rank] for rank in self.others}, dict.fromkeys(self.others, sorts[self.rank]))
         for start in range(0, longest, PIECE_ELEMENTS):
-            own, first = _piece(parts[self.rank], start, PIECE_ELEMENTS), start == 0
+            own = _piece(parts[self.rank], start, PIECE_ELEMENTS)
             works, came = list[Piece](), dict[int, torch.Tensor]()
             for rank in self.others:
                 if own is not None:
                     came[rank + 1] = places[rank][: own.stop - own.start]
-                    works.append(over.start_receive(came[rank + 1], rank, first=first))
+                    works.append(over.start_receive(came[rank + 1], rank))
                 if (piece := _piece(parts[rank], start, PIECE_ELEMENTS)) is not None:
-                    works.append(over.start_send(gradient[piece], rank, first=first))
+                    works.append(over.start_send(gradient[piece], rank))
             finish_all(works)
             if own is not None:
                 total = add_in_order(order, came | {self.rank + 1: gradient[own]})

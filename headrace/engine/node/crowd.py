@@ -69,7 +69,7 @@ class Setup:
         }
         generation.down.send_message(words, rank)
         for each in self.buffers.values():
-            generation.down.send(_bytes_of(each.contiguous()), rank)
+            generation.down.send(each.contiguous(), rank)
 
     @classmethod
     def receive(cls, generation: Generation) -> "Setup":
@@ -78,7 +78,7 @@ class Setup:
         buffers = {}
         for name, dtype, shape in words["buffers"]:
             buffers[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            generation.down.receive(_bytes_of(buffers[name]), NODE)
+            generation.down.receive(buffers[name], NODE)
         grouping = Grouping.from_json(words["grouping"]) if words["grouping"] else None
         return cls(**{**words, "grouping": grouping, "buffers": buffers})
 
@@ -203,7 +203,7 @@ class Crowd:
         for rank, micros in sorted(self._shares.items()):
             words, tensors = task_message(task, micros, len(task.batch.micro_batches[0].input_ids))
             generation.down.send_message({**words, "order": order}, rank)
-            generation.down.send(_bytes_of(tensors), rank)
+            generation.down.send(tensors, rank)
             self._told_seconds[rank] = time.perf_counter()
 
     def _dealt(self, num_micro: int) -> Order:
@@ -314,8 +314,3 @@ def _limit(setup: Setup, grouping: Grouping) -> tuple[int, str]:
     num_micro = -(-setup.sequences // grouping.rows)
     many = f"{num_micro} micro-batches" if num_micro > 1 else "one micro-batch"
     return num_micro, f"a step has {many} of {grouping.rows} rows; give fewer workers, or more tokens_per_step"
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-    return flat

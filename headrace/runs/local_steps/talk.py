@@ -24,10 +24,13 @@ _BLOCK_BYTES = 64 << 20
 
 
 def send_units(lane: Lane, to: int, units: Iterator[NDArray[Any]]) -> None:
-    """Send the numbers of each unit; the other side knows how many."""
+    """Send the numbers of each unit, after their type and number.
+
+    Raises:
+        Unlike: the other side expects others; it has taken none of this unit, and waits for no more.
+    """
     for unit in units:
-        if unit.size:
-            lane.send(unit.view(np.uint8), to)
+        lane.send(unit, to)
 
 
 def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) -> Iterator[NDArray[Any]]:
@@ -35,11 +38,11 @@ def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) ->
 
     Raises:
         PeerLost: the other side is gone.
+        Unlike: it sends other numbers than these; none of this unit was taken.
     """
     for count in counts:
         unit = np.empty(count, dtype)
-        if count:
-            lane.receive(unit.view(np.uint8), source)
+        lane.receive(unit, source)
         yield unit
 
 
