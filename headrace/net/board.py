@@ -20,26 +20,26 @@ _NOTHING = "\0nothing is here"
 # Values that were passed over are remembered for so many keys: each counts once, however often it is read.
 _MOST_KEYS = 1024
 
-Kind = type | Mapping[str, type | tuple[type, ...]]
+Kind = type | Mapping[str, Any]
 
 
 class Board:
-    """The values in `store`. Those of a `session` count in it alone."""
+    """The values in `store`, under keys that begin with `prefix`. Those of a `session` count in it alone."""
 
-    def __init__(self, store: Store, secret: bytes, session: str = "") -> None:
-        self.store, self.session, self._secret = store, session, secret
+    def __init__(self, store: Store, secret: bytes, session: str = "", prefix: str = "") -> None:
+        self.store, self.session, self._secret, self._prefix = store, session, secret, prefix
         self.num_dropped = 0
         self.news: list[str] = []
         self._dropped: dict[str, bytes] = {}
 
     def put(self, key: str, value: Any) -> None:
         """Write a JSON value."""
-        said = json.dumps(value)
-        self.store.set(key, json.dumps({"said": said, "proof": self._proof(key, said)}))
+        whole = value if isinstance(value, dict) else {"value": value}
+        self.store.set(self._prefix + key, json.dumps({**whole, "proof": proof(self._secret, *self._words(key, whole))}))
 
     def raw(self, key: str) -> bytes | None:
         """Return whatever is there now, None for nothing."""
-        found: bytes = self.store.compare_set(key, _NOTHING, _NOTHING)
+        found: bytes = self.store.compare_set(self._prefix + key, _NOTHING, _NOTHING)
         return None if found == _NOTHING.encode() else found
 
     def get(self, key: str, kind: Kind) -> Any:
@@ -58,11 +58,10 @@ class Board:
             return None, False
         try:
             whole = json.loads(found)
-            if has_keys(whole, {"said": str, "proof": str}):
-                value = json.loads(whole["said"])
-                fits = has_keys(value, kind) if isinstance(kind, Mapping) else type(value) is kind
-                if fits:
-                    return value, is_proof(whole["proof"], self._secret, "board", self.session, key, whole["said"])
+            keys = kind if isinstance(kind, Mapping) else {"value": kind}
+            if has_keys(whole, {**keys, "proof": str}):
+                is_proven = is_proof(whole.pop("proof"), self._secret, *self._words(key, whole))
+                return whole if isinstance(kind, Mapping) else whole["value"], is_proven
         except (ValueError, RecursionError):
             pass
         self.drop(key, found)
@@ -88,12 +87,16 @@ class Board:
         with contextlib.suppress(AttributeError):
             del self.store
 
-    def lanes(self, name: str = "") -> Store:
+    def lanes(self) -> Store:
         """Return the store in which the members' lanes meet: its keys are not to be guessed."""
-        return PrefixStore(f"{self._proof('lanes', name)}", self.store)
+        return PrefixStore(self._prefix + proof(self._secret, *self._words("lanes", {})), self.store)
 
-    def _proof(self, key: str, said: str) -> str:
-        return proof(self._secret, "board", self.session, key, said)
+    def remove(self, key: str) -> None:
+        """Remove what is there."""
+        self.store.delete_key(self._prefix + key)
+
+    def _words(self, key: str, whole: Mapping[str, Any]) -> tuple[str, ...]:
+        return "board", self.session, key, json.dumps(whole, sort_keys=True)
 
 
 def take_news(board: Board, tell: Callable[[str], None]) -> None:

@@ -182,7 +182,7 @@ class Lane:
         for piece in _pieces(text):
             self.start_send(piece, to).finish()
 
-    def receive_message(self, source: int, keys: Mapping[str, type | tuple[type, ...]] | None = None) -> Any:
+    def receive_message(self, source: int, keys: Mapping[str, Any] | None = None) -> Any:
         """Return the JSON value that a rank sent: an object with these `keys` of these types, if any are named.
 
         Raises:
@@ -258,7 +258,7 @@ class Lane:
         return PeerLost(f"{self.names[peer]}: the connection is lost ({words})")
 
 
-def has_keys(value: Any, keys: Mapping[str, type | tuple[type, ...]]) -> bool:
+def has_keys(value: Any, keys: Mapping[str, Any]) -> bool:
     """Return whether a JSON value is an object with these keys of these types; a truth value is no number."""
     if not isinstance(value, dict):
         return False

@@ -330,7 +330,7 @@ class Listener:
         for number, found in sorted(self._open.items()):
             hello, is_proven = self._board.claimed(f"hello/{number}", HELLO)
             if hello is not None:
-                self._store.delete_key(f"hello/{number}")
+                self._board.remove(f"hello/{number}")
                 self._greet(number, found, hello, is_proven)
 
     def _greet(self, number: int, found: _Open, hello: Mapping[str, Any], is_proven: bool) -> None:

@@ -16,6 +16,11 @@ def nonce() -> str:
     return secrets.token_hex(NONCE_BYTES)
 
 
+def is_plain(word: str) -> bool:
+    """Return whether somebody's word may be part of a key, as a nonce is."""
+    return word.isascii() and word.isalnum() and len(word) <= 2 * NONCE_BYTES
+
+
 def proof(secret: bytes, *words: str) -> str:
     """Return what only somebody who knows `secret` can compute for `words`."""
     return hmac.new(secret, "\n".join(words).encode("utf-8", "replace"), hashlib.sha256).hexdigest()
