@@ -21,6 +21,8 @@ from headrace.terms.errors import PeerLost
 
 NODE, LEARNER = 0, 1
 _BLOCK_BYTES = 64 << 20
+# What is said after the last unit.
+_NO_MORE = "no more units"
 
 
 def send_units(lane: Lane, to: int, units: Iterator[NDArray[Any]]) -> None:
@@ -31,6 +33,7 @@ def send_units(lane: Lane, to: int, units: Iterator[NDArray[Any]]) -> None:
     """
     for unit in units:
         lane.send(unit, to)
+    lane.meet({to: _NO_MORE}, {})
 
 
 def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) -> Iterator[NDArray[Any]]:
@@ -44,6 +47,7 @@ def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) ->
         unit = np.empty(count, dtype)
         lane.receive(unit, source)
         yield unit
+    lane.meet({}, {source: _NO_MORE})
 
 
 def send_batches(lane: Lane, batches: Sequence[Batch]) -> None:
@@ -57,7 +61,7 @@ def send_batches(lane: Lane, batches: Sequence[Batch]) -> None:
 
 def receive_batches(lane: Lane) -> list[dict[str, torch.Tensor]]:
     """Return the rows of each step as the engine takes them."""
-    words = lane.receive_message(NODE)
+    words = lane.receive_message(NODE, {"batches": list, "bytes": int})
     content = np.empty(words["bytes"], np.uint8)
     lane.receive(content, NODE)
     numbers, start, found = np.frombuffer(zlib.decompress(content.tobytes()), np.int32).astype(np.int64), 0, []
