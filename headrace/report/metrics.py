@@ -14,11 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.files.durable import write_whole
+from headrace.files.durable import no_link, write_whole
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Committed, Evaluated, Event, Flushed, StepResult
 
 Record = dict[str, Any]
+# What each line of a step has, and which values it may be.
+_FIGURES: dict[str, Any] = {"loss": int | float | None, "tokens": int, "seconds": int | float}
 
 
 def metrics_record(result: StepResult, *, epoch: float | None = None) -> Record:
@@ -98,7 +100,7 @@ def read_records(path: Path) -> list[Record]:
     What follows the last good line is left out: a process killed while writing leaves half a line, a power cut may leave zeros.
 
     Raises:
-        RunDirectoryError: a line before the last good one is not JSON. Or it is no record of a later step than the line before,
+        RunDirectoryError: a line before the last good one is not JSON, or lacks figures that others of its kind have. Or it is no record of a later step than the line before,
             nor the only evaluation after that step.
     """
     if not path.exists():
@@ -112,10 +114,13 @@ def read_records(path: Path) -> list[Record]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # Python reads no numbers of thousands of digits, nor very deep lists
-            bad = bad or (number, error.msg if isinstance(error, json.JSONDecodeError) else str(error))
+            bad = bad or (number, f"not JSON ({error.msg if isinstance(error, json.JSONDecodeError) else error})")
+            continue
+        if damaged := _damage_of(record):
+            bad = bad or (number, damaged)
             continue
         if bad is not None:
-            raise RunDirectoryError(f"{path}, line {bad[0]}: not JSON ({bad[1]}); restore the file or remove the line")
+            raise RunDirectoryError(f"{path}, line {bad[0]}: {bad[1]}; restore the file or remove the line")
         step = record.get("step") if isinstance(record, dict) else None
         scored = isinstance(record, dict) and is_evaluation(record)
         if type(step) is not int or not (step == last and not is_scored if scored else step > last):
@@ -129,6 +134,23 @@ def read_records(path: Path) -> list[Record]:
         last, is_scored = step, scored
         records.append(record)
     return records
+
+
+def _damage_of(record: Any) -> str:
+    """Return what is wrong with the figures of a step's line, "" for nothing; a line without any says only that there was one."""
+    if not isinstance(record, dict) or is_evaluation(record) or not record.keys() & _FIGURES.keys():
+        return ""
+    for name, kind in _FIGURES.items():
+        if name not in record:
+            others = ", ".join(sorted(record.keys() - _FIGURES.keys() - {"step"}))
+            return f"a step without {name!r}, as if the file was damaged (it has {others[:80]})"
+        if not isinstance(record[name], kind) or isinstance(record[name], bool):
+            return f"{name!r} is {json.dumps(record[name])[:40]}, as if the file was damaged"
+    for name in ("bytes_read", "bytes_written", "peak_bytes"):
+        sizes = record.get(name, {})
+        if not isinstance(sizes, dict) or not all(type(size) in (int, float) for size in sizes.values()):
+            return f"{name!r} is {json.dumps(sizes)[:40]}, as if the file was damaged"
+    return ""
 
 
 def _is_sound(evaluation: Record) -> bool:
@@ -153,7 +175,7 @@ class MetricsFile:
         self.records = [record for record in self._lines if not is_evaluation(record)]
         self.evaluations = [record for record in self._lines if is_evaluation(record)]
         self._resumed = bool(self.records)  # and no line has been written since
-        write_whole(path, self._text())
+        write_whole(no_link(path), self._text())
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def _text(self) -> str:
@@ -188,7 +210,7 @@ class MetricsFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
             if self._changed:
-                write_whole(self._path, self._text())
+                write_whole(no_link(self._path), self._text())
 
 
 def ssd_bytes(record: Record, name: str) -> int:
