@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 from headrace.cli.streams import give_up
-from headrace.terms.errors import HeadraceError, InputError, MembershipFailed, PeerLost, PlanInfeasible, StepFailed, StorageError
+from headrace.terms.errors import (
+    HeadraceError,
+    InputError,
+    MembershipFailed,
+    PeerLost,
+    PlanInfeasible,
+    StepFailed,
+    StorageError,
+)
 
 REFUSED = 2
 INTERRUPTED = 130

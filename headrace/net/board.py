@@ -1,6 +1,7 @@
 """What peers write for one another into a store to which anybody on the network may write.
 
-Each value is JSON, with a proof that its writer knows the secret, for that key and that session. Invariant: what is no such value
+Each value is JSON, with a proof that its writer knows the secret, for that key and that session. Invariant: what is no such
+value
 is never taken: it is counted, and passed over as if it were not there. Reading never waits: a key that somebody removes between
 two looks is one that is not there.
 """

@@ -80,7 +80,9 @@ def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order)
     others = [rank for rank in range(1, lane.size) if rank != me]
     places = {rank: torch.empty(PIECE_ELEMENTS, dtype=torch.float32) for rank in others}
     sort = sort_of(gradient)
-    lane.meet({**dict.fromkeys(others, sort), NODE: sort_of(torch.empty(0, dtype=dtype), gradient.shape)}, dict.fromkeys(others, sort))
+    lane.meet(
+        {**dict.fromkeys(others, sort), NODE: sort_of(torch.empty(0, dtype=dtype), gradient.shape)}, dict.fromkeys(others, sort)
+    )
     for pieces in _rounds(gradient.numel(), lane.size - 1):
         own = pieces.get(me)
         length = own.stop - own.start if own else 0

@@ -1,15 +1,16 @@
 """A lane between the peers of one generation: bytes from one rank to another, in order, in pieces that are timed.
 
 A transfer begins with a greeting each way: the type and the shape of what comes. Who waits for a peer that is not as far yet
-waits for it, as long as it takes; heartbeats say meanwhile whether the peer lives. Where both do not name the same, both are told
-(`Unlike`) before a byte of content moves, and the lane can be used further. From then on each piece must pass within
-`piece_seconds`. Any other failure becomes `PeerLost`, also for those that wait in another thread, and the lane is of no use any more.
+waits for it, as long as it takes; heartbeats say meanwhile whether the peer lives. Where both do not name the same, both are
+told (`Unlike`) before a byte of content moves, and the lane can be used further. From then on each piece must pass within
+`piece_seconds`. Any other failure becomes `PeerLost`, also for those that wait in another thread, and the lane is of no use
+any more.
 
-Invariant: a receive is posted only for what the other side has said that it sends. Gloo ends the process of who gets more than it
-waits for, and leaves memory as it was where less comes.
+Invariant: a receive is posted only for what the other side has said that it sends. Gloo ends the process of who gets more than
+it waits for, and leaves memory as it was where less comes.
 
-Greetings are also there because gloo, when a connection breaks, tells only those whose receive has not begun. Who waits for a send,
-or for the rest of a receive, is never told (`Pair::signalException`, `tx_` and `rx_`), and must not wait for ever.
+Greetings are also there because gloo, when a connection breaks, tells only those whose receive has not begun. Who waits for a
+send, or for the rest of a receive, is never told (`Pair::signalException`, `tx_` and `rx_`), and must not wait for ever.
 """
 
 import contextlib
@@ -205,7 +206,8 @@ class Lane:
             raise Unlike(f"{self.names[source]}: sends what is no JSON; is it the same version?") from None
         if keys is not None and not has_keys(found, keys):
             raise Unlike(
-                f"{self.names[source]}: sends a message without {', '.join(sorted(keys))} as they should be; is it the same version?"
+                f"{self.names[source]}: sends a message without {', '.join(sorted(keys))} as they should be; is it "
+                f"the same version?"
             )
         return found
 
@@ -263,7 +265,9 @@ def has_keys(value: Any, keys: Mapping[str, Any]) -> bool:
     if not isinstance(value, dict):
         return False
     found = {key: value.get(key) for key in keys}
-    return all(isinstance(found[key], kind) and (kind is bool or not isinstance(found[key], bool)) for key, kind in keys.items())
+    return all(
+        isinstance(found[key], kind) and (kind is bool or not isinstance(found[key], bool)) for key, kind in keys.items()
+    )
 
 
 def _greeting(sort: str) -> torch.Tensor:

@@ -3,8 +3,8 @@
 All of it goes through one TCPStore, whose server is this process. Workers take a ticket and prove that they know the secret;
 each writes a heartbeat, and reads the node's. An invited peer has to accept at once, so that no one waits for dead peers.
 
-Invariant: whatever else anybody writes into the store, nobody is ended, held up or misled by it (`net.board`). A ticket whose owner
-died before it said hello is passed over.
+Invariant: whatever else anybody writes into the store, nobody is ended, held up or misled by it (`net.board`). A ticket whose
+owner died before it said hello is passed over.
 """
 
 import contextlib
@@ -268,7 +268,12 @@ class Listener:
             return None
         try:
             generation = Generation(
-                self._board_of(self._another_store()).lanes(), self._number, host=self._host, rank=0, names=names, piece_seconds=self.silence_seconds
+                self._board_of(self._another_store()).lanes(),
+                self._number,
+                host=self._host,
+                rank=0,
+                names=names,
+                piece_seconds=self.silence_seconds,
             )
         except PeerLost:
             return None
@@ -357,7 +362,13 @@ class Listener:
     def _receive_visitor(self, number: int) -> None:
         """Let a visitor measure the link; if it breaks off, that is no loss."""
         with contextlib.suppress(PeerLost, RuntimeError):
-            lane = visitors_lane(self._board_of(self._another_store()).lanes(), number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
+            lane = visitors_lane(
+                self._board_of(self._another_store()).lanes(),
+                number,
+                host=self._host,
+                rank=NODE,
+                piece_seconds=self.silence_seconds,
+            )
             try:
                 answer_link(lane)
             finally:

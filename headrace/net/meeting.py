@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
@@ -78,7 +77,10 @@ class Meeting(Closing):
         except DistError as error:
             raise PeerLost(f"{self._names[0]}: is gone") from error
         over, seen = self._over, [time.monotonic()]
-        works = {"the heartbeat": lambda: self._beat(ranks, over, seen, beats), "the watch": lambda: self._watch(ranks, over, seen)}
+        works = {
+            "the heartbeat": lambda: self._beat(ranks, over, seen, beats),
+            "the watch": lambda: self._watch(ranks, over, seen),
+        }
         self._threads += [Watchman(work, name, ranks.end) for name, work in works.items()]
         return ranks
 
@@ -170,7 +172,11 @@ class Meeting(Closing):
             if found is not None and not is_plain(found["token"]):
                 found = None
             looks = 0 if found is None or is_proven else looks + 1
-            if found is not None and (is_proven or looks > _LOOKS) and found["token"] not in (board and board.session, self._met):
+            if (
+                found is not None
+                and (is_proven or looks > _LOOKS)
+                and found["token"] not in (board and board.session, self._met)
+            ):
                 if found["stages"] != len(self._addresses):
                     raise ConfigError(
                         f"stages: stage 0 names {found['stages']}, here are {len(self._addresses)}; name the same"

@@ -22,7 +22,8 @@ from headrace.terms.errors import ConfigError, PeerLost
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
-# How often a hello is said again that has no answer; how long a challenge without a proof is looked at again: a node that has the
+# How often a hello is said again that has no answer; how long a challenge without a proof is looked at again: a node that has
+# the
 # secret writes its own again at once.
 _AGAIN_SECONDS, _CHALLENGE_SECONDS = 1.0, 1.0
 _ANSWER = {"nonce": str}

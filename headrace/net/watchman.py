@@ -1,7 +1,7 @@
 """A thread of membership: it watches over peers, or shows that this one lives.
 
-Invariant: it never dies in silence. What nobody expected is kept, whoever waits is woken, and the next look raises it, which ends
-the process with a line.
+Invariant: it never dies in silence. What nobody expected is kept, whoever waits is woken, and the next look raises it, which
+ends the process with a line.
 """
 
 import threading
@@ -37,7 +37,6 @@ class Watchman:
             self._work()
         except BaseException as error:  # also what nobody expects: peers are watched no more
             name = self._thread.name.removeprefix("headrace ")
-            self._failure = (
-                f"the thread of {name} failed ({in_one_line(error)}); what is committed is untouched: start it again, and report it"
-            )
+            words = f"the thread of {name} failed ({in_one_line(error)}); what is committed is untouched: start it again"
+            self._failure = f"{words}, and report it"
             self._wake(self._failure)

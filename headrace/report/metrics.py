@@ -100,7 +100,8 @@ def read_records(path: Path) -> list[Record]:
     What follows the last good line is left out: a process killed while writing leaves half a line, a power cut may leave zeros.
 
     Raises:
-        RunDirectoryError: a line before the last good one is not JSON, or lacks figures that others of its kind have. Or it is no record of a later step than the line before,
+        RunDirectoryError: a line before the last good one is not JSON, or lacks figures that others of its kind have. Or it is
+        no record of a later step than the line before,
             nor the only evaluation after that step.
     """
     if not path.exists():
@@ -137,7 +138,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _damage_of(record: Any) -> str:
-    """Return what is wrong with the figures of a step's line, "" for nothing; a line without any says only that there was one."""
+    """Return what is wrong with the figures of a step's line, "" for nothing; a line without any says only that "
+    "there was one."""
     if not isinstance(record, dict) or is_evaluation(record) or not record.keys() & _FIGURES.keys():
         return ""
     for name, kind in _FIGURES.items():

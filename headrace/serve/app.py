@@ -138,7 +138,11 @@ class Service:
 
         async def called(http: Request) -> Response:
             host = _name_of(http.headers.get("host", ""))
-            if self._hosts is not None and host not in self._hosts and not (LOOPBACK_NAME in self._hosts and _is_loopback(host)):
+            if (
+                self._hosts is not None
+                and host not in self._hosts
+                and not (LOOPBACK_NAME in self._hosts and _is_loopback(host))
+            ):
                 name = shortened(repr(host), 80)
                 raise Refused(f"this server is not called {name}; start it with --allowed-hosts to allow that name", 403)
             return await answer(http)

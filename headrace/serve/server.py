@@ -145,8 +145,8 @@ def plan_of(generator: Generator, options: ServeOptions, limits: Limits, copies:
 def allowed_hosts(options: ServeOptions) -> tuple[str, ...] | None:
     """Return the names by which clients may call the server, None for all.
 
-    On loopback they are those of loopback: else a page that a browser on this machine shows could ask under a name of its own, whose
-    address it has changed to this machine's.
+    On loopback they are those of loopback: else a page that a browser on this machine shows could ask under a name of its own,
+    whose address it has changed to this machine's.
     """
     if options.allowed_hosts:
         return None if "*" in options.allowed_hosts else tuple(each.lower() for each in options.allowed_hosts)

@@ -156,7 +156,8 @@ def create_parts(
 def open_parts(
     run_directory: Path, *, open_file: OpenFile, engine: ThreadEngine | None, sink: Sink, at: int | None = None
 ) -> tuple[StoreParts, CommitRecord, str]:
-    """Find a store again; also return its newest commit record, and what is wrong with the one before or after it, "" for nothing.
+    """Find a store again; also return its newest commit record, and what is wrong with the one before or after it, "" for
+    nothing.
 
     Raises:
         RunDirectoryError: no run, another format, in use, never committed, or a data file missing or too short.
@@ -189,7 +190,8 @@ def open_parts(
         if record is None:
             if lost:
                 raise RunDirectoryError(
-                    f"{run_directory}: {lost}, and no whole commit record is left; restore one of these files. Else remove the run "
+                    f"{run_directory}: {lost}, and no whole commit record is left; restore one of these files. Else "
+                    f"remove the run "
                     f"with `headrace clean {run_directory} --unfinished` and start again"
                 )
             found = "only damaged commit records" if is_damaged else "no commit record"
@@ -224,7 +226,9 @@ def lost_commits(run_directory: Path) -> bool:
     for name in RECORD_NAMES:
         with contextlib.suppress(FileNotFoundError):
             contents.append((run_directory / name).read_bytes())
-    return not contents or (any(map(any, contents)) and all(unpack_record(each, manifest.run_id, num_chunks) is None for each in contents))
+    return not contents or (
+        any(map(any, contents)) and all(unpack_record(each, manifest.run_id, num_chunks) is None for each in contents)
+    )
 
 
 def _manifest_of(request: StoreRequest) -> tuple[Manifest, Places]:

@@ -158,7 +158,9 @@ def test_a_learner_that_was_killed_gets_its_rows_again(opened: Callable[..., Any
         assert begins.lot.base == 1
 
 
-def test_pushes_are_judged_by_those_that_were_accepted_and_a_replay_throws_out_the_same(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_pushes_are_judged_by_those_that_were_accepted_and_a_replay_throws_out_the_same(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
     """Also if there is one learner alone, whose push is the median of its own merge; also after a restart."""
     broker, state = opened("run", quorum=1, merges=40)
     with state:
@@ -174,7 +176,9 @@ def test_pushes_are_judged_by_those_that_were_accepted_and_a_replay_throws_out_t
         work = given(broker, "a", 8)
         push(broker, work, 9, scale=5e-3)
         line = broker.merge_if_due()
-        assert [each["reason"] for each in line["lost"]] == ["a norm is above 10 times the median of the last 8 that were accepted"]
+        assert [each["reason"] for each in line["lost"]] == [
+            "a norm is above 10 times the median of the last 8 that were accepted"
+        ]
         assert [each["lot"] for each in line["lots"]] == [work.lot.number]
         assert len(line["lots"][0]["norms"]) == len(state.masters.counts)
         broker.finish()

@@ -95,7 +95,9 @@ def test_a_replay_deals_and_merges_as_the_journal_says() -> None:
 
 def test_a_quorum_says_how_many_learners_it_waits_for() -> None:
     rounds, ledger = ByQuorum(2, 0.0), Ledger()
-    assert rounds.waits_for(ledger, [], ()) == "merge 1 waits for 2 more learners: 0 of the quorum's 2 have sent what they learned"
+    assert (
+        rounds.waits_for(ledger, [], ()) == "merge 1 waits for 2 more learners: 0 of the quorum's 2 have sent what they learned"
+    )
     assert rounds.waits_for(ledger, [lot(0, 1)], (1,)).startswith("merge 1 waits for one more learner: 1 of the quorum's 2")
     assert rounds.waits_for(ledger, [lot(0, 1), lot(1, 2)], (1, 2)) == ""
 
@@ -108,13 +110,26 @@ def test_a_replay_says_for_which_learner_of_the_journal_it_waits() -> None:
     assert rounds.waits_for(begun, [lot(0, 1)], (1,)) == words
     begun = begun.with_lot(lot(1, 2))
     assert rounds.waits_for(begun, [lot(0, 1), lot(1, 2)], (1, 2)) == ""
-    assert rounds.waits_for(Ledger(), [], ()).endswith("learner 1, who took lot 0, learner 2, who took lot 1; learners that are here: none")
+    assert rounds.waits_for(Ledger(), [], ()).endswith(
+        "learner 1, who took lot 0, learner 2, who took lot 1; learners that are here: none"
+    )
 
 
 def test_who_is_waited_for_is_said_once_and_only_where_it_lasts() -> None:
     said, clock = list[str](), Clock()
     waiting = Waiting(said.append, clock)
-    for seconds, words in ((0, "a"), (5, "a"), (6, ""), (7, "a"), (16, "a"), (18, "a"), (40, "a"), (41, "b"), (60, "b"), (90, "b")):
+    for seconds, words in (
+        (0, "a"),
+        (5, "a"),
+        (6, ""),
+        (7, "a"),
+        (16, "a"),
+        (18, "a"),
+        (40, "a"),
+        (41, "b"),
+        (60, "b"),
+        (90, "b"),
+    ):
         clock.now = seconds
         waiting(words)
     assert said == ["a", "b"]

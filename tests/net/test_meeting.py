@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as some
 from net_peers import at_once
 from test_strangers import texts
 from torch.distributed import TCPStore
@@ -30,7 +29,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def meetings(secrets: tuple[bytes, bytes] = (b"s", b"s"), versions: tuple[str, str] = ("a", "a")) -> Iterator[tuple[Meeting, Meeting, Any]]:
+def meetings(
+    secrets: tuple[bytes, bytes] = (b"s", b"s"), versions: tuple[str, str] = ("a", "a")
+) -> Iterator[tuple[Meeting, Meeting, Any]]:
     """Give both stages' meetings, and a stranger's store."""
     addresses = [Address("127.0.0.1", free_port()), Address("127.0.0.1", 1)]
     made = [
@@ -85,7 +86,9 @@ def test_no_word_of_a_stranger_keeps_stages_apart(before: bytes, hello: bytes, b
     ("secrets", "versions", "words"),
     [((b"s", b"t"), ("a", "a"), "does not have the secret"), ((b"s", b"s"), ("a", "b"), "it is headrace b, this is a")],
 )
-def test_a_stage_of_another_secret_or_version_is_told(secrets: tuple[bytes, bytes], versions: tuple[str, str], words: str) -> None:
+def test_a_stage_of_another_secret_or_version_is_told(
+    secrets: tuple[bytes, bytes], versions: tuple[str, str], words: str
+) -> None:
     with meetings(secrets, versions) as (first, second, _):
         said = list[str]()
 

@@ -1,4 +1,5 @@
-"""Whatever somebody without the secret writes into the store ends, holds up or misleads nobody; nor does a member's nonsense."""
+"""Whatever somebody without the secret writes into the store ends, holds up or misleads nobody; nor does a member's "
+"nonsense."""
 
 import json
 import threading
@@ -30,7 +31,9 @@ values: Any = some.recursive(
 LIKE_OURS = some.fixed_dictionaries(
     {},
     optional={
-        **dict.fromkeys(("name", "version", "nonce", "peer", "proof", "refused", "words", "shape", "token"), some.text(max_size=8) | values),
+        **dict.fromkeys(
+            ("name", "version", "nonce", "peer", "proof", "refused", "words", "shape", "token"), some.text(max_size=8) | values
+        ),
         **dict.fromkeys(("visits", "go", "value"), some.booleans() | values),
         **dict.fromkeys(("generation", "rank", "beat", "stages", "silence_seconds", "names"), some.integers() | values),
     },
@@ -131,7 +134,9 @@ def test_a_proof_counts_for_its_key_and_its_session_alone() -> None:
     assert len(board.news) == 1, "a line for the first"
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", '{"proof": "\\ud800"}', "{}", "null", "9" * 5000, '{"nonce": 1}', "[" * 50000])
+@pytest.mark.parametrize(
+    "text", ["not json", "[]", '{"proof": "\\ud800"}', "{}", "null", "9" * 5000, '{"nonce": 1}', "[" * 50000]
+)
 def test_a_strangers_hello_is_counted_and_keeps_nobody_out(text: str) -> None:
     with listening(secret=SECRET) as listener:
         store = stranger(listener)
@@ -197,7 +202,7 @@ def test_a_thread_of_membership_that_dies_wakes_who_waits_and_is_raised(monkeypa
             raise ZeroDivisionError("nobody expected it")
 
         monkeypatch.setattr(listener, "_look", fails)
-        with pytest.raises(PeerLost, match="the thread of membership failed .ZeroDivisionError"):
+        with pytest.raises(PeerLost, match=r"the thread of membership failed .ZeroDivisionError"):
             node.up.receive(np.empty(3, np.uint8), 1)
         for look in (lambda: listener.gather(Muster(1, 1), print), listener.take_in, lambda: listener.tell_news(print)):
             with pytest.raises(MembershipFailed, match="start it again, and report it"):
@@ -211,7 +216,7 @@ def test_a_heartbeat_that_dies_ends_the_worker(monkeypatch: pytest.MonkeyPatch) 
     told = list[str]()
     watchman = Watchman(lambda: [][1], "the heartbeat", told.append)
     watchman.join()
-    with pytest.raises(MembershipFailed, match="the thread of the heartbeat failed .IndexError"):
+    with pytest.raises(MembershipFailed, match=r"the thread of the heartbeat failed .IndexError"):
         watchman.check()
     assert len(told) == 1
 

@@ -18,7 +18,13 @@ WANTED = np.zeros(100, np.float32)
 
 @pytest.mark.parametrize(
     "sent",
-    [np.ones(200, np.float32), np.ones(50, np.float32), np.ones(200, np.float16), np.ones((10, 10), np.float32), np.ones(0, np.float32)],
+    [
+        np.ones(200, np.float32),
+        np.ones(50, np.float32),
+        np.ones(200, np.float16),
+        np.ones((10, 10), np.float32),
+        np.ones(0, np.float32),
+    ],
     ids=["more", "half", "type", "shape", "none"],
 )
 def test_both_are_told_what_does_not_agree_and_go_on_over_the_same_lane(sent: np.ndarray) -> None:
@@ -26,7 +32,9 @@ def test_both_are_told_what_does_not_agree_and_go_on_over_the_same_lane(sent: np
     for _ in range(2):
         into = np.full(100, 7, np.float32)
         words = at_once(lambda: told(mine.send, sent, 1), lambda into=into: told(its.receive, into, 0))
-        assert words[0] == f"other: waits for float32 100, where {sent.dtype} {'x'.join(map(str, sent.shape))} was sent; nothing of it was taken"
+        shape = "x".join(map(str, sent.shape))
+        expected = f"other: waits for float32 100, where {sent.dtype} {shape} was sent; nothing of it was taken"
+        assert words[0] == expected
         assert words[1].startswith(f"one: sends {sent.dtype} ")
         assert (into == 7).all(), "nothing of it was taken"
     at_once(lambda: mine.send(np.ones(100, np.float32), 1), lambda: its.receive(into, 0))
@@ -57,7 +65,9 @@ def test_what_is_no_message_of_ours_is_named(text: bytes) -> None:
         lane.close()
 
 
-@pytest.mark.parametrize("sort", ["uint8 10", "message", "message -1", "message 9999999999999", "message 0", "\N{DIGIT TWO}" * 200])
+@pytest.mark.parametrize(
+    "sort", ["uint8 10", "message", "message -1", "message 9999999999999", "message 0", "\N{DIGIT TWO}" * 200]
+)
 def test_what_is_no_message_at_all_is_named(sort: str) -> None:
     mine, its = lanes()
     at_once(lambda: told(mine.meet, {1: sort}, {}), lambda: told(its.receive_message, 0))

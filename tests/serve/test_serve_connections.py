@@ -4,7 +4,7 @@ import asyncio
 import gc
 import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -50,7 +50,7 @@ class Transport:
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[[], tuple[Connection, Transport, Loop]]]:
+def made() -> Callable[[], tuple[Connection, Transport, Loop]]:
     config, state = uvicorn.Config(lambda: None, log_config=None), ServerState()
 
     def make() -> tuple[Connection, Transport, Loop]:
@@ -59,7 +59,7 @@ def made() -> Iterator[Callable[[], tuple[Connection, Transport, Loop]]]:
         connection.connection_made(transport)  # type: ignore[arg-type]
         return connection, transport, loop
 
-    yield make
+    return make
 
 
 def test_headers_have_ten_seconds_from_the_first_byte_however_slowly_they_come(made: Any) -> None:
@@ -105,7 +105,14 @@ def test_health_answers_beside_many_that_ask_nothing(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("localhost", 200), ("127.0.0.1:1", 200), ("[::1]:8000", 200), ("LOCALHOST.:80", 200), ("evil.example", 403), ("127.0.0.1.evil", 403)],
+    [
+        ("localhost", 200),
+        ("127.0.0.1:1", 200),
+        ("[::1]:8000", 200),
+        ("LOCALHOST.:80", 200),
+        ("evil.example", 403),
+        ("127.0.0.1.evil", 403),
+    ],
 )
 def test_on_loopback_the_server_is_called_by_names_of_loopback(server: Server, host: str, status: int) -> None:
     """A page in a browser may have a name whose address its owner changes to 127.0.0.1."""

@@ -1,7 +1,8 @@
 """How busy stages were, as measured, beside the most that they could be (AxoNN).
 
-The slowest of S stages computes t seconds for each of G groups, which take c seconds on a link. Where all are alike it is busy at
-most for the share G t / (G t + (S-1)(t + 2c)) of a step (`pipeline.bound`). Invariant: all figures were measured since this start of the run.
+The slowest of S stages computes t seconds for each of G groups, which take c seconds on a link. Where all are alike it is busy
+at most for the share G t / (G t + (S-1)(t + 2c)) of a step (`pipeline.bound`). Invariant: all figures were measured since this
+start of the run.
 """
 
 from collections.abc import Mapping, Sequence

@@ -188,7 +188,8 @@ class Broker:
         """Return why a learner gets no more rows; None if it may get some."""
         if self.ledger.thrown.get(str(learner), 0) < MOST_THROWN:
             return None
-        return f"{MOST_THROWN} pushes of learner {learner} were thrown out, the last because {self._why_thrown.get(learner, 'of its numbers')}"
+        why = self._why_thrown.get(learner, "of its numbers")
+        return f"{MOST_THROWN} pushes of learner {learner} were thrown out, the last because {why}"
 
     def throw_out(self, number: int, reason: str) -> None:
         """Name the lot of a push that came as nothing that can be merged."""
@@ -297,7 +298,10 @@ class Broker:
         norm = self._state.merge(merge, version + 1, Change(self._change(version + 1), *fed))
         entries = [
             lot.named(
-                staleness=lot.staleness(version), tokens=lot.tokens, weight=weight / sum(weights), loss=push.notes.get("loss"),
+                staleness=lot.staleness(version),
+                tokens=lot.tokens,
+                weight=weight / sum(weights),
+                loss=push.notes.get("loss"),
                 norms=push.notes["norms"],
             )
             for lot, weight, push in zip(lots, weights, pushes, strict=True)

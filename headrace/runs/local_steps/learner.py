@@ -189,7 +189,8 @@ class Learning(Closing):
         answer = down.receive_message(NODE, {"over": bool})
         if (reason := answer.get("refused")) is not None:
             raise ConfigError(
-                f"node: this learner gets no more rows: {reason}; find out why, and begin again with another --ssd, or an empty one"
+                f"node: this learner gets no more rows: {reason}; find out why, and begin again with another --ssd, "
+                f"or an empty one"
             )
         if answer["over"]:
             return False

@@ -56,8 +56,8 @@ class Lot:
 class Ledger:
     """The state of a node between two commits: `lots` are open, `learners` are numbers by peer, `lost` is not yet told.
 
-    `line` is the journal's newest line. `row` and `data` say where the next lot begins. `accepted` are the norms of the last pushes
-    that were merged, by unit; `thrown` counts the pushes that were thrown out, by learner.
+    `line` is the journal's newest line. `row` and `data` say where the next lot begins. `accepted` are the norms of the last
+    pushes that were merged, by unit; `thrown` counts the pushes that were thrown out, by learner.
     """
 
     version: int = 0

@@ -94,6 +94,7 @@ class Waiting:
         self._say, self._clock, self._words, self._since, self._said = say, clock, "", 0.0, ""
 
     def __call__(self, words: str) -> None:
+        """Take for whom everybody waits now, "" for nobody."""
         if words != self._words:
             self._words, self._since = words, self._clock()
         elif words not in ("", self._said) and self._clock() - self._since >= _WAIT_SECONDS:

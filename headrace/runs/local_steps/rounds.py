@@ -61,7 +61,8 @@ class ByQuorum:
         if missing <= 0:
             return ""
         many = "one more learner" if missing == 1 else f"{missing} more learners"
-        return f"merge {ledger.version + 1} waits for {many}: {len(pushed)} of the quorum's {self._quorum} have sent what they learned"
+        there = f"{len(pushed)} of the quorum's {self._quorum} have sent what they learned"
+        return f"merge {ledger.version + 1} waits for {many}: {there}"
 
     @property
     def judges(self) -> bool:
