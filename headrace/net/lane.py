@@ -285,7 +285,7 @@ def _said(greeting: torch.Tensor) -> str:
 def _pieces(data: Content) -> Iterator[torch.Tensor]:
     """Yield contiguous numbers as bytes, in pieces that go in one message."""
     flat = (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).reshape(-1).view(torch.uint8)
-    return iter(flat.split(PIECE_BYTES)) if flat.numel() else iter(())
+    return (flat[start : start + PIECE_BYTES] for start in range(0, flat.numel(), PIECE_BYTES))
 
 
 def _first_line(error: BaseException) -> str:

@@ -117,7 +117,7 @@ class Listener:
         self._board = Board(self._store, self._secret)
         self._challenge = nonce()
         self._board.put("challenge", self._challenge)
-        self._challenge_text = self._board.raw("challenge")
+        self._challenge_text = (self._board.raw("challenge") or b"").decode()
         self._board.session = self._challenge
         self._waiting: dict[int, _Ticket] = {}
         self._members: dict[Generation, tuple[_Ticket, ...]] = {}  # of each generation that works
@@ -309,7 +309,7 @@ class Listener:
 
     def _mend(self) -> None:
         """Write the challenge and the number of tickets again where a stranger has."""
-        if self._board.raw("challenge") != self._challenge_text:
+        if self._board.raw("challenge") != self._challenge_text.encode():
             self._board.drop("challenge")
             self._store.set("challenge", self._challenge_text)
 

@@ -140,7 +140,9 @@ def read_records(path: Path) -> list[Record]:
 def _damage_of(record: Any) -> str:
     """Return what is wrong with the figures of a step's line, "" for nothing; a line without any says only that "
     "there was one."""
-    if not isinstance(record, dict) or is_evaluation(record) or not record.keys() & _FIGURES.keys():
+    if not isinstance(record, dict) or not {"step"} < record.keys() or is_evaluation(record):
+        return ""
+    if not record.keys() & _FIGURES.keys():
         return ""
     for name, kind in _FIGURES.items():
         if name not in record:

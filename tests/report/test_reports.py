@@ -176,7 +176,7 @@ class TestMetrics:
     @pytest.mark.parametrize(
         ("old", "new", "words"),
         [
-            ('"tokens"', '"uokens"', "a step without 'tokens', as if the file was damaged .it has uokens"),
+            ('"tokens"', '"uokens"', "a step without 'tokens', as if the file was damaged .it has bytes_read, uokens"),
             ('"loss"', '"lozs"', "a step without 'loss'"),
             ('"tokens": 64', '"tokens": "64"', "'tokens' is \"64\", as if"),
             ('"seconds": 1.0', '"seconds": null', "'seconds' is null"),
