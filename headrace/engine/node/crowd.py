@@ -19,6 +19,7 @@ from headrace.flow.step.serve import Report, Task, task_message
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation, Listener
 from headrace.net.exchange import NODE, spread_out, take_sum
+from headrace.net.lane import has_keys
 from headrace.plan.schedules.serve import Turn
 from headrace.terms.errors import ConfigError, DataError, PeerLost
 from headrace.terms.events import OpDone
@@ -29,6 +30,8 @@ from headrace.terms.options.muster import Muster
 from headrace.terms.options.summing import SEQUENTIAL, TREE, Dealing, Order, order_of, shares_of
 from headrace.update.rules.tensors import as_tensor
 
+_NUMBER = int | float | None
+_REPORT = {"loss_sum": _NUMBER, "aside_loss": _NUMBER, "lanes": dict}
 # A dealing of micro-batches gives way to one that takes less than this share of its time.
 _WORTH = 0.9
 
@@ -236,9 +239,9 @@ class Crowd:
     def report(self) -> Report:
         """Receive the workers' report of a step."""
         generation = self.generation
-        found = [generation.up.receive_message(rank) for rank in range(1, generation.num_workers + 1)]
-        sums = [each["loss_sum"] for each in found if each["loss_sum"] is not None]
-        asides = [each["aside_loss"] for each in found if each["aside_loss"] is not None]
+        found = [generation.up.receive_message(rank, _REPORT) for rank in range(1, generation.num_workers + 1)]
+        sums = [each["loss_sum"] for each in found if each.get("loss_sum") is not None]
+        asides = [each["aside_loss"] for each in found if each.get("aside_loss") is not None]
         ops: list[OpDone] = []
         for rank, each in enumerate(found, start=1):
             begin = self._told_seconds[rank]
@@ -288,13 +291,16 @@ def _agreed(setup: Setup, generation: Generation) -> Terms:
         setup.send(generation, rank)
     grouping = setup.grouping
     if grouping is None:
-        grouping = Grouping.from_json(generation.up.receive_message(1)["grouping"])
+        grouping = Grouping.from_json(generation.up.receive_message(1, {"grouping": dict})["grouping"])
     num_micro, words = _limit(setup, grouping)
     if num_micro < len(ranks):
         raise _TooMany(num_micro, words)
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)
-    said = [generation.up.receive_message(rank) for rank in ranks]
+    said = [generation.up.receive_message(rank, {}) for rank in ranks]
+    for rank, each in enumerate(said, start=1):
+        if "cannot" not in each and not has_keys(each, {"turns": list, "most": int}):
+            raise PeerLost(f"{generation.names[rank]}: says neither what it can nor what it cannot; is it the same version?")
     unable = {rank: str(each["cannot"]) for rank, each in enumerate(said, start=1) if "cannot" in each}
     first = min((rank for rank in ranks if rank not in unable), default=0)
     for rank in ranks:
