@@ -9,7 +9,6 @@ owner died before it said hello is passed over.
 
 import contextlib
 import gc
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,11 +19,12 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from headrace.net.address import Address
+from headrace.net.address import Address, listening_at
 from headrace.net.board import Board, take_news
 from headrace.net.generation import Generation
 from headrace.net.link import NODE, answer_link, visitors_lane
 from headrace.net.proof import nonce
+from headrace.net.tickets import OpenTicket, Tickets
 from headrace.net.watchman import Watchman
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.options.muster import Muster
@@ -43,10 +43,6 @@ ENDED = "ended/"
 # Why a worker that waits is not invited, by its ticket.
 SPARE = "spare/"
 _STORE_TIMEOUT = timedelta(seconds=10)
-# Tickets whose owners have not said hello, or may say it again: the newest so many are looked at, each for so long.
-_MOST_OPEN, _OPEN_SECONDS = 256, 60.0
-_MOST_TICKETS = 1 << 31
-HELLO = {"name": str, "version": str, "nonce": str, "visits": bool, "peer": str}
 
 
 @dataclass
@@ -68,15 +64,6 @@ class _Ticket:
     @property
     def name(self) -> str:
         return f"worker {self.info['name']}"
-
-
-@dataclass
-class _Open:
-    """A ticket that was taken: since when (monotonic seconds), and the answer to its hello, to the hello of this nonce."""
-
-    since_seconds: float
-    nonce: str = ""
-    answer: Mapping[str, Any] | None = None
 
 
 class Listener:
@@ -103,7 +90,7 @@ class Listener:
             )
         self._host, self._version = address.number(), version
         self.silence_seconds, self._shape = silence_seconds, shape
-        listening = _listening(self._host, address)
+        listening = listening_at(self._host, address)
         self.address = Address(address.host, listening.getsockname()[1])
         self._store = TCPStore(
             self._host,
@@ -125,8 +112,8 @@ class Listener:
         self._peers: dict[str, _Ticket] = {}  # the newest ticket of each that has not left for good
         self._spares: dict[str, str] = {}  # the peers that cannot take part, and why
         self._crowded = ""  # why nobody else can, if the run has as many as it has work for
-        self._open: dict[int, _Open] = {}
-        self._seen, self._number, self._closing = 0, 0, threading.Event()
+        self._tickets = Tickets(self._board)
+        self._number, self._closing = 0, threading.Event()
         self._refused: dict[str, None] = {}
         self._is_over = False
         self._lock = threading.Lock()
@@ -313,32 +300,12 @@ class Listener:
             self._board.drop("challenge")
             self._store.set("challenge", self._challenge_text)
 
-    def _taken(self) -> int:
-        """Return how many tickets were taken. The store itself counts them, in digits."""
-        found = (self._board.raw("tickets") or b"0")[:20]
-        taken = int(found) if found.isdigit() else -1
-        if self._seen <= taken <= _MOST_TICKETS:
-            return taken
-        self._board.drop("tickets", found)
-        self._store.set("tickets", str(self._seen))
-        return self._seen
-
     def _admit(self) -> None:
         """Answer those who say hello, in the order of tickets; nobody waits for who has taken one and says nothing."""
-        now, taken = time.monotonic(), self._taken()
-        for number in range(max(self._seen, taken - _MOST_OPEN) + 1, taken + 1):
-            self._open[number] = _Open(now)
-        self._seen = taken
-        old = [number for number, each in self._open.items() if now - each.since_seconds > _OPEN_SECONDS]
-        for number in (*old, *sorted(self._open.keys() - {*old})[:-_MOST_OPEN]):
-            del self._open[number]
-        for number, found in sorted(self._open.items()):
-            hello, is_proven = self._board.claimed(f"hello/{number}", HELLO)
-            if hello is not None:
-                self._board.remove(f"hello/{number}")
-                self._greet(number, found, hello, is_proven)
+        for number, found, hello, is_proven in self._tickets.said():
+            self._greet(number, found, hello, is_proven)
 
-    def _greet(self, number: int, found: _Open, hello: Mapping[str, Any], is_proven: bool) -> None:
+    def _greet(self, number: int, found: OpenTicket, hello: Mapping[str, Any], is_proven: bool) -> None:
         """Answer a hello; the same one again, whose answer did not come, with the same."""
         words = self._why_refused(hello, is_proven)
         if words is not None:
@@ -347,7 +314,7 @@ class Listener:
             self._put(f"answer/{number}", {"nonce": hello["nonce"], "refused": words})
             return
         if found.answer is None:
-            found.nonce, found.since_seconds = hello["nonce"], time.monotonic()
+            found.nonce = hello["nonce"]
             found.answer = {"nonce": found.nonce, "silence_seconds": float(self.silence_seconds), "shape": self._shape}
             if not hello["visits"]:
                 ticket = _Ticket(number, hello)
@@ -422,16 +389,3 @@ class Listener:
 
     def _put(self, key: str, value: Any) -> None:
         self._board.put(key, value)
-
-
-def _listening(host: str, address: Address) -> socket.socket:
-    """Return a socket that listens only at that interface: by itself, a store would listen at all of them."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, address.port))
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(f"listen: {address}: {error.strerror}; name a free port of this machine, 0 for any") from error
-    return listening
