@@ -23,6 +23,9 @@ _DEFAULTS = {
     "THP_MEM_ALLOC_ENABLE": "1",
     "TOKENIZERS_PARALLELISM": "true",
     "TRANSFORMERS_VERBOSITY": "error",
+    # oneDNN keeps compiled products, one for each shape; 1024 by default. Experts get another number of tokens each time, so
+    # a mixture in bfloat16 would fill that: 0.6 GiB that no plan knows (`ask.place.KEPT_PRODUCTS_BYTES`).
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     # A lost peer is reported in one line, not by the library's stack.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.ask.between_steps import BesideSteps
 from headrace.ask.model_config import as_decoded, check_positions, has_weights, open_coded, position_limit, read_parts
 from headrace.ask.model_plans import COARSE_OPERATIONS, ModelPlans
-from headrace.ask.place import Place, multiplies
+from headrace.ask.place import Place, kept_products_bytes, multiplies
 from headrace.ask.plan_report import PlanReport
 from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
@@ -132,6 +132,9 @@ def open_question(
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
     place = Place.of(ceilings, here=here)
+    narrow = multiplies(options.compute_dtype, ceilings, here=here)
+    kept = kept_products_bytes(chain, options.compute_dtype, on_device=bool(place.device_overhead_bytes), narrow=narrow)
+    place = replace(place, runtime_bytes=place.runtime_bytes + kept)
     allowance = place.allowance(
         budget,
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd, beside=_finished(model, options, chain) if here else None),

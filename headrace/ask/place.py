@@ -14,6 +14,8 @@ from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.limits import default_host_bytes as host_bytes_here
 from headrace.machine.limits import machine_memory_bytes
 from headrace.machine.protocol import Machine
+from headrace.model import Chain
+from headrace.model.parts.banks import find_experts
 from headrace.plan.value.allowance import Allowance, planned_runtime_bytes
 from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
@@ -25,6 +27,9 @@ from headrace.terms.sizes import MIB, format_bytes
 _RUNTIME_BYTES, _CUDA_BUILD_BYTES = 352 * MIB, 140 * MIB
 # For another machine the interpreter and libraries are taken to need what was measured here, not what this process has now.
 RUNTIME_ELSEWHERE_BYTES = 300 * MIB
+# For a mixture whose products oneDNN compiles: 16 of them (`process`), as measured beyond the plan on a CPU that multiplies
+# bfloat16.
+KEPT_PRODUCTS_BYTES = 200 * MIB
 # Variants are offered at most this share of a machine's memory: the rest is the system's, and a card is never empty.
 _OFFERED_PERCENT = 90
 
@@ -40,6 +45,15 @@ def runtime_bytes(measured: int) -> int:
 def runtime_here() -> int:
     """Return `runtime_bytes` for what this process has now."""
     return runtime_bytes(anonymous_bytes())
+
+
+def kept_products_bytes(chain: Chain, compute_dtype: str, *, on_device: bool, narrow: bool) -> int:
+    """Return the bytes that oneDNN keeps of a `chain`'s products, beyond the interpreter's: of a mixture, where the CPU
+    computes and has `narrow` products.
+    """
+    if on_device or not narrow or compute_dtype == "float32" or not any(find_experts(chain.model, chain.runner.blocks)):
+        return 0
+    return KEPT_PRODUCTS_BYTES
 
 
 def default_host_bytes(ceilings: Ceilings | None, *, here: bool) -> int:

@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.ask.place import Place, runtime_here
+from headrace.ask.place import Place, kept_products_bytes, runtime_here
 from headrace.ask.question import Question
 from headrace.ask.tables import with_block_tables, with_embedding
 from headrace.files import Beside, default_ssd_bytes
+from headrace.machine.cpu import CpuMachine
 from headrace.machine.host_memory import return_pieces
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
@@ -276,5 +277,8 @@ class RunPlanner:
             profile_model()
             self._model.warm_up()
             gc.collect()
-            self._runtime_bytes = runtime_here()
+            dtype, machine = self._options.compute_dtype, self._machine
+            narrow, on_device = CpuMachine().multiplies(dtype), machine.device.type != "cpu"
+            kept = kept_products_bytes(self._chain, dtype, on_device=on_device, narrow=narrow)
+            self._runtime_bytes = runtime_here() + kept
         return self._runtime_bytes

@@ -29,8 +29,9 @@ _LINK_BYTES_PER_SECOND = 12.5e6
 _TRIED_GROUPS = (2, GROUPS_PER_STAGE, 8)
 
 
-def plan_stages(model: str, options: PlanOptions, *, here: bool) -> StagesReport:
-    """Plan the training of `model` in the stages of `options`.
+def plan_stages(model: str, options: PlanOptions, *, here: bool, asked_ssd: bool = True) -> StagesReport:
+    """Plan the training of `model` in the stages of `options`; `asked_ssd`: its `ssd` was named, and does not stand for this
+    machine's drives.
 
     Raises:
         ConfigError: there is no machine, there are too few blocks, or stages cannot train such a run. Else as `plan_model`.
@@ -41,6 +42,10 @@ def plan_stages(model: str, options: PlanOptions, *, here: bool) -> StagesReport
     refuse_what_passes_more(config)
     tokens, length = lengths_of(config, options)
     own = replace(options, stages=None, link=None, cuts=(), stage_dtype=None, tokens_per_step=tokens, sequence_length=length)
+    if named := not str(options.stages).isdecimal():
+        # Memory and drives are those of the machines that are named: directories that stand for this one's drives say nothing.
+        own = replace(own, ssd=own.ssd if asked_ssd else ())
+    here = here and not named
     opened = {machine.name: open_question(model, replace(own, machine=machine), here=here) for machine in machines}
     line = _Line([opened[machine.name] for machine in machines], options)
     found = [line.report(groups * len(machines), quick=True) for groups in _TRIED_GROUPS]

@@ -149,9 +149,8 @@ class StagesReport:
 
     @property
     def bound(self) -> float:
-        """The most that this can be: G t / (G t + (S - 1)(t + 2c))."""
-        slowest = max(each.group_seconds for each in self.stages)
-        return bound(slowest, self.transfer_seconds, self.groups, self.count)
+        """The most that this can be (`pipeline.bound`)."""
+        return bound([each.group_seconds for each in self.stages], self.transfer_seconds, self.groups)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; unknown figures are null."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+import headrace
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.process import heavy_imports, machine_profile_path
@@ -77,7 +78,7 @@ def _answer_in_ranks(model: str, options: GenerateOptions, launch: Launch) -> No
     if options.host_memory is None:
         options = replace(options, host_memory=host_bytes_of_rank(launch))
     take_gpu(launch)
-    with Ranks.of(launch) as ranks:
+    with Ranks.of(launch, headrace.__version__) as ranks:
         if launch.rank == 0:
             _answer_file(model, options, Helpers(ranks))
             return

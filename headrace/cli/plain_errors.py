@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 from headrace.cli.streams import give_up
-from headrace.terms.errors import HeadraceError, InputError, PeerLost, PlanInfeasible, StepFailed, StorageError
+from headrace.terms.errors import (
+    HeadraceError,
+    InputError,
+    MembershipFailed,
+    PeerLost,
+    PlanInfeasible,
+    StepFailed,
+    StorageError,
+)
 
 REFUSED = 2
 INTERRUPTED = 130
@@ -45,7 +53,7 @@ def plainly(command: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             with places_plainly(lambda: (*arguments, *options.values())):
                 return command(*arguments, **options)
-        except (InputError, PlanInfeasible, StorageError, PeerLost) as error:
+        except (InputError, PlanInfeasible, StorageError, PeerLost, MembershipFailed) as error:
             leave(str(error), REFUSED)
         except StepFailed as error:
             leave_failed_step(error, "RUN_DIR")
@@ -97,14 +105,22 @@ def _forms(place: str) -> set[Path]:
 
 
 def leave_failed_step(error: StepFailed, run_directory: object) -> NoReturn:
-    """Report what a disk did to a step, and how to go on; a mistake of our own is raised again."""
+    """Report what a disk did to a step, or which peer it lost, and how to go on; a mistake of our own is raised again."""
     cause = error.__cause__
-    while cause is not None and not isinstance(cause, StorageError):
+    while cause is not None and not isinstance(cause, StorageError | PeerLost):
         cause = cause.__cause__
     if cause is None:
         raise error
+    if isinstance(cause, PeerLost):
+        leave_lost_rank(cause, run_directory)
     words = str(error) if str(cause) in str(error) else f"{error}: {cause}"
     leave(f"{words}; remove the cause, then resume with: headrace resume {run_directory}", REFUSED)
+
+
+def leave_lost_rank(lost: PeerLost, run_directory: object) -> NoReturn:
+    """Report which rank of a run that torchrun started is lost, and how to go on."""
+    words = f"{lost}; the last committed step is untouched"
+    leave(f"{words}: start all ranks again by torchrun, with: headrace resume {run_directory}", REFUSED)
 
 
 @contextlib.contextmanager

@@ -120,6 +120,7 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
     """
     here, model = options.machine is None, str(options.model)
     options = going_on(with_lengths_of_plan(options))
+    asked_ssd = not here or bool(options.ssd)
     if here:
         options = replace(options, ssd=options.ssd or (Path.cwd(),))
         options = replace(options, machine=_measured_machine(options))
@@ -140,7 +141,7 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
     if options.ranks is not None:
         return plan_ranks(model, options, here=here, packed=packed, between=between)
     if options.stages is not None:
-        return plan_stages(model, options, here=here)
+        return plan_stages(model, options, here=here, asked_ssd=asked_ssd)
     if compares and options.local_steps is None:
         return plan_which(model, options, here=here)
     report = plan_model(model, options, here=here, packed=packed, between=between)

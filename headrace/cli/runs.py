@@ -13,14 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from headrace.cli.plain_errors import INTERRUPTED, leave, leave_failed_step, places_plainly
+from headrace.cli.plain_errors import INTERRUPTED, leave, leave_failed_step, leave_lost_rank, places_plainly
 from headrace.cli.screen import show
 from headrace.cli.streams import StdoutLost
 from headrace.files.yaml_options import read_yaml
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
 from headrace.runs.prepare import default_output
-from headrace.terms.errors import ConfigError, StepFailed
+from headrace.terms.errors import ConfigError, PeerLost, StepFailed
 from headrace.terms.launch import Launch
 from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import NodeOptions
@@ -116,6 +116,8 @@ def stops(run: RunDirectory) -> Iterator[None]:
         leave(str(stop), stop.exit_code)
     except StdoutLost as error:  # if nothing was begun, or all is done, nothing can go on
         raise run.unwritable(error) if run.config.exists() and not run.final.exists() else error from error
+    except PeerLost as lost:
+        leave_lost_rank(lost, run.path)
     except StepFailed as error:
         leave_failed_step(error, run.path)
     except KeyboardInterrupt:  # before the first step, or while the model is written

@@ -47,6 +47,17 @@ def write_whole(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def no_link(path: Path) -> Path:
+    """Return `path`, which is a program's own file: a link that somebody put there is removed, and not written through.
+
+    Raises:
+        OSError: it cannot be removed.
+    """
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
 def write_new(path: Path, text: str) -> None:
     """As `write_whole`, but only for a new file: of several processes one succeeds. On a file system without links
     a kill, or a power cut, may leave it cut short.

@@ -44,3 +44,16 @@ class Address:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+
+def listening_at(host: str, address: Address) -> socket.socket:
+    """Return a socket that listens only at that interface: by itself, a store would listen at all of them."""
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, address.port))
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"listen: {address}: {error.strerror}; name a free port of this machine, 0 for any") from error
+    return listening

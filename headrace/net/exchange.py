@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from headrace.machine.host_memory import Bytes
-from headrace.net.lane import Lane, Piece, finish_all
+from headrace.net.lane import Lane, Piece, finish_all, sort_of
 from headrace.terms.options.summing import Order
 
 NODE = 0
@@ -25,14 +25,15 @@ def spread_out(lane: Lane, data: Bytes) -> None:
     """Send `data` from the node to every worker.
 
     Raises:
-        PeerLost: a worker is gone.
+        PeerLost: a worker is gone, or waits for something else (`Unlike`); so for all of these functions.
     """
     if lane.size == 2:
         lane.send(data, 1)
         return
     flat, before = torch.from_numpy(data), list[Piece]()
-    for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
-        works = [lane.start_send(flat[piece], rank, first=number == 0) for rank, piece in pieces.items()]
+    lane.meet(dict.fromkeys(range(1, lane.size), sort_of(flat)), {})
+    for pieces in _rounds(flat.numel(), lane.size - 1):
+        works = [lane.start_send(flat[piece], rank) for rank, piece in pieces.items()]
         finish_all(before)
         before = works
     finish_all(before)
@@ -49,14 +50,15 @@ def take_in(lane: Lane, into: Bytes) -> None:
         return
     flat, me, before = torch.from_numpy(into), lane.rank, list[Piece]()
     others = [rank for rank in range(1, lane.size) if rank != me]
-    for number, pieces in enumerate(_rounds(flat.numel(), lane.size - 1)):
-        first = number == 0
-        own = lane.start_receive(flat[pieces[me]], NODE, first=first) if me in pieces else None
-        works = [lane.start_receive(flat[pieces[rank]], rank, first=first) for rank in others if rank in pieces]
+    sort = sort_of(flat)
+    lane.meet(dict.fromkeys(others, sort), dict.fromkeys((NODE, *others), sort))
+    for pieces in _rounds(flat.numel(), lane.size - 1):
+        own = lane.start_receive(flat[pieces[me]], NODE) if me in pieces else None
+        works = [lane.start_receive(flat[pieces[rank]], rank) for rank in others if rank in pieces]
         # The node's piece of this round comes while those of the round before go from worker to worker.
         if own is not None:
             own.finish()
-            works += [lane.start_send(flat[pieces[me]], rank, first=first) for rank in others]
+            works += [lane.start_send(flat[pieces[me]], rank) for rank in others]
         finish_all(before)
         before = works
     finish_all(before)
@@ -72,20 +74,24 @@ def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order)
         PeerLost: the node or a worker is gone.
     """
     if lane.size == 2:
-        lane.send(gradient.view(torch.uint8).numpy(), NODE)
+        lane.send(gradient, NODE)
         return
     me = lane.rank
     others = [rank for rank in range(1, lane.size) if rank != me]
     places = {rank: torch.empty(PIECE_ELEMENTS, dtype=torch.float32) for rank in others}
-    for number, pieces in enumerate(_rounds(gradient.numel(), lane.size - 1)):
-        own, first = pieces.get(me), number == 0
+    sort = sort_of(gradient)
+    lane.meet(
+        {**dict.fromkeys(others, sort), NODE: sort_of(torch.empty(0, dtype=dtype), gradient.shape)}, dict.fromkeys(others, sort)
+    )
+    for pieces in _rounds(gradient.numel(), lane.size - 1):
+        own = pieces.get(me)
         length = own.stop - own.start if own else 0
-        works = [lane.start_receive(places[rank][:length], rank, first=first) for rank in others if length]
-        works += [lane.start_send(gradient[pieces[rank]], rank, first=first) for rank in others if rank in pieces]
+        works = [lane.start_receive(places[rank][:length], rank) for rank in others if length]
+        works += [lane.start_send(gradient[pieces[rank]], rank) for rank in others if rank in pieces]
         finish_all(works)
         if own is not None:
             total = add_in_order(order, {me: gradient[own], **{rank: place[:length] for rank, place in places.items()}})
-            lane.start_send(total.to(dtype), NODE, first=first).finish()
+            lane.start_send(total.to(dtype), NODE).finish()
 
 
 def add_in_order(order: Order, parts: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -103,10 +109,11 @@ def take_sum(lane: Lane, into: torch.Tensor) -> None:
         PeerLost: a worker is gone.
     """
     if lane.size == 2:
-        lane.receive(into.view(torch.uint8).numpy(), 1)
+        lane.receive(into, 1)
         return
-    for number, pieces in enumerate(_rounds(into.numel(), lane.size - 1)):
-        finish_all([lane.start_receive(into[piece], rank, first=number == 0) for rank, piece in pieces.items()])
+    lane.meet({}, dict.fromkeys(range(1, lane.size), sort_of(into)))
+    for pieces in _rounds(into.numel(), lane.size - 1):
+        finish_all([lane.start_receive(into[piece], rank) for rank, piece in pieces.items()])
 
 
 def _rounds(num_elements: int, num_workers: int) -> Iterator[dict[int, slice]]:

@@ -75,11 +75,12 @@ def answer_link(lane: Lane) -> None:
     Raises:
         PeerLost: the visitor is gone.
     """
-    while (num_bytes := int(lane.receive_message(VISITOR)["bytes"])) >= 0:
+    while (num_bytes := int(lane.receive_message(VISITOR, {"bytes": int})["bytes"])) >= 0:
         if num_bytes > _MOST_BYTES:
             return
         data = np.empty(num_bytes, np.uint8)
-        lane.receive(data, VISITOR)
+        if num_bytes:
+            lane.receive(data, VISITOR)
         lane.send_message({"taken": num_bytes}, VISITOR)
         if num_bytes:
             lane.receive_message(VISITOR)

@@ -2,12 +2,13 @@
 
 All of it goes through one TCPStore, whose server is this process. Workers take a ticket and prove that they know the secret;
 each writes a heartbeat, and reads the node's. An invited peer has to accept at once, so that no one waits for dead peers.
+
+Invariant: whatever else anybody writes into the store, nobody is ended, held up or misled by it (`net.board`). A ticket whose
+owner died before it said hello is passed over.
 """
 
 import contextlib
 import gc
-import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,12 +17,15 @@ from datetime import timedelta
 from itertools import chain
 from typing import Any
 
-from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from headrace.net.address import Address
+from headrace.net.address import Address, listening_at
+from headrace.net.board import Board, take_news
 from headrace.net.generation import Generation
 from headrace.net.link import NODE, answer_link, visitors_lane
-from headrace.net.proof import is_proof, nonce, proof
+from headrace.net.proof import nonce
+from headrace.net.tickets import OpenTicket, Tickets
+from headrace.net.watchman import Watchman
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.options.muster import Muster
 
@@ -47,18 +51,19 @@ class _Ticket:
 
     number: int
     info: Mapping[str, Any]
-    beat: bytes = b""
+    beat: int = -1
+    last_words: str = ""  # of a peer that has left
     beat_seconds: float = field(default_factory=time.monotonic)
     told: str = ""  # why it is not invited
 
     @property
     def peer(self) -> str:
         """Who it is: a peer that comes again has another ticket."""
-        return str(self.info.get("peer", self.number))
+        return str(self.info["peer"])
 
     @property
     def name(self) -> str:
-        return f"worker {self.info.get('name', self.number)}"
+        return f"worker {self.info['name']}"
 
 
 class Listener:
@@ -83,9 +88,9 @@ class Listener:
                 f"listen: {address} can be reached from other machines; give --secret FILE, the same file on each, or listen "
                 "on 127.0.0.1"
             )
-        self._host, self._secret, self._version = address.number(), secret or b"", version
+        self._host, self._version = address.number(), version
         self.silence_seconds, self._shape = silence_seconds, shape
-        listening = _listening(self._host, address)
+        listening = listening_at(self._host, address)
         self.address = Address(address.host, listening.getsockname()[1])
         self._store = TCPStore(
             self._host,
@@ -95,20 +100,24 @@ class Listener:
             timeout=_STORE_TIMEOUT,
             master_listen_fd=listening.detach(),
         )
+        self._secret = secret or b""
+        self._board = Board(self._store, self._secret)
         self._challenge = nonce()
-        self._store.set("challenge", self._challenge)
+        self._board.put("challenge", self._challenge)
+        self._challenge_text = (self._board.raw("challenge") or b"").decode()
+        self._board.session = self._challenge
         self._waiting: dict[int, _Ticket] = {}
         self._members: dict[Generation, tuple[_Ticket, ...]] = {}  # of each generation that works
         self._before: frozenset[str] = frozenset()  # the peers of the newest generation
         self._peers: dict[str, _Ticket] = {}  # the newest ticket of each that has not left for good
         self._spares: dict[str, str] = {}  # the peers that cannot take part, and why
         self._crowded = ""  # why nobody else can, if the run has as many as it has work for
-        self._seen, self._number, self._closing = 0, 0, threading.Event()
-        self._refused: list[str] = []
+        self._tickets = Tickets(self._board)
+        self._number, self._closing = 0, threading.Event()
+        self._refused: dict[str, None] = {}
         self._is_over = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._watch, name="headrace membership", daemon=True)
-        self._thread.start()
+        self._thread = Watchman(self._watch, "membership", self._wake)
 
     def gather(
         self,
@@ -129,12 +138,10 @@ class Listener:
         told, begun_seconds, wanted = -1, time.monotonic(), max(muster.least, min(expected, muster.most))
         while True:
             check()
+            self.tell_news(tell)
             with self._lock:
                 able = [each for each in self._waiting.values() if each.peer not in self._spares]
                 able.sort(key=lambda each: (each.peer not in self._before, each.number))
-                for words in self._refused:
-                    tell(words)
-                self._refused.clear()
             ready, crowded = able[: muster.most], able[muster.most :]
             self._crowded = muster.limit if len(ready) == muster.most else ""
             for ticket in crowded:
@@ -149,9 +156,23 @@ class Listener:
 
     def take_in(self) -> Generation | None:
         """Return a generation with the one who has waited longest, beside those that work; None where nobody waits."""
+        self._thread.check()
         with self._lock:
             waiting = min(self._waiting, default=None)
         return None if waiting is None else self._form([waiting])
+
+    def tell_news(self, tell: Callable[[str], None]) -> None:
+        """Tell who was refused, and what of strangers was passed over, each once.
+
+        Raises:
+            MembershipFailed: the thread that watches has died.
+        """
+        self._thread.check()
+        with self._lock:
+            refused, self._refused = self._refused, {}
+        for words in refused:
+            tell(words)
+        take_news(self._board, tell)
 
     def keep_as_spare(self, rank: int, reason: str) -> None:
         """Do not invite the worker of this rank of the present generation again; it is told the reason."""
@@ -209,6 +230,7 @@ class Listener:
         self.stop_watching()
         with contextlib.suppress(AttributeError):
             del self._store  # the store listens until it is deleted
+        self._board.close()
         gc.collect()
 
     def stop_watching(self) -> None:
@@ -226,14 +248,19 @@ class Listener:
             self._put(f"invite/{number}", {"generation": self._number, "rank": rank, "names": names})
         missing, deadline = list(numbers), time.monotonic() + ACCEPT_SECONDS
         while missing and time.monotonic() < deadline:
-            missing = [number for number in missing if not self._store.check([f"accept/{number}"])]
+            missing = [number for number in missing if not self._board.get(f"accept/{number}", bool)]
             time.sleep(LOOK_SECONDS / 5)
         self._put(f"go/{self._number}", {"go": not missing})
         if missing:
             return None
         try:
             generation = Generation(
-                self._another_store(), self._number, host=self._host, rank=0, names=names, piece_seconds=self.silence_seconds
+                self._board_of(self._another_store()).lanes(),
+                self._number,
+                host=self._host,
+                rank=0,
+                names=names,
+                piece_seconds=self.silence_seconds,
             )
         except PeerLost:
             return None
@@ -252,38 +279,63 @@ class Listener:
             try:
                 if time.monotonic() >= due:
                     beat, due = beat + 1, time.monotonic() + self.silence_seconds / BEATS
-                    self._store.set("beat/node", str(beat))
+                    self._put("beat/node", beat)
+                self._mend()
                 self._admit()
                 self._look()
-            except (RuntimeError, DistStoreError):  # the store is being closed
+            except (DistError, AttributeError):  # the store is being closed, or did not answer in time
                 if self._closing.is_set():
                     return
 
+    def _wake(self, words: str) -> None:
+        """Let those who wait on lanes go, because the watchman is dead."""
+        with self._lock:
+            generations = list(self._members)
+        for generation in generations:
+            generation.end(words)
+
+    def _mend(self) -> None:
+        """Write the challenge and the number of tickets again where a stranger has."""
+        if self._board.raw("challenge") != self._challenge_text.encode():
+            self._board.drop("challenge")
+            self._store.set("challenge", self._challenge_text)
+
     def _admit(self) -> None:
-        taken = self._store.add("tickets", 0)
-        while self._seen < taken and self._store.check([f"hello/{self._seen + 1}"]):
-            number = self._seen = self._seen + 1
-            hello = json.loads(self._store.get(f"hello/{number}"))
-            words = self._why_refused(number, hello)
-            if words is None:
-                if not hello.get("visits"):
-                    ticket = _Ticket(number, hello)
-                    with self._lock:
-                        self._waiting[number] = self._peers[ticket.peer] = ticket
-                    self._tell_spare(ticket, self._spares.get(ticket.peer) or self._crowded)
-                answer = {"proof": proof(self._secret, "node", hello["nonce"]), "silence_seconds": self.silence_seconds}
-                self._put(f"answer/{number}", answer | {"shape": self._shape})
-                if hello.get("visits"):
-                    threading.Thread(target=self._receive_visitor, args=(number,), name="headrace visitor", daemon=True).start()
-            else:
+        """Answer those who say hello, in the order of tickets; nobody waits for who has taken one and says nothing."""
+        for number, found, hello, is_proven in self._tickets.said():
+            self._greet(number, found, hello, is_proven)
+
+    def _greet(self, number: int, found: OpenTicket, hello: Mapping[str, Any], is_proven: bool) -> None:
+        """Answer a hello; the same one again, whose answer did not come, with the same."""
+        words = self._why_refused(hello, is_proven)
+        if words is not None:
+            with self._lock:
+                self._refused[f"refused a worker: {words}"] = None
+            self._put(f"answer/{number}", {"nonce": hello["nonce"], "refused": words})
+            return
+        if found.answer is None:
+            found.nonce = hello["nonce"]
+            found.answer = {"nonce": found.nonce, "silence_seconds": float(self.silence_seconds), "shape": self._shape}
+            if not hello["visits"]:
+                ticket = _Ticket(number, hello)
                 with self._lock:
-                    self._refused.append(f"refused a worker: {words}")
-                self._put(f"answer/{number}", {"refused": words})
+                    self._waiting[number] = self._peers[ticket.peer] = ticket
+                self._tell_spare(ticket, self._spares.get(ticket.peer) or self._crowded)
+            else:
+                threading.Thread(target=self._receive_visitor, args=(number,), name="headrace visitor", daemon=True).start()
+        if hello["nonce"] == found.nonce:
+            self._put(f"answer/{number}", found.answer)
 
     def _receive_visitor(self, number: int) -> None:
         """Let a visitor measure the link; if it breaks off, that is no loss."""
         with contextlib.suppress(PeerLost, RuntimeError):
-            lane = visitors_lane(self._another_store(), number, host=self._host, rank=NODE, piece_seconds=self.silence_seconds)
+            lane = visitors_lane(
+                self._board_of(self._another_store()).lanes(),
+                number,
+                host=self._host,
+                rank=NODE,
+                piece_seconds=self.silence_seconds,
+            )
             try:
                 answer_link(lane)
             finally:
@@ -294,11 +346,14 @@ class Listener:
         too."""
         return TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
 
-    def _why_refused(self, number: int, hello: Mapping[str, Any]) -> str | None:
-        if not is_proof(str(hello.get("proof")), self._secret, "worker", self._challenge, str(number), str(hello.get("nonce"))):
+    def _board_of(self, store: TCPStore) -> Board:
+        return Board(store, self._secret, self._challenge)
+
+    def _why_refused(self, hello: Mapping[str, Any], is_proven: bool) -> str | None:
+        if not is_proven:
             return "it does not have this node's secret; give both the same --secret FILE"
-        if hello.get("version") != self._version:
-            return f"it is headrace {hello.get('version')}, the node is {self._version}; install the same version on both"
+        if hello["version"] != self._version:
+            return f"it is headrace {hello['version'][:40]}, the node is {self._version}; install the same version on both"
         return None
 
     def _look(self) -> None:
@@ -311,11 +366,11 @@ class Listener:
             tickets = {each.number: each for each in (*working, *self._waiting.values(), *others)}
         for ticket in tickets.values():
             key = f"beat/{ticket.number}"
-            beat = self._store.get(key) if self._store.check([key]) else b""
-            if beat != ticket.beat:
-                ticket.beat, ticket.beat_seconds = beat, now
+            found = self._board.get(key, {"beat": int, "words": str})
+            if found is not None and found["beat"] > ticket.beat:  # an older one says nothing
+                ticket.beat, ticket.last_words, ticket.beat_seconds = found["beat"], found["words"], now
             silent = now - ticket.beat_seconds > self.silence_seconds
-            gone, away = (beat.decode().startswith(each) for each in (GONE, AWAY))
+            gone, away = (ticket.last_words.startswith(each) for each in (GONE, AWAY))
             if not gone and not away and not silent:
                 continue
             with self._lock:
@@ -326,24 +381,11 @@ class Listener:
                     del self._peers[ticket.peer]
             words = f"shows no sign of life for {self.silence_seconds:g} s"
             if gone or away:
-                words = beat.decode().partition(": ")[2]
+                words = ticket.last_words.partition(": ")[2]
             else:  # it may be back one day, and ask
                 self._put(f"dropped/{ticket.number}", f"it went on without this worker, which {words}")
             if generation is not None and not (gone and self._is_over):
                 generation.end(f"{ticket.name} {words}")
 
     def _put(self, key: str, value: Any) -> None:
-        self._store.set(key, json.dumps(value))
-
-
-def _listening(host: str, address: Address) -> socket.socket:
-    """Return a socket that listens only at that interface: by itself, a store would listen at all of them."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, address.port))
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(f"listen: {address}: {error.strerror}; name a free port of this machine, 0 for any") from error
-    return listening
+        self._board.put(key, value)

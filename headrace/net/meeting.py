@@ -1,29 +1,34 @@
 """Stages meet: at the store of stage 0, each proves that it knows the secret, and from then on shows that it lives.
 
 Whenever a stage is lost, all meet again. A meeting has groups of its own, so that no late message can reach the next one.
+
+Invariant: whatever else anybody writes into the store, no stage is ended, held up or misled by it (`net.board`).
 """
 
 import contextlib
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
-from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from headrace.net.address import Address
+from headrace.net.board import Board, take_news
 from headrace.net.lane import END_SECONDS
-from headrace.net.proof import is_proof, nonce, proof
+from headrace.net.proof import is_plain, nonce
 from headrace.net.ranks import Ranks
+from headrace.net.watchman import Watchman
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PeerLost
 
 _LOOK_SECONDS, _BEATS = 0.05, 6
 _STORE_TIMEOUT = timedelta(seconds=10)
 _MEETING = "meeting"
+_INVITED, _HELLO = {"token": str, "stages": int}, {"nonce": str, "version": str}
+# How often a stage looks for an invitation that has a proof before it takes one without: stage 0 may have another secret.
+_LOOKS = 20
 
 
 class Meeting(Closing):
@@ -48,7 +53,7 @@ class Meeting(Closing):
         self._addresses, self._stage, self._version, self._secret = addresses, stage, version, secret or b""
         self._silence_seconds, self._wait_seconds = silence_seconds, wait_seconds
         self._names = tuple(f"stage {each} at {address}" for each, address in enumerate(addresses))
-        self._met, self._over, self._threads = "", threading.Event(), list[threading.Thread]()
+        self._met, self._over, self._threads = "", threading.Event(), list[Watchman]()
         self._host = _listening(addresses[0]) if stage == 0 else None
 
     def meet(self, lanes: Sequence[str], tell: Callable[[str], None], check: Callable[[], None] = lambda: None) -> Ranks:
@@ -57,68 +62,84 @@ class Meeting(Closing):
 
         Raises:
             PeerLost: a stage went while all met; meet again.
+            MembershipFailed: a thread that watched over the meeting before has died.
             ConfigError: stage 0 refuses this stage, or does not know the secret.
         """
         self._end_watch()  # of the meeting before
         self._over = threading.Event()
         store = self._host or self._connect(check, tell)
         try:
-            token = self._invite(store, tell, check) if self._host else self._accept(store, check, tell)
+            board = self._invite(store, tell, check) if self._host else self._accept(store, check, tell)
             own = self._addresses[self._stage].number(key="stages")
-            prefixed = PrefixStore(token, store)
             names = self._names
-            ranks = Ranks(prefixed, self._stage, len(names), host=own, names=names, lanes=lanes)
-            beats = self._host_client()
-        except (DistError, RuntimeError) as error:
+            ranks = Ranks(board.lanes(), self._stage, len(names), host=own, names=names, lanes=lanes)
+            beats = self._board(self._host_client(), board.session)
+        except DistError as error:
             raise PeerLost(f"{self._names[0]}: is gone") from error
-        seen = [time.monotonic()]
-        for work in (self._beat, self._watch):
-            args = (ranks, self._over, seen, *((beats, token) if work == self._beat else ()))
-            self._threads.append(threading.Thread(target=work, args=args, name=f"headrace {work.__name__}", daemon=True))
-            self._threads[-1].start()
+        over, seen = self._over, [time.monotonic()]
+        works = {
+            "the heartbeat": lambda: self._beat(ranks, over, seen, beats),
+            "the watch": lambda: self._watch(ranks, over, seen),
+        }
+        self._threads += [Watchman(work, name, ranks.end) for name, work in works.items()]
         return ranks
 
     def close(self) -> None:
         """End it: other stages find nobody. A second call does nothing."""
-        self._end_watch()
+        self._end_watch(quietly=True)
         self._host = None
 
-    def _end_watch(self) -> None:
+    def _end_watch(self, *, quietly: bool = False) -> None:
         self._over.set()
         while self._threads:  # one that is in a call of the store while Python ends would end the process with an abort
-            self._threads.pop().join(END_SECONDS)
+            thread = self._threads.pop()
+            thread.join(END_SECONDS)
+            if not quietly:
+                thread.check()
 
     # -- stage 0 --------------------------------------------------------------------------------------------------------
 
-    def _invite(self, store: TCPStore, tell: Callable[[str], None], check: Callable[[], None]) -> str:
-        token, challenge = nonce(), nonce()
-        store.set(_MEETING, json.dumps({"token": token, "challenge": challenge, "stages": len(self._addresses)}))
+    def _invite(self, store: TCPStore, tell: Callable[[str], None], check: Callable[[], None]) -> Board:
+        public, board = Board(store, self._secret), self._board(store, nonce())
+        public.put(_MEETING, {"token": board.session, "stages": len(self._addresses)})
+        invited, refused = public.raw(_MEETING), set[str]()
         missing, told = set(range(1, len(self._addresses))), time.monotonic() + 1.0
         while missing:
             check()
+            if public.raw(_MEETING) != invited:
+                public.drop(_MEETING)
+                public.put(_MEETING, {"token": board.session, "stages": len(self._addresses)})
+                invited = public.raw(_MEETING)
             for stage in sorted(missing):
-                if store.check([key := f"{token}/hello/{stage}"]):
-                    said = json.loads(store.get(key))
-                    store.delete_key(key)
-                    if not (answer := self._answer(said, stage, challenge)).get("refused"):
-                        missing.discard(stage)
-                    else:
-                        tell(f"{self._names[stage]}: refused: {answer['refused']}")
-                    store.set(f"{token}/answer/{said['nonce']}", json.dumps(answer))
+                if (answer := self._answer(board, stage)) == {}:
+                    missing.discard(stage)
+                elif answer is not None and (words := f"{self._names[stage]}: refused: {answer['refused']}") not in refused:
+                    refused.add(words)
+                    tell(words)
             if missing and time.monotonic() > told:
                 told = float("inf")
                 tell(f"waiting for {', '.join(self._names[stage] for stage in sorted(missing))}")
+            for each in (public, board):
+                take_news(each, tell)
             time.sleep(_LOOK_SECONDS)
-        store.set(f"{token}/go", "1")
-        return token
+        board.put("go", True)
+        return board
 
-    def _answer(self, said: dict[str, Any], stage: int, challenge: str) -> dict[str, str]:
-        own = str(said.get("nonce"))
-        if not is_proof(str(said.get("proof")), self._secret, "stage", challenge, str(stage), own):
-            return {"refused": "it does not have the secret; give all the same --secret FILE"}
-        if said.get("version") != self._version:
-            return {"refused": f"it is headrace {said.get('version')}, this is {self._version}; install the same version"}
-        return {"proof": proof(self._secret, "first", own)}
+    def _answer(self, board: Board, stage: int) -> dict[str, str] | None:
+        """Return what a stage is answered that has said hello, {} for welcome; None where none has."""
+        said, is_proven = board.claimed(key := f"hello/{stage}", _HELLO)
+        if said is None:
+            return None
+        board.remove(key)
+        answer = dict[str, str]()
+        if not is_proven:
+            answer = {"refused": "it does not have the secret; give all the same --secret FILE"}
+        elif said["version"] != self._version:
+            version = said["version"][:40]
+            answer = {"refused": f"it is headrace {version}, this is {self._version}; install the same version"}
+        if is_plain(said["nonce"]):
+            board.put(f"answer/{said['nonce']}", answer)
+        return answer
 
     # -- the others -----------------------------------------------------------------------------------------------------
 
@@ -138,34 +159,62 @@ class Meeting(Closing):
                 tell(f"waiting for {self._names[0]}")
             time.sleep(0.2)
 
-    def _accept(self, store: TCPStore, check: Callable[[], None], tell: Callable[[str], None]) -> str:
-        end, told, token = time.monotonic() + self._wait_seconds, "", ""
+    def _accept(self, store: TCPStore, check: Callable[[], None], tell: Callable[[str], None]) -> Board:
+        """Say hello to stage 0 until it has answered, and return the board of the meeting once all are there."""
+        end, looks, public = time.monotonic() + self._wait_seconds, 0, Board(store, self._secret)
+        board: Board | None = None
+        is_known, own = False, ""
         while True:
             check()
             if time.monotonic() > end:
                 raise ConfigError(f"{self._names[0]}: has not begun for {self._wait_seconds:g} s; is it another run's?")
-            found = json.loads(store.get(_MEETING)) if store.check([_MEETING]) else None
-            if found is not None and found["token"] not in (token, self._met):
+            found, is_proven = public.claimed(_MEETING, _INVITED)
+            if found is not None and not is_plain(found["token"]):
+                found = None
+            looks = 0 if found is None or is_proven else looks + 1
+            if (
+                found is not None
+                and (is_proven or looks > _LOOKS)
+                and found["token"] not in (board and board.session, self._met)
+            ):
                 if found["stages"] != len(self._addresses):
                     raise ConfigError(
                         f"stages: stage 0 names {found['stages']}, here are {len(self._addresses)}; name the same"
                     )
-                token, own = found["token"], nonce()
-                said = proof(self._secret, "stage", found["challenge"], str(self._stage), own)
-                hello = {"nonce": own, "proof": said, "version": self._version}
-                store.set(f"{token}/hello/{self._stage}", json.dumps(hello))
-                told = f"{token}/answer/{own}"
-            if token and told and store.check([told]):
-                answer = json.loads(store.get(told))
-                if "refused" in answer:
-                    raise ConfigError(f"{self._names[0]}: refuses this stage: {answer['refused']}")
-                if not is_proof(str(answer.get("proof")), self._secret, "first", own):
-                    raise ConfigError(f"{self._names[0]}: does not have this stage's secret; give all the same --secret FILE")
-                told = ""
-            if token and not told and store.check([f"{token}/go"]):
-                self._met = token
-                return str(token)
+                board, own, is_known = self._board(store, found["token"]), nonce(), is_proven
+                self._hello(board, own)
+            if board is not None and own:
+                own = self._heed(board, own, is_known=is_known)
+            if board is not None and not own and board.get("go", bool):
+                self._met = board.session
+                return board
+            for each in (public, board):
+                if each is not None:
+                    take_news(each, tell)
             time.sleep(_LOOK_SECONDS)
+
+    def _board(self, store: TCPStore, token: str) -> Board:
+        """Return what those write who meet under this token."""
+        return Board(store, self._secret, token, f"{token}/")
+
+    def _hello(self, board: Board, own: str) -> None:
+        board.put(f"hello/{self._stage}", {"nonce": own, "version": self._version})
+
+    def _heed(self, board: Board, own: str, *, is_known: bool) -> str:
+        """Return "" if stage 0 has answered the hello of the nonce `own`; if it has not, say it again where it is not there.
+
+        Raises:
+            ConfigError: stage 0 refuses this stage; who has another secret than stage 0 hears it without a proof.
+        """
+        answer, is_proven = board.claimed(f"answer/{own}", {})
+        if answer is not None and (is_proven or not is_known):
+            if isinstance(words := answer.get("refused"), str):
+                raise ConfigError(f"{self._names[0]}: refuses this stage: {words}")
+            if is_proven:
+                return ""
+        elif board.get(f"hello/{self._stage}", _HELLO) is None:
+            self._hello(board, own)
+        return own
 
     def _host_client(self) -> TCPStore:
         host = self._addresses[0].number(key="stages")
@@ -178,22 +227,21 @@ class Meeting(Closing):
 
     # -- who lives ------------------------------------------------------------------------------------------------------
 
-    def _beat(self, ranks: Ranks, over: threading.Event, seen: list[float], store: TCPStore, token: str) -> None:
+    def _beat(self, ranks: Ranks, over: threading.Event, seen: list[float], board: Board) -> None:
         """Show that this stage lives, and look whether the others do."""
-        known: dict[int, tuple[bytes, float]] = {}
+        known: dict[int, tuple[int, float]] = {}
         others, count = [each for each in range(len(self._addresses)) if each != self._stage], 0
         while not over.wait(self._silence_seconds / _BEATS):
             count += 1
             try:
-                store.set(f"{token}/beat/{self._stage}", str(count))
+                board.put(f"beat/{self._stage}", count)
                 for each in others:
-                    key = f"{token}/beat/{each}"
-                    found = store.get(key) if store.check([key]) else b""
-                    if each not in known or found != known[each][0]:
+                    found = board.get(f"beat/{each}", int) or 0
+                    if each not in known or found > known[each][0]:  # an older one says nothing
                         known[each] = found, time.monotonic()
                     elif time.monotonic() - known[each][1] > self._silence_seconds:
                         ranks.end(f"{self._names[each]}: shows no sign of life for {self._silence_seconds:g} s")
-            except (DistError, RuntimeError):
+            except DistError:
                 if not over.is_set():
                     ranks.end(f"{self._names[0]}: is gone")
                 return

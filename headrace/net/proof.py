@@ -16,11 +16,16 @@ def nonce() -> str:
     return secrets.token_hex(NONCE_BYTES)
 
 
+def is_plain(word: str) -> bool:
+    """Return whether somebody's word may be part of a key, as a nonce is."""
+    return word.isascii() and word.isalnum() and len(word) <= 2 * NONCE_BYTES
+
+
 def proof(secret: bytes, *words: str) -> str:
     """Return what only somebody who knows `secret` can compute for `words`."""
-    return hmac.new(secret, "\n".join(words).encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, "\n".join(words).encode("utf-8", "replace"), hashlib.sha256).hexdigest()
 
 
 def is_proof(given: str, secret: bytes, *words: str) -> bool:
     """Return whether `given` is the proof, in a time that reveals nothing about it."""
-    return hmac.compare_digest(given.encode(), proof(secret, *words).encode())
+    return hmac.compare_digest(given.encode("utf-8", "replace"), proof(secret, *words).encode())

@@ -6,26 +6,25 @@ Where the ranks of a machine have one copy together, nothing is sent within it, 
 """
 
 import gc
-import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from headrace.machine.host_memory import Bytes
 from headrace.net.exchange import PIECE_ELEMENTS, add_in_order
-from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all
+from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all, has_keys, sort_of
 from headrace.terms.closing import Closing
-from headrace.terms.errors import PeerLost
+from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.launch import Launch
 from headrace.terms.options.summing import Order
 
 # One lane for each thread that may use it: weights, gradients, norms, commits, and what is said between steps. "clear" is
 # that of `SharedCopy`.
 _LANES = ("gather", "scatter", "norm", "commit", "control", "clear")
-_SHARING = "memory of rank {}"
 _JOIN_SECONDS = 600.0
 
 
@@ -91,10 +90,41 @@ class Ranks(Closing):
         return cls(PrefixStore(f"headrace/{prefix}", store), rank, size, host=host, machine=machine)
 
     @classmethod
-    def of(cls, launch: Launch) -> "Ranks":
-        """Meet the other ranks of a launch. Raises as `meet`."""
+    def of(cls, launch: Launch, version: str) -> "Ranks":
+        """Meet the other ranks of a launch, which must have the same `version`. Raises as `meet` and `compare`."""
         where = launch.address, launch.port, launch.rank, launch.size
-        return cls.meet(*where, prefix=launch.meeting, hosts=launch.hosts, machine=launch.machine)
+        ranks = cls.meet(*where, prefix=launch.meeting, hosts=launch.hosts, machine=launch.machine)
+        try:
+            ranks.compare(version)
+        except BaseException:
+            ranks.close()
+            raise
+        return ranks
+
+    def compare(self, version: str) -> None:
+        """Check that all ranks have the version that rank 0 has.
+
+        Raises:
+            ConfigError: some have not; all are told.
+            PeerLost: a rank is gone.
+        """
+        found = self._told_by_all({"version": version}, {"version": str})
+        others = [f"{self.control.names[rank]} is headrace {each['version'][:40]}" for rank, each in enumerate(found)]
+        if len({each["version"] for each in found}) > 1:
+            raise ConfigError(f"ranks: {', '.join(others)}; install the same version on all machines")
+
+    def _told_by_all(self, words: Mapping[str, Any], keys: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return by rank what each tells all others: objects with these `keys`."""
+        if self.rank:
+            self.control.send_message(words, 0)
+            found = self.control.receive_message(0, {"all": list})["all"]
+            if len(found) != self.size or not all(has_keys(each, keys) for each in found):
+                raise PeerLost(f"{self.control.names[0]}: tells what makes no sense; is it the same version?")
+            return list(found)
+        found = [dict(words), *(self.control.receive_message(rank, keys) for rank in self.others)]
+        for rank in self.others:
+            self.control.send_message({"all": found}, rank)
+        return found
 
     @property
     def others(self) -> list[int]:
@@ -115,9 +145,8 @@ class Ranks(Closing):
         """Tell all ranks whether this one has memory with its neighbours, and hear of all: `sharing` has the ranks that have a
         copy together.
         """
-        self._store.set(_SHARING.format(self.rank), json.dumps(self.machine if can else (self.rank,)))
-        found = (json.loads(self._store.get(_SHARING.format(rank))) for rank in range(self.size))
-        self.sharing = sorted(set(map(tuple, found)))
+        found = self._told_by_all({"machine": self.machine if can else (self.rank,)}, {"machine": list | tuple})
+        self.sharing = sorted({tuple(each["machine"]) for each in found})
 
     def gather(self, whole: Bytes, parts: Sequence[slice], lane: str = "gather", *, shared: bool = False) -> None:
         """Fill `whole` with the `parts` of the other ranks, and send them this rank's. If those who are `sharing` have it
@@ -129,17 +158,20 @@ class Ranks(Closing):
         flat, over = torch.from_numpy(whole), self.lanes[lane]
         longest = max(part.stop - part.start for part in parts)
         sources, targets = self._across() if shared else (self.others, self.others)
+        sorts = [sort_of(flat, (part.stop - part.start,)) for part in parts]
+        over.meet(dict.fromkeys(targets, sorts[self.rank]), {rank: sorts[rank] for rank in sources})
         for start in range(0, longest, PIECE_BYTES):
             own = _piece(parts[self.rank], start, PIECE_BYTES)
             works = list[Piece]()
             for rank in self.others:
                 if rank in sources and (piece := _piece(parts[rank], start, PIECE_BYTES)) is not None:
-                    works.append(over.start_receive(flat[piece], rank, first=start == 0))
+                    works.append(over.start_receive(flat[piece], rank))
                 if rank in targets and own is not None:
-                    works.append(over.start_send(flat[own], rank, first=start == 0))
+                    works.append(over.start_send(flat[own], rank))
             finish_all(works)
         if shared:
-            self._meet_neighbours(over)
+            met = dict.fromkeys(self.neighbours, "met")  # all ranks of this machine have come here
+            over.meet(met, met)
 
     def _across(self) -> tuple[list[int], list[int]]:
         """Return from which ranks of other machines this one receives for its own machine, and to which it sends."""
@@ -147,14 +179,6 @@ class Ranks(Closing):
         sources = [rank for rank in self.others if rank not in ours and ours[rank % len(ours)] == self.rank]
         targets = [each[self.rank % len(each)] for each in self.sharing if self.rank not in each]
         return sources, targets
-
-    def _meet_neighbours(self, over: Lane) -> None:
-        """Return once all ranks of this machine have come here."""
-        works, words = list[Piece](), torch.zeros(len(self.machine), dtype=torch.uint8)
-        for at, rank in enumerate(self.neighbours):
-            works.append(over.start_receive(words[at : at + 1], rank, first=True))
-            works.append(over.start_send(words[-1:], rank, first=True))
-        finish_all(works)
 
     def scatter(self, gradient: torch.Tensor, parts: Sequence[slice], order: Order, dtype: torch.dtype) -> None:
         """Add this rank's part of `gradient`, flat and fp32, to those of the others in `order`, in which ranks count from 1.
@@ -166,15 +190,17 @@ class Ranks(Closing):
         over, longest = self.lanes["scatter"], max(part.stop - part.start for part in parts)
         size = min(PIECE_ELEMENTS, longest)
         places = {rank: torch.empty(size, dtype=torch.float32) for rank in self.others}
+        sorts = [sort_of(gradient, (part.stop - part.start,)) for part in parts]
+        over.meet({rank: sorts[rank] for rank in self.others}, dict.fromkeys(self.others, sorts[self.rank]))
         for start in range(0, longest, PIECE_ELEMENTS):
-            own, first = _piece(parts[self.rank], start, PIECE_ELEMENTS), start == 0
+            own = _piece(parts[self.rank], start, PIECE_ELEMENTS)
             works, came = list[Piece](), dict[int, torch.Tensor]()
             for rank in self.others:
                 if own is not None:
                     came[rank + 1] = places[rank][: own.stop - own.start]
-                    works.append(over.start_receive(came[rank + 1], rank, first=first))
+                    works.append(over.start_receive(came[rank + 1], rank))
                 if (piece := _piece(parts[rank], start, PIECE_ELEMENTS)) is not None:
-                    works.append(over.start_send(gradient[piece], rank, first=first))
+                    works.append(over.start_send(gradient[piece], rank))
             finish_all(works)
             if own is not None:
                 total = add_in_order(order, came | {self.rank + 1: gradient[own]})

@@ -15,11 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from headrace.files.durable import write_whole
+from headrace.files.durable import no_link, write_whole
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Committed, Evaluated, Event, Flushed, StepResult
 
 Record = dict[str, Any]
+# What each line of a step has, and which values it may be.
+_FIGURES: dict[str, Any] = {"loss": int | float | None, "tokens": int, "seconds": int | float}
 
 FIGURES = frozenset((*(each.name for each in fields(StepResult)), "epoch", "lr", "tokens_per_second", "resumed", "flushed"))
 """The names that a line has whatever the loss is."""
@@ -102,7 +104,8 @@ def read_records(path: Path) -> list[Record]:
     What follows the last good line is left out: a process killed while writing leaves half a line, a power cut may leave zeros.
 
     Raises:
-        RunDirectoryError: a line before the last good one is not JSON. Or it is no record of a later step than the line before,
+        RunDirectoryError: a line before the last good one is not JSON, or lacks figures that others of its kind have. Or it is
+        no record of a later step than the line before,
             nor the only evaluation after that step.
     """
     if not path.exists():
@@ -116,10 +119,13 @@ def read_records(path: Path) -> list[Record]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:  # Python reads no numbers of thousands of digits, nor very deep lists
-            bad = bad or (number, error.msg if isinstance(error, json.JSONDecodeError) else str(error))
+            bad = bad or (number, f"not JSON ({error.msg if isinstance(error, json.JSONDecodeError) else error})")
+            continue
+        if damaged := _damage_of(record):
+            bad = bad or (number, damaged)
             continue
         if bad is not None:
-            raise RunDirectoryError(f"{path}, line {bad[0]}: not JSON ({bad[1]}); restore the file or remove the line")
+            raise RunDirectoryError(f"{path}, line {bad[0]}: {bad[1]}; restore the file or remove the line")
         step = record.get("step") if isinstance(record, dict) else None
         scored = isinstance(record, dict) and is_evaluation(record)
         if type(step) is not int or not (step == last and not is_scored if scored else step > last):
@@ -133,6 +139,26 @@ def read_records(path: Path) -> list[Record]:
         last, is_scored = step, scored
         records.append(record)
     return records
+
+
+def _damage_of(record: Any) -> str:
+    """Return what is wrong with the figures of a step's line, "" for nothing; a line without any says only that "
+    "there was one."""
+    if not isinstance(record, dict) or not {"step"} < record.keys() or is_evaluation(record):
+        return ""
+    if not record.keys() & _FIGURES.keys():
+        return ""
+    for name, kind in _FIGURES.items():
+        if name not in record:
+            others = ", ".join(sorted(record.keys() - _FIGURES.keys() - {"step"}))
+            return f"a step without {name!r}, as if the file was damaged (it has {others[:80]})"
+        if not isinstance(record[name], kind) or isinstance(record[name], bool):
+            return f"{name!r} is {json.dumps(record[name])[:40]}, as if the file was damaged"
+    for name in ("bytes_read", "bytes_written", "peak_bytes"):
+        sizes = record.get(name, {})
+        if not isinstance(sizes, dict) or not all(type(size) in (int, float) for size in sizes.values()):
+            return f"{name!r} is {json.dumps(sizes)[:40]}, as if the file was damaged"
+    return ""
 
 
 def _is_sound(evaluation: Record) -> bool:
@@ -157,7 +183,7 @@ class MetricsFile:
         self.records = [record for record in self._lines if not is_evaluation(record)]
         self.evaluations = [record for record in self._lines if is_evaluation(record)]
         self._resumed = bool(self.records)  # and no line has been written since
-        write_whole(path, self._text())
+        write_whole(no_link(path), self._text())
         self._file: TextIO = path.open("a", encoding="utf-8")
 
     def _text(self) -> str:
@@ -192,7 +218,7 @@ class MetricsFile:
                 self._file.flush()
                 os.fsync(self._file.fileno())
             if self._changed:
-                write_whole(self._path, self._text())
+                write_whole(no_link(self._path), self._text())
 
 
 def ssd_bytes(record: Record, name: str) -> int:

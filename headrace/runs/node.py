@@ -244,6 +244,7 @@ class _Peer(Closing):
             if lost_one is None:
                 reason = f"cannot go on: {error}"
                 raise
+            member.check()
             words, again = member.why_dropped() or str(lost_one), True
         finally:
             with suppress(PeerLost):

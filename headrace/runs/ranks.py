@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import headrace
 from headrace.files.scratch import remove_tree
 from headrace.machine.of_rank import host_bytes_of_rank, take_gpu
 from headrace.net import Ranks
@@ -83,7 +84,7 @@ def _with_ranks(finished: Finished, fleet: "Fleet") -> Finished:
 def _fleet(launch: Launch) -> Iterator["Fleet"]:
     from headrace.engine.shared.fleet import Fleet
 
-    with Ranks.of(launch) as ranks:
+    with Ranks.of(launch, headrace.__version__) as ranks:
         yield Fleet(ranks)
 
 

@@ -6,6 +6,7 @@ Only the endpoints named here exist. A client that goes away is let go, whether 
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,9 +28,12 @@ from headrace.serve.desk import Request as Handed
 from headrace.serve.figures import Figures
 from headrace.serve.reading import Asked, Reader, Refused
 from headrace.serve.shapes import CHAT, TEXT, Json, Reply, Shape, error_of, model_card
-from headrace.terms.errors import InputError, in_one_line
+from headrace.terms.errors import InputError, in_one_line, shortened
 
 MAX_BODY_SECONDS = 60.0
+# Requests whose bodies come, besides those that the desk takes.
+MORE_BEING_READ = 64
+LOOPBACK_NAME = "localhost"
 # JSON writes a character in up to six bytes; a token seldom has more than ten characters.
 MAX_BYTES_PER_TOKEN, LEAST_BODY_BYTES = 64, 1 << 16
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,9 +41,14 @@ _INVALID, _OVERLOADED, _BROKEN = "invalid_request_error", "overloaded_error", "s
 
 
 class Service:
-    """What the endpoints share. One of `keys` must come with a request, unless there are none."""
+    """What the endpoints share. One of `keys` must come with a request, unless there are none; `hosts` are the names by which
+    the server may be called, None for all.
+    """
 
-    def __init__(self, desk: Desk, reader: Reader, figures: Figures, keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self, desk: Desk, reader: Reader, figures: Figures, keys: Sequence[str] = (), hosts: Sequence[str] | None = None
+    ) -> None:
+        self._hosts, self._being_read = hosts, 0
         self._desk, self._reader, self._figures = desk, reader, figures
         self._keys = tuple(key.encode() for key in keys)
         self._card = model_card(reader.name, int(time.time()), reader.limits.together)
@@ -54,8 +63,8 @@ class Service:
             "/v1/models/{name:path}": ("GET", self._model),
             "/metrics": ("GET", self._metrics),
         }
-        routes = [Route(path, self._guarded(answer), methods=[verb]) for path, (verb, answer) in guarded.items()]
-        routes.append(Route("/health", self._health))
+        routes = [Route(path, self._called(self._guarded(answer)), methods=[verb]) for path, (verb, answer) in guarded.items()]
+        routes.append(Route("/health", self._called(self._health)))
         refused: Any = dict.fromkeys((HTTPException, Refused, InputError, Full, Closing, Exception), _refusal)
         return _counting(Starlette(routes=routes, exception_handlers=refused), {route.path for route in routes}, self._figures)
 
@@ -77,8 +86,14 @@ class Service:
         return JSONResponse(self._card)
 
     async def _complete(self, shape: Shape, http: Request) -> Response:
-        content = await self._body(http)
-        asked = await run_sync(self._reader.read, shape, content, limiter=self._one_reader)
+        if self._being_read >= self._desk.most + MORE_BEING_READ:
+            raise Full(f"{self._being_read} requests are being read; ask again later")
+        self._being_read += 1
+        try:
+            content = await self._body(http)
+            asked = await run_sync(self._reader.read, shape, content, limiter=self._one_reader)
+        finally:
+            self._being_read -= 1
         told, request = self._handed_in(asked)
         reply = Reply(shape, self._reader.name, request.seed)
         try:
@@ -117,6 +132,22 @@ class Service:
         yield "data: [DONE]\n\n"
 
     # -- what they are made of --------------------------------------------------------------------------------------
+
+    def _called(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that answers who calls the server by a name that is allowed."""
+
+        async def called(http: Request) -> Response:
+            host = _name_of(http.headers.get("host", ""))
+            if (
+                self._hosts is not None
+                and host not in self._hosts
+                and not (LOOPBACK_NAME in self._hosts and _is_loopback(host))
+            ):
+                name = shortened(repr(host), 80)
+                raise Refused(f"this server is not called {name}; start it with --allowed-hosts to allow that name", 403)
+            return await answer(http)
+
+        return called
 
     def _guarded(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """Return an endpoint that answers who has a key."""
@@ -204,6 +235,24 @@ async def _unless_gone(http: Request, found: Callable[[], Awaitable[Told]]) -> T
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a Host header, without the port."""
+    name = host.strip().lower()
+    if name.startswith("["):
+        return name[1:].partition("]")[0]
+    return name.partition(":")[0].removesuffix(".")
+
+
+def _is_loopback(name: str) -> bool:
+    """Return whether a client that calls the server so means its own machine; "": it names none, as no browser does."""
+    if name in ("", LOOPBACK_NAME):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def _refusal(http: Request | None, error: Any) -> Response:

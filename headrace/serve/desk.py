@@ -85,6 +85,11 @@ class Desk:
         self._entered, self._is_closing = 0, False
 
     @property
+    def most(self) -> int:
+        """The most requests at once."""
+        return self._most
+
+    @property
     def waiting(self) -> int:
         """Requests without a seat."""
         return len(self._waiting)

@@ -106,6 +106,9 @@ class Reader:
 def _object_of(content: bytes) -> dict[str, Any]:
     try:
         body = json.loads(content)
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeError as error:  # an escape such as \ud83d without its other half, in a key or in a value
+        raise Refused("the body has half a character, or is not UTF-8; send whole ones") from error
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is not JSON ({error})") from error
     if not isinstance(body, dict):

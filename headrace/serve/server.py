@@ -23,7 +23,8 @@ from headrace.generate.passes.micro_batches import kept_copies
 from headrace.generate.passes.whose_weights import open_generator
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.generate.uses.answering import changes_of
-from headrace.serve.app import Service
+from headrace.serve.app import LOOPBACK_NAME, Service
+from headrace.serve.connections import Connection
 from headrace.serve.desk import Desk
 from headrace.serve.figures import Figures
 from headrace.serve.reading import Limits, Reader
@@ -35,8 +36,6 @@ from headrace.terms.options.serve_options import ServeOptions
 _MAX_LENGTH, _NEW_TOKENS = 4096, 512
 # More seats are taken while they cost at most this share of the speed.
 _LEAST_SPEED = 0.9
-# Connections besides those of requests under way: health, metrics, clients that are refused.
-_MORE_CONNECTIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,8 @@ def serve(
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         config = uvicorn.Config(
-            Service(desk, reader, figures, keys).app(),
-            limit_concurrency=options.max_requests + _MORE_CONNECTIONS,
+            Service(desk, reader, figures, keys, allowed_hosts(options)).app(),
+            http=Connection,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -140,6 +139,17 @@ def plan_of(generator: Generator, options: ServeOptions, limits: Limits, copies:
                 return found
         seats //= 2
     return best
+
+
+def allowed_hosts(options: ServeOptions) -> tuple[str, ...] | None:
+    """Return the names by which clients may call the server, None for all.
+
+    On loopback they are those of loopback: else a page that a browser on this machine shows could ask under a name of its own,
+    whose address it has changed to this machine's.
+    """
+    if options.allowed_hosts:
+        return None if "*" in options.allowed_hosts else tuple(each.lower() for each in options.allowed_hosts)
+    return (LOOPBACK_NAME, options.host.lower()) if _is_loopback(options.host) else None
 
 
 def read_keys(options: ServeOptions) -> tuple[str, ...]:

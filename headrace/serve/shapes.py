@@ -80,7 +80,8 @@ def usage_of(answer: Answer) -> Json:
 
 
 def error_of(message: str, kind: str, code: str | None = None) -> Json:
-    """Return an error."""
+    """Return an error; half characters, which a client may have sent, are replaced."""
+    message = message.encode("utf-8", "replace").decode()
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 

@@ -155,8 +155,9 @@ def create_parts(
 
 def open_parts(
     run_directory: Path, *, open_file: OpenFile, engine: ThreadEngine | None, sink: Sink, at: int | None = None
-) -> tuple[StoreParts, CommitRecord, bool]:
-    """Find a store again; also return its newest commit record, and whether the record before or after it is damaged.
+) -> tuple[StoreParts, CommitRecord, str]:
+    """Find a store again; also return its newest commit record, and what is wrong with the one before or after it, "" for
+    nothing.
 
     Raises:
         RunDirectoryError: no run, another format, in use, never committed, or a data file missing or too short.
@@ -177,6 +178,7 @@ def open_parts(
             files.append(open_file(path, None))
             undo.callback(files[-1].close)
         records: list[BlockFile] = []
+        lost = " and ".join(filter(None, map(_loss_of, (run_directory / name for name in RECORD_NAMES))))
         for name in RECORD_NAMES:
             path = run_directory / name
             records.append(open_file(path, None if path.exists() else BLOCK_BYTES))
@@ -184,9 +186,15 @@ def open_parts(
         # A killed process may have written what no power cut spares yet. From here on it counts: older slots are overwritten.
         for file in (*files, *records):
             file.sync()
-        record, damaged = RecordFiles(records).read(manifest.run_id, [place.num_chunks for place in places.committed], at)
+        record, is_damaged = RecordFiles(records).read(manifest.run_id, [place.num_chunks for place in places.committed], at)
         if record is None:
-            found = "only damaged commit records" if damaged else "no commit record"
+            if lost:
+                raise RunDirectoryError(
+                    f"{run_directory}: {lost}, and no whole commit record is left; restore one of these files. Else "
+                    f"remove the run "
+                    f"with `headrace clean {run_directory} --unfinished` and start again"
+                )
+            found = "only damaged commit records" if is_damaged else "no commit record"
             raise RunDirectoryError(
                 f"{run_directory}: {found} in {' and '.join(RECORD_NAMES)}: no step was ever finished, or the files were "
                 f"changed. Remove the run with `headrace clean {run_directory} --unfinished` and start again"
@@ -194,7 +202,15 @@ def open_parts(
         note_owner(manifest.directories, run_directory, manifest.run_id)
         undo.pop_all()
     parts = _put_together(run_directory, manifest, places, locks, (files, records), (engine, sink))
-    return parts, record, damaged
+    return parts, record, lost or ("one commit record is damaged" if is_damaged else "")
+
+
+def _loss_of(path: Path) -> str:
+    """Return what is wrong with the file of a commit record, which has a block from its beginning on; "" for nothing."""
+    if not path.exists():
+        return f"{path.name} is missing"
+    size = path.stat().st_size
+    return f"{path.name} is cut off after {size} bytes" if size < BLOCK_BYTES else ""
 
 
 def lost_commits(run_directory: Path) -> bool:
@@ -210,7 +226,9 @@ def lost_commits(run_directory: Path) -> bool:
     for name in RECORD_NAMES:
         with contextlib.suppress(FileNotFoundError):
             contents.append((run_directory / name).read_bytes())
-    return any(map(any, contents)) and all(unpack_record(each, manifest.run_id, num_chunks) is None for each in contents)
+    return not contents or (
+        any(map(any, contents)) and all(unpack_record(each, manifest.run_id, num_chunks) is None for each in contents)
+    )
 
 
 def _manifest_of(request: StoreRequest) -> tuple[Manifest, Places]:

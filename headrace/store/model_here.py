@@ -36,8 +36,8 @@ class ModelHere:
     """A model on this machine. `directory` has its weights and configuration; of kind RUN it is the run's.
 
     `tokenizer` and `generation_config` are the directories whose files count. `template`: the file with the chat template, None
-    where it is the tokenizer's. `template_date`: the day that a run has for templates that ask for it, and `border` its rule for
-    tokens of prompt and completion.
+    where it is the tokenizer's. A run has a `template_date`, the day for templates that ask for it, and a `border`, its
+    rule for tokens of prompt and completion.
     """
 
     directory: Path

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headrace.files.durable import write_new, write_whole
+from headrace.files.durable import no_link, write_new, write_whole
 from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.files.yaml_options import from_yaml, to_yaml
 from headrace.plan.value.results import PLAN_NAME
@@ -162,7 +162,7 @@ class RunDirectory:
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write planned beside measured figures, for scripts and for `headrace report --json`."""
         with self.writing():
-            write_whole(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
+            write_whole(no_link(self.path / "summary.json"), json.dumps(values, indent=2) + "\n")
 
     def add_to_summary(self, values: Mapping[str, Any]) -> None:
         """Add to what `write_summary` wrote; a run that has not written it gets nothing."""

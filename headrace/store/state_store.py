@@ -103,7 +103,7 @@ class StateStore(Closing):
         if damaged:
             # Either the record being written at a crash is torn: then the other's data are whole. Or the newest was
             # damaged later: then the other's slots may have been written to since. Only the checksums can tell.
-            sink(Notice(text=f"{run_directory}: one commit record is damaged; going back to the other and verifying its data"))
+            sink(Notice(text=f"{run_directory}: {damaged}; going back to the other record and verifying its data"))
             try:
                 store.verify()
             except BaseException:

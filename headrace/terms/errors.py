@@ -14,10 +14,12 @@
         DiskFull                      path, needed, free
         ExportFailed                  the model directory, why; needed and free where a disk is full
       PeerLost(ConnectionError)       a node or a worker is gone or silent; the committed state is untouched
+        Unlike                        it sends something else than what is expected; none of it was taken
+      MembershipFailed(RuntimeError)  a thread that watches over peers died; the committed state is untouched
       StepFailed(RuntimeError)        a lane of the running step failed; the committed state is untouched
 
 Each message says what was asked, what was found and what to do. The command line turns `InputError`, `PlanInfeasible`,
-`StorageError` and `PeerLost` into one line on stderr and exit code 2.
+`StorageError`, `PeerLost` and `MembershipFailed` into one line on stderr and exit code 2.
 """
 
 import errno
@@ -85,6 +87,14 @@ class ExportFailed(StorageError):
 
 class PeerLost(HeadraceError, ConnectionError):
     """A node or a worker is gone, or silent for too long. What was committed is untouched."""
+
+
+class Unlike(PeerLost):
+    """A peer sends another type or shape than what is expected, or no message. None of it was taken."""
+
+
+class MembershipFailed(HeadraceError, RuntimeError):
+    """A thread that watches over peers died of what nobody expected. What was committed is untouched."""
 
 
 class StepFailed(HeadraceError, RuntimeError):

@@ -20,7 +20,7 @@ from headrace.files.number_file import NumberFile
 from headrace.runs.engines import state_of
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.ledger import Journal, read_journal
-from headrace.runs.local_steps.rounds import ByQuorum
+from headrace.runs.local_steps.rounds import ByQuorum, Replayed, Rounds
 from headrace.runs.protocols import StateKind
 from headrace.terms.options.run_options import NodeOptions
 from headrace.update.sites.travel import TRAVELS
@@ -33,14 +33,14 @@ def opened(tmp_path: Path, options: Callable[..., NodeOptions], begun: Callable[
     """Return a function that opens the broker of a run, or begins it."""
 
     def open_broker(
-        name: str = "run", quorum: int = 2, merges: int = MERGES, travel: str = "bfloat16"
+        name: str = "run", quorum: int = 2, merges: int = MERGES, travel: str = "bfloat16", rounds: Rounds | None = None
     ) -> tuple[Broker, OuterState]:
         output = tmp_path / name
         config = options(output)
         there = state_of(output) is StateKind.COMMITTED
         state = OuterState.resume(output, lambda event: None) if there else begun(output)
         how: dict[str, Any] = {"steps": STEPS, "total_steps": STEPS * merges, "travel": TRAVELS[travel]}
-        broker = Broker(state, open_stream(config), ByQuorum(quorum, 0.0), folder=output / "exchange", **how)
+        broker = Broker(state, open_stream(config), rounds or ByQuorum(quorum, 0.0), folder=output / "exchange", **how)
         return broker, state
 
     return open_broker
@@ -125,7 +125,7 @@ def assert_each_lot_once(broker: Broker) -> None:
 def test_what_is_not_finite_is_never_merged_even_if_the_node_dies_before_it_says_so(
     opened: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(*arguments: Any) -> None:
+    def killed(*arguments: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
     broker, state = opened(quorum=1)
@@ -156,6 +156,61 @@ def test_a_learner_that_was_killed_gets_its_rows_again(opened: Callable[..., Any
         begins = given(broker, "a", 0)  # it was killed before it knew of the lot
         assert begins.lot.number == work.lot.number
         assert begins.lot.base == 1
+
+
+def test_pushes_are_judged_by_those_that_were_accepted_and_a_replay_throws_out_the_same(
+    opened: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Also if there is one learner alone, whose push is the median of its own merge; also after a restart."""
+    broker, state = opened("run", quorum=1, merges=40)
+    with state:
+        for number in range(8):
+            work = given(broker, "a", number)
+            assert push(broker, work, number, scale=9e-3 if number == 1 else 1e-3) is None
+            assert broker.merge_if_due() is not None
+        thrown = given(broker, "a", 8)
+        push(broker, thrown, 8, scale=2e-2)
+        assert broker.merge_if_due() is None
+    broker, state = opened("run", quorum=1, merges=40)
+    with state:
+        work = given(broker, "a", 8)
+        push(broker, work, 9, scale=5e-3)
+        line = broker.merge_if_due()
+        assert [each["reason"] for each in line["lost"]] == [
+            "a norm is above 10 times the median of the last 8 that were accepted"
+        ]
+        assert [each["lot"] for each in line["lots"]] == [work.lot.number]
+        assert len(line["lots"][0]["norms"]) == len(state.masters.counts)
+        broker.finish()
+    lines = read_journal(tmp_path / "run" / "merges.jsonl")
+    broker, state = opened("again", merges=40, rounds=Replayed(lines))
+    with state:
+        while broker.ledger.version < 9:
+            version = broker.ledger.version
+            push(broker, given(broker, "a", version), 0, scale=1e3 if version == 3 else 1e-3)
+            broker.merge_if_due()
+        again = read_journal(tmp_path / "again" / "merges.jsonl")
+    for one, other in zip(lines[:9], again, strict=True):
+        for key in ("lots", "lost"):
+            assert [each["lot"] for each in one[key]] == [each["lot"] for each in other[key]]
+
+
+def test_a_learner_whose_pushes_are_thrown_out_three_times_gets_no_more_rows(opened: Callable[..., Any]) -> None:
+    broker, state = opened("run", quorum=1)
+    with state:
+        for number in range(3):
+            work = given(broker, "a", 0)
+            if number == 2:
+                broker.throw_out(work.lot.number, "it sends half")
+            else:
+                assert push(broker, work, scale=float("nan")) == "its numbers are not finite"
+        assert given(broker, "a", 0) is None
+    broker, state = opened("run", quorum=1)
+    with state:
+        assert given(broker, "a", 0) is None, "also after the node was started again"
+        assert "3 pushes of learner 1 were thrown out" in (broker.why_no_more(1) or "")
+        assert push(broker, given(broker, "b", 0)) is None, "others go on"
+        assert broker.merge_if_due() is not None
 
 
 class Killed(BaseException):

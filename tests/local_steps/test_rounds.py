@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace.runs.local_steps.ledger import Journal, Ledger, Lot, read_journal
+from headrace.runs.local_steps.node import Waiting
 from headrace.runs.local_steps.rounds import ByQuorum, Replayed
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.run_options import NodeOptions
@@ -90,6 +91,62 @@ def test_a_replay_deals_and_merges_as_the_journal_says() -> None:
     assert rounds.next_rows(2, again) is None
     assert rounds.lost(again) == {2: "stale"}
     assert rounds.next_rows(3, replace(again, lots={})) is None, "no lot is dealt twice"
+
+
+def test_a_quorum_says_how_many_learners_it_waits_for() -> None:
+    rounds, ledger = ByQuorum(2, 0.0), Ledger()
+    assert (
+        rounds.waits_for(ledger, [], ()) == "merge 1 waits for 2 more learners: 0 of the quorum's 2 have sent what they learned"
+    )
+    assert rounds.waits_for(ledger, [lot(0, 1)], (1,)).startswith("merge 1 waits for one more learner: 1 of the quorum's 2")
+    assert rounds.waits_for(ledger, [lot(0, 1), lot(1, 2)], (1, 2)) == ""
+
+
+def test_a_replay_says_for_which_learner_of_the_journal_it_waits() -> None:
+    line = Ledger().with_lot(lot(0, 1)).with_lot(lot(1, 2)).merged([lot(0, 1).named(), lot(1, 2).named()]).line
+    rounds = Replayed([dict(line or {})])
+    begun = Ledger().with_lot(lot(0, 1))
+    words = "replay: merge 1 waits for learner 2, who took lot 1; learners that are here: 1"
+    assert rounds.waits_for(begun, [lot(0, 1)], (1,)) == words
+    begun = begun.with_lot(lot(1, 2))
+    assert rounds.waits_for(begun, [lot(0, 1), lot(1, 2)], (1, 2)) == ""
+    assert rounds.waits_for(Ledger(), [], ()).endswith(
+        "learner 1, who took lot 0, learner 2, who took lot 1; learners that are here: none"
+    )
+
+
+def test_who_is_waited_for_is_said_once_and_only_where_it_lasts() -> None:
+    said, clock = list[str](), Clock()
+    waiting = Waiting(said.append, clock)
+    for seconds, words in (
+        (0, "a"),
+        (5, "a"),
+        (6, ""),
+        (7, "a"),
+        (16, "a"),
+        (18, "a"),
+        (40, "a"),
+        (41, "b"),
+        (60, "b"),
+        (90, "b"),
+    ):
+        clock.now = seconds
+        waiting(words)
+    assert said == ["a", "b"]
+
+
+def test_norms_of_accepted_pushes_and_what_was_thrown_out_are_kept() -> None:
+    ledger = Ledger()
+    for number in range(40):
+        ledger = ledger.with_lot(lot(number, 1)).merged([lot(number, 1).named(norms=[float(number)])])
+    for number in (50, 51):
+        ledger = ledger.with_lot(lot(number, 2)).losing([lot(number, 2)], "its numbers are not finite", thrown=True)
+    ledger = ledger.with_lot(lot(52, 2)).losing([lot(52, 2)], "stale")
+    ledger = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+    assert [each[0] for each in ledger.accepted] == list(range(8, 40)), "the last 32"
+    assert ledger.thrown == {"2": 2}
+    old = {key: value for key, value in ledger.to_json().items() if key not in ("accepted", "thrown")}
+    assert Ledger.from_json(old).thrown == {}, "of a run that began before they were kept"
 
 
 def test_options_of_local_steps_are_refused_where_they_mean_nothing() -> None:

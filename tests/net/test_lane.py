@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
 from torch.distributed import HashStore
 
 from headrace.net.lane import PIECE_BYTES, Lane
@@ -35,20 +34,19 @@ def test_who_is_in_the_middle_of_a_first_piece_hears_of_a_loss(sends: bool) -> N
     for moment in range(12):
         mine, its = lanes(piece_seconds=0.1)
         own, other = (np.zeros(PIECE_BYTES, np.uint8) for _ in range(2))
-        piece = (its.start_receive if sends else its.start_send)(_flat(other), 0, first=True)
 
         def moved(lane: Lane = mine, data: np.ndarray = own) -> None:
             (lane.send if sends else lane.receive)(data, 1)
 
-        with ThreadPoolExecutor(1) as threads:
-            waits = threads.submit(moved)
+        with ThreadPoolExecutor(2) as threads:
+            waits, others = threads.submit(moved), threads.submit(its.receive if sends else its.send, other, 0)
             time.sleep(moment * 5e-4)
             its.end()
+            others.exception(timeout=60)
             try:
                 waits.result(timeout=60)
             except PeerLost:
                 ends += 1
-        del piece
         mine.close()
         its.close()
     assert ends > 0
@@ -86,7 +84,3 @@ def test_the_seconds_of_a_message_begin_when_its_sender_does() -> None:
     assert 0.0 < seconds <= end - begun[0]
     mine.close()
     its.close()
-
-
-def _flat(data: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(data)

@@ -204,7 +204,7 @@ def test_who_may_come_again_is_waited_for_when_all_is_done(way: str, clock: Cloc
             with clock.passing(61.0), pytest.raises(PeerLost, match="shows no sign of life"):
                 node.up.receive(np.empty(10, np.uint8), 1)
             listener.part("it went on")
-            members[0]._beats.set(f"beat/{members[0]._ticket}", "awake")
+            members[0]._show("")
         else:
             members[0].close(again=True)
 

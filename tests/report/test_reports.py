@@ -173,6 +173,32 @@ class TestMetrics:
         with pytest.raises(RunDirectoryError, match="line 2"):
             read_metrics(path)
 
+    @pytest.mark.parametrize(
+        ("old", "new", "words"),
+        [
+            ('"tokens"', '"uokens"', "a step without 'tokens', as if the file was damaged .it has bytes_read, uokens"),
+            ('"loss"', '"lozs"', "a step without 'loss'"),
+            ('"tokens": 64', '"tokens": "64"', "'tokens' is \"64\", as if"),
+            ('"seconds": 1.0', '"seconds": null', "'seconds' is null"),
+            ('{"ssd": 5}', '{"ssd": []}', "'bytes_read' is"),
+            ('{"ssd": 5}', "5", "'bytes_read' is 5"),
+        ],
+    )
+    def test_a_line_whose_figures_are_damaged_is_named(self, tmp_path: Path, old: str, new: str, words: str) -> None:
+        path = tmp_path / "metrics.jsonl"
+        line = '{"step": %d, "loss": 2.5, "tokens": 64, "seconds": 1.0, "bytes_read": {"ssd": 5}}\n'
+        path.write_text((line % 1) + (line % 2).replace(old, new) + (line % 3))
+        with pytest.raises(RunDirectoryError, match=f"line 2: {words}"):
+            MetricsFile(path, committed_steps=3)
+
+    def test_links_in_place_of_the_file_are_not_written_through(self, tmp_path: Path) -> None:
+        other, path = tmp_path / "other", tmp_path / "metrics.jsonl"
+        other.write_text("")
+        path.symlink_to(other)
+        MetricsFile(path).close()
+        assert other.read_text() == ""
+        assert not path.is_symlink()
+
     @pytest.mark.parametrize("line", ['{"step": ' + "3" * 5000 + "}", "[" * 100_000])
     def test_a_line_that_python_has_no_value_for_is_named(self, tmp_path: Path, line: str) -> None:
         path = tmp_path / "metrics.jsonl"

@@ -1,5 +1,6 @@
 """Drives that fail give a named error, never a wrong number or a hang. Run: pytest tests/store/test_faults.py"""
 
+import os
 import re
 from pathlib import Path
 
@@ -292,6 +293,30 @@ def test_a_damaged_newest_record_is_an_error_if_the_older_data_were_overwritten(
     with pytest.raises(CorruptData, match="stored checksum"):
         open_store(tmp_path)
     with pytest.raises(CorruptData):  # and the lock is free again
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(None, "commit.0 is missing"), (0, "cut off after 0 bytes"), (100, "cut off after 100 bytes")]
+)
+def test_a_record_that_is_lost_or_cut_is_named(tmp_path: Path, size: int | None, words: str) -> None:
+    """The newest one: nothing else says that a step is gone. Where both are, nothing of the run is taken for a new one's."""
+    store_after_two_steps(tmp_path).close()
+    paths = [tmp_path / "run" / name for name in ("commit.0", "commit.1")]
+
+    def damage(path: Path) -> None:
+        path.unlink() if size is None else os.truncate(path, size)
+
+    damage(paths[0])
+    events: list[Event] = []
+    with open_store(tmp_path, sink=events.append) as store:
+        assert store.record == {"step": 1}
+    assert any(isinstance(event, Notice) and words in event.text and "verifying" in event.text for event in events)
+    for path in paths:
+        path.unlink(missing_ok=True)
+        if size is not None:
+            path.write_bytes(bytes(size))
+    with pytest.raises(RunDirectoryError, match=f"{words} and commit.1 is .* no whole commit record is left"):
         open_store(tmp_path)
 
 

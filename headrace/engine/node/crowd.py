@@ -19,6 +19,7 @@ from headrace.flow.step.serve import Report, Task, task_message
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation, Listener
 from headrace.net.exchange import NODE, spread_out, take_sum
+from headrace.net.lane import has_keys
 from headrace.plan.schedules.serve import Turn
 from headrace.terms.errors import ConfigError, DataError, PeerLost
 from headrace.terms.events import OpDone
@@ -29,6 +30,8 @@ from headrace.terms.options.muster import Muster
 from headrace.terms.options.summing import SEQUENTIAL, TREE, Dealing, Order, order_of, shares_of
 from headrace.update.rules.tensors import as_tensor
 
+_NUMBER = int | float | None
+_REPORT = {"loss_sum": _NUMBER, "aside_loss": _NUMBER, "lanes": dict}
 # A dealing of micro-batches gives way to one that takes less than this share of its time.
 _WORTH = 0.9
 
@@ -69,7 +72,7 @@ class Setup:
         }
         generation.down.send_message(words, rank)
         for each in self.buffers.values():
-            generation.down.send(_bytes_of(each.contiguous()), rank)
+            generation.down.send(each.contiguous(), rank)
 
     @classmethod
     def receive(cls, generation: Generation) -> "Setup":
@@ -78,7 +81,7 @@ class Setup:
         buffers = {}
         for name, dtype, shape in words["buffers"]:
             buffers[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            generation.down.receive(_bytes_of(buffers[name]), NODE)
+            generation.down.receive(buffers[name], NODE)
         grouping = Grouping.from_json(words["grouping"]) if words["grouping"] else None
         return cls(**{**words, "grouping": grouping, "buffers": buffers})
 
@@ -203,7 +206,7 @@ class Crowd:
         for rank, micros in sorted(self._shares.items()):
             words, tensors = task_message(task, micros, len(task.batch.micro_batches[0].input_ids))
             generation.down.send_message({**words, "order": order}, rank)
-            generation.down.send(_bytes_of(tensors), rank)
+            generation.down.send(tensors, rank)
             self._told_seconds[rank] = time.perf_counter()
 
     def _dealt(self, num_micro: int) -> Order:
@@ -236,9 +239,9 @@ class Crowd:
     def report(self) -> Report:
         """Receive the workers' report of a step."""
         generation = self.generation
-        found = [generation.up.receive_message(rank) for rank in range(1, generation.num_workers + 1)]
-        sums = [each["loss_sum"] for each in found if each["loss_sum"] is not None]
-        asides = [each["aside_loss"] for each in found if each["aside_loss"] is not None]
+        found = [generation.up.receive_message(rank, _REPORT) for rank in range(1, generation.num_workers + 1)]
+        sums = [each["loss_sum"] for each in found if each.get("loss_sum") is not None]
+        asides = [each["aside_loss"] for each in found if each.get("aside_loss") is not None]
         ops: list[OpDone] = []
         for rank, each in enumerate(found, start=1):
             begin = self._told_seconds[rank]
@@ -288,13 +291,16 @@ def _agreed(setup: Setup, generation: Generation) -> Terms:
         setup.send(generation, rank)
     grouping = setup.grouping
     if grouping is None:
-        grouping = Grouping.from_json(generation.up.receive_message(1)["grouping"])
+        grouping = Grouping.from_json(generation.up.receive_message(1, {"grouping": dict})["grouping"])
     num_micro, words = _limit(setup, grouping)
     if num_micro < len(ranks):
         raise _TooMany(num_micro, words)
     for rank in ranks:
         generation.down.send_message(grouping.to_json(), rank)
-    said = [generation.up.receive_message(rank) for rank in ranks]
+    said = [generation.up.receive_message(rank, {}) for rank in ranks]
+    for rank, each in enumerate(said, start=1):
+        if "cannot" not in each and not has_keys(each, {"turns": list, "most": int}):
+            raise PeerLost(f"{generation.names[rank]}: says neither what it can nor what it cannot; is it the same version?")
     unable = {rank: str(each["cannot"]) for rank, each in enumerate(said, start=1) if "cannot" in each}
     first = min((rank for rank in ranks if rank not in unable), default=0)
     for rank in ranks:
@@ -314,8 +320,3 @@ def _limit(setup: Setup, grouping: Grouping) -> tuple[int, str]:
     num_micro = -(-setup.sequences // grouping.rows)
     many = f"{num_micro} micro-batches" if num_micro > 1 else "one micro-batch"
     return num_micro, f"a step has {many} of {grouping.rows} rows; give fewer workers, or more tokens_per_step"
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-    return flat

@@ -231,8 +231,7 @@ class Worker(Closing):
         started = time.perf_counter()
         self._diary.begin()
         tensors = torch.empty(words["shape"], dtype=torch.int64)
-        if tensors.numel():
-            self._generation.down.receive(tensors.reshape(-1).view(torch.uint8).numpy(), NODE)
+        self._generation.down.receive(tensors, NODE)
         batch = dict(zip(words["keys"], tensors, strict=True))
         data = step_batch(batch, int(words["rows"]), self.machine.device)
         own_tokens, data = data.trained_tokens, replace(data, trained_tokens=int(words["trained_tokens"]))

@@ -173,13 +173,13 @@ class Line(Fleet):
 
     def send_table(self, table: torch.Tensor) -> None:
         """Send what belongs to a tied matrix from the one end to the other."""
-        self.ranks.lanes["table"].send(_bytes_of(table), self.size - 1 if self.leads else LEADER)
+        self.ranks.lanes["table"].send(table.detach().cpu().contiguous(), self.size - 1 if self.leads else LEADER)
 
     def receive_table(self, table: torch.Tensor) -> None:
         """Fill `table` with what the other end sends."""
-        into: Bytes = np.empty(table.numel() * table.element_size(), np.uint8)
+        into = torch.empty(table.shape, dtype=table.dtype)
         self.ranks.lanes["table"].receive(into, self.size - 1 if self.leads else LEADER)
-        table.copy_(torch.from_numpy(into).view(table.dtype).view(table.shape))
+        table.copy_(into)
 
     @property
     def transfer_seconds(self) -> float:

@@ -1,7 +1,8 @@
 """How busy stages were, as measured, beside the most that they could be (AxoNN).
 
-The slowest of S stages computes t seconds for each of G groups, which take c seconds on a link. It is busy at most for the
-share G t / (G t + (S-1)(t + 2c)) of a step. Invariant: all figures were measured since this start of the run.
+The slowest of S stages computes t seconds for each of G groups, which take c seconds on a link. Where all are alike it is busy
+at most for the share G t / (G t + (S-1)(t + 2c)) of a step (`pipeline.bound`). Invariant: all figures were measured since this
+start of the run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,13 +36,15 @@ class StageShares:
         """Return the figures of steps in so many groups; None if there are none."""
         if not self.steps or self.seconds <= 0:
             return None
-        counted, stages = max(1, self.steps - 1), len(self.busy)
-        group_seconds = max(self.busy) / counted / groups
+        own = [each / max(1, self.steps - 1) / groups for each in self.busy]
+        group_seconds, utilisation = max(own), max(self.busy) / self.seconds
+        # Times vary, and `transfer_seconds` is that of the slowest link: what was measured was possible.
+        most = max(utilisation, bound(own, self.transfer_seconds, groups)) if group_seconds else None
         return {
             "groups": groups,
             "busy_shares": [round(each / self.seconds, 4) for each in self.busy],
-            "utilisation": round(max(self.busy) / self.seconds, 4),
-            "bound": round(bound(group_seconds, self.transfer_seconds, groups, stages), 4) if group_seconds else None,
+            "utilisation": round(utilisation, 4),
+            "bound": None if most is None else round(most, 4),
             "group_seconds": round(group_seconds, 6),
             "transfer_seconds": round(self.transfer_seconds, 6),
         }

@@ -96,7 +96,7 @@ class Talk:
         for rank in self.ranks.others:
             self.ranks.control.send_message({**words, "batch": shapes}, rank)
             for tensor in rows.values():
-                self.ranks.control.send(_bytes_of(tensor), rank)
+                self.ranks.control.send(tensor, rank)
             self.told_seconds[rank] = time.perf_counter()
 
     def hear(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -105,7 +105,7 @@ class Talk:
         batch = {}
         for name, shape in words.pop("batch", {}).items():
             rows = torch.empty(shape, dtype=torch.int32)
-            self.ranks.control.receive(_bytes_of(rows), LEADER)
+            self.ranks.control.receive(rows, LEADER)
             batch[name] = rows.to(torch.int64)
         return words, batch
 
@@ -205,8 +205,3 @@ class Talk:
             yield
         finally:
             store.reaches, self._importing = False, False
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    flat: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-    return flat

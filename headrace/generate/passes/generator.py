@@ -241,23 +241,28 @@ class Generator(Closing):
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
         waiting, live, caches = iter(items), dict[_Seated, _Item](), dict[_Seated, SeatCache]()
-        with torch.no_grad(), contextlib.ExitStack() as seats:
-            while True:
-                while len(live) < self.plan.seats and (item := next(waiting, None)) is not None:
-                    seat = sit(item)
-                    seats.callback(seat.close)
-                    live[seat] = item
-                    self._prompts.enters(seat, item.length if isinstance(item, MicroBatch) else 0)
-                    self._first_turn(seat)
-                    if (found := self._cache_of(seat, item, caches.values())) is not None:
-                        caches[seat] = found
-                if not live:
-                    return
-                for seat in [each for each in live if each.done]:
-                    caches.pop(seat, None)
-                    yield live.pop(seat), seat
-                if live and not any(seat.done for seat in live):
-                    self._run_pass(live, [caches.get(seat) for seat in live])
+        with torch.no_grad():
+            try:
+                while True:
+                    while len(live) < self.plan.seats and (item := next(waiting, None)) is not None:
+                        seat = sit(item)
+                        live[seat] = item
+                        self._prompts.enters(seat, item.length if isinstance(item, MicroBatch) else 0)
+                        self._first_turn(seat)
+                        if (found := self._cache_of(seat, item, caches.values())) is not None:
+                            caches[seat] = found
+                    if not live:
+                        return
+                    for seat in [each for each in live if each.done]:
+                        caches.pop(seat, None)
+                        with contextlib.closing(seat):  # a run may have no end: what is done is kept no longer
+                            yield live.pop(seat), seat
+                    if live and not any(seat.done for seat in live):
+                        self._run_pass(live, [caches.get(seat) for seat in live])
+            finally:
+                with contextlib.ExitStack() as seats:
+                    for seat in live:
+                        seats.callback(seat.close)
 
     def close(self) -> None:
         """Free buffers and close the model's files."""

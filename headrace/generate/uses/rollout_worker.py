@@ -10,13 +10,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
-from headrace.model.adapters.beside_reading import read_beside
+from headrace.store.model_here import directory_at
 from headrace.terms.errors import InputError, StepFailed
 from headrace.terms.options.generate_options import GenerateOptions
 
@@ -28,9 +27,12 @@ DRAWING = {"do_sample": True, "top_k": 0}  # without 0, transformers takes 50; a
 
 def opened(adapter: str | Path | None) -> Callable[..., GenerationModel]:
     """Return what opens the model of rollouts, with an adapter beside it if there is one."""
-    beside = None if adapter is None else Path(adapter)
-    adapters = None if beside is None else partial(read_beside, beside)
-    return partial(GenerationModel.of_directory, adapters=adapters, beside=beside, kept=_KEPT)
+
+    def found(place: Path, *given: Any) -> GenerationModel:
+        here = directory_at(place, None if adapter is None else Path(adapter))
+        return GenerationModel.of_directory(here, *given, kept=_KEPT)
+
+    return found
 
 
 def answer(request: Mapping[str, Any]) -> list[list[int]]:

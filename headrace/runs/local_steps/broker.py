@@ -21,7 +21,7 @@ from headrace.data import Batch, BatchStream
 from headrace.engine.local.outer import Change, Merge, OuterState
 from headrace.files.number_file import NumberFile
 from headrace.files.scratch import remove_tree
-from headrace.runs.local_steps.ledger import MOST_STALENESS, Journal, Ledger, Lot
+from headrace.runs.local_steps.ledger import LEAST_ACCEPTED, MOST_STALENESS, MOST_THROWN, Journal, Ledger, Lot
 from headrace.runs.local_steps.rounds import Rounds
 from headrace.update.sites.travel import TRAVELS, Travel
 
@@ -71,13 +71,16 @@ class Broker:
         self.journal = Journal(folder.parent / "merges.jsonl", self.ledger.line)
         self.changed = threading.Condition(threading.RLock())
         self.is_over = False
+        self.news: list[str] = []  # what a person should know
+        self._why_thrown: dict[int, str] = {}
         self._present: Counter[int] = Counter()  # learners by number
         self._in_use: Counter[Path] = Counter()
         self._pushed = {number for number in self.ledger.lots if self._push(number).exists}
         for partial in folder.glob("*.new"):
             partial.unlink()
         # The node may have died before it said so.
-        self._lose([self.ledger.lots[number] for number in self._pushed if not self._is_finite(number)], _NOT_FINITE)
+        not_finite = [self.ledger.lots[number] for number in self._pushed if not self._is_finite(number)]
+        self._lose(not_finite, _NOT_FINITE, thrown=True)
         self._tidy()
 
     @property
@@ -112,7 +115,7 @@ class Broker:
         """
         found: Work | None = None
         with self.changed:
-            while found is None and not self.is_over and not gone():
+            while found is None and not self.is_over and not gone() and self.why_no_more(learner) is None:
                 found = self._work(learner, held, lot)
                 if found is None:
                     self.changed.wait(_LOOK_SECONDS)
@@ -128,7 +131,7 @@ class Broker:
         at_work = next((lot for lot in own if lot.number not in self._pushed), None)
         if at_work is not None and at_work.number == number and at_work.base == held:
             return self._given(at_work, held)
-        if self.is_done:
+        if self.is_done or self.why_no_more(learner) is not None:
             return None
         if at_work is not None:  # it has not begun, and has lost nothing
             again = replace(at_work, base=self.ledger.version)
@@ -181,6 +184,28 @@ class Broker:
         files = [self._whole(lot.base)] if whole else changes
         return Work(lot=lot, files=files, whole=whole, batches=batches, first_step=lot.base * self._steps)
 
+    def why_no_more(self, learner: int) -> str | None:
+        """Return why a learner gets no more rows; None if it may get some."""
+        if self.ledger.thrown.get(str(learner), 0) < MOST_THROWN:
+            return None
+        why = self._why_thrown.get(learner, "of its numbers")
+        return f"{MOST_THROWN} pushes of learner {learner} were thrown out, the last because {why}"
+
+    def throw_out(self, number: int, reason: str) -> None:
+        """Name the lot of a push that came as nothing that can be merged."""
+        with self.changed:
+            if (lot := self.ledger.lots.get(number)) is not None:
+                self._lose([lot], reason, thrown=True)
+
+    def waits_for(self) -> str:
+        """Return whom the next merge waits for, if nobody who is here computes; "" for nobody."""
+        with self.changed:
+            present = {learner for learner, count in self._present.items() if count > 0}
+            computing = (lot.learner in present and number not in self._pushed for number, lot in self.ledger.lots.items())
+            if self.is_done or any(computing):
+                return ""
+            return self._rounds.waits_for(self.ledger, self._there(), present)
+
     def why_not(self, learner: int, number: int) -> str | None:
         """Return why a push is not wanted; None if it is."""
         with self.changed:
@@ -210,8 +235,11 @@ class Broker:
                 return "it was named as lost"
             self._pushed.add(number)
             if not self._is_finite(number):
-                self._lose([self.ledger.lots[number]], _NOT_FINITE)
+                self._lose([self.ledger.lots[number]], _NOT_FINITE, thrown=True)
                 return _NOT_FINITE
+            if (reason := self._rounds.lost(self.ledger).get(number)) is not None:  # a replay: its learner took other rows then
+                self._lose([self.ledger.lots[number]], reason)
+                return reason
             self.changed.notify_all()
             return None
 
@@ -227,9 +255,9 @@ class Broker:
                 return None
             for number, reason in self._rounds.lost(self.ledger).items():
                 self._lose([self.ledger.lots[number]], reason)
-            outliers = self._outliers(due)
+            outliers = self._outliers(due) if self._rounds.judges else []
             if outliers:
-                self._lose(outliers, f"a norm is above {_MOST_OF_MEDIAN:g} times the median of the merge")
+                self._lose(outliers, f"a norm is above {_MOST_OF_MEDIAN:g} times the median {self._judged_by}", thrown=True)
             lots = [lot for lot in due if lot not in outliers]
             return self._merge(lots) if lots else None
 
@@ -244,10 +272,21 @@ class Broker:
 
     def _outliers(self, lots: Sequence[Lot]) -> list[Lot]:
         norms = {lot.number: self._push(lot.number).notes["norms"] for lot in lots}
-        medians = [statistics.median_low(each) for each in zip(*norms.values(), strict=True)]
+        medians = [statistics.median_low(each) for each in zip(*(self._accepted or norms.values()), strict=True)]
         return [
             lot for lot in lots if any(m and n > _MOST_OF_MEDIAN * m for n, m in zip(norms[lot.number], medians, strict=True))
         ]
+
+    @property
+    def _accepted(self) -> Sequence[Sequence[float]]:
+        """The norms by which pushes are judged, () where too few were accepted: then those of their own merge."""
+        return self.ledger.accepted if len(self.ledger.accepted) >= LEAST_ACCEPTED else ()
+
+    @property
+    def _judged_by(self) -> str:
+        if self._accepted:
+            return f"of the last {len(self._accepted)} that were accepted"
+        return f"of the merge (fewer than {LEAST_ACCEPTED} were accepted before)"
 
     def _merge(self, lots: Sequence[Lot]) -> dict[str, Any]:
         version = self.ledger.version
@@ -259,7 +298,11 @@ class Broker:
         norm = self._state.merge(merge, version + 1, Change(self._change(version + 1), *fed))
         entries = [
             lot.named(
-                staleness=lot.staleness(version), tokens=lot.tokens, weight=weight / sum(weights), loss=push.notes.get("loss")
+                staleness=lot.staleness(version),
+                tokens=lot.tokens,
+                weight=weight / sum(weights),
+                loss=push.notes.get("loss"),
+                norms=push.notes["norms"],
             )
             for lot, weight, push in zip(lots, weights, pushes, strict=True)
         ]
@@ -282,11 +325,16 @@ class Broker:
                 self.journal.append({"version": self.ledger.version, "lots": [], "lost": list(self.ledger.lost)})
             self.changed.notify_all()
 
-    def _lose(self, lots: Sequence[Lot], reason: str) -> None:
+    def _lose(self, lots: Sequence[Lot], reason: str, *, thrown: bool = False) -> None:
         if not lots:
             return
         self._pushed -= {lot.number for lot in lots}
-        self._commit(self.ledger.losing(lots, reason))
+        self._commit(self.ledger.losing(lots, reason, thrown=thrown))
+        for lot in lots if thrown else ():
+            self._why_thrown[lot.learner] = reason
+            self.news.append(f"lot {lot.number} of learner {lot.learner} is thrown out: {reason}")
+            if (words := self.why_no_more(lot.learner)) is not None:
+                self.news.append(f"{words}; it gets no more rows")
         self._tidy()
 
     def _commit(self, ledger: Ledger, steps: int | None = None) -> None:

@@ -26,7 +26,7 @@ from headrace.runs.local_steps.talk import NODE, receive_batches, receive_files,
 from headrace.runs.protocols import Display, StateKind
 from headrace.store import RunLock
 from headrace.terms.closing import Closing
-from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError
+from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError, Unlike
 from headrace.terms.events import Event, Notice
 from headrace.terms.options.options import Options
 from headrace.update.sites.travel import TRAVELS
@@ -156,7 +156,8 @@ class Learning(Closing):
         reason = generation.down.receive_message(NODE)["refused"]
         if reason is None:
             push = self._pushed(engine, self._home, at)
-            send_units(generation.up, NODE, (push.read(unit) for unit in range(len(push.counts))))
+            with suppress(Unlike):  # the node says so
+                send_units(generation.up, NODE, (push.read(unit) for unit in range(len(push.counts))))
             reason = generation.down.receive_message(NODE)["refused"]
         if reason is not None:
             self._display.say(f"what was learned of lot {at['lot']} is not merged: {reason}")
@@ -185,7 +186,13 @@ class Learning(Closing):
         """Wait for rows, and begin with the weights that they come with; return False where the run is over."""
         at, down = self._at, generation.down
         generation.up.send_message({"do": "ask", "held": at["version"], "lot": at["lot"]}, NODE)
-        if down.receive_message(NODE)["over"]:
+        answer = down.receive_message(NODE, {"over": bool})
+        if (reason := answer.get("refused")) is not None:
+            raise ConfigError(
+                f"node: this learner gets no more rows: {reason}; find out why, and begin again with another --ssd, "
+                f"or an empty one"
+            )
+        if answer["over"]:
             return False
         words = down.receive_message(NODE)
         self._receive(engine, generation, words)

@@ -6,6 +6,7 @@ Invariant: a lot of rows is open, merged or named as lost, whenever the node die
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,10 @@ from headrace.terms.errors import ConfigError
 # A push that began with an older version than this many before the newest is not merged.
 MOST_STALENESS = 2
 _LESS_PER_VERSION = 0.25
+# Pushes are judged by the norms of the last so many that were accepted, once there are `LEAST_ACCEPTED`.
+MOST_ACCEPTED, LEAST_ACCEPTED = 32, 8
+# A learner gets no more rows once so many of its pushes were thrown out.
+MOST_THROWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +56,8 @@ class Lot:
 class Ledger:
     """The state of a node between two commits: `lots` are open, `learners` are numbers by peer, `lost` is not yet told.
 
-    `line` is the journal's newest line. `row` and `data` say where the next lot begins.
+    `line` is the journal's newest line. `row` and `data` say where the next lot begins. `accepted` are the norms of the last
+    pushes that were merged, by unit; `thrown` counts the pushes that were thrown out, by learner.
     """
 
     version: int = 0
@@ -62,6 +68,8 @@ class Ledger:
     learners: Mapping[str, int] = field(default_factory=dict)
     lost: Sequence[Mapping[str, Any]] = ()
     line: Mapping[str, Any] | None = None
+    accepted: Sequence[Sequence[float]] = ()
+    thrown: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -70,7 +78,7 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        plain = {name: getattr(self, name) for name in ("version", "row", "data", "next_lot", "learners", "lost", "line")}
+        plain = {name: getattr(self, name) for name in _PLAIN}
         return {**plain, "lots": [asdict(lot) for lot in self.lots.values()]}
 
     def with_learner(self, peer: str) -> Self:
@@ -81,17 +89,23 @@ class Ledger:
         """Return the ledger with an open lot more, or again."""
         return replace(self, lots={**self.lots, lot.number: lot})
 
-    def losing(self, lots: Sequence[Lot], reason: str) -> Self:
-        """Return the ledger without open lots, which the next line names."""
+    def losing(self, lots: Sequence[Lot], reason: str, *, thrown: bool = False) -> Self:
+        """Return the ledger without open lots, which the next line names; `thrown`: what was learned of them was thrown out."""
         kept = {number: lot for number, lot in self.lots.items() if lot not in lots}
-        return replace(self, lots=kept, lost=(*self.lost, *(lot.named(reason=reason) for lot in lots)))
+        counts = Counter(self.thrown)
+        counts.update(str(lot.learner) for lot in lots if thrown)
+        return replace(self, lots=kept, thrown=dict(counts), lost=(*self.lost, *(lot.named(reason=reason) for lot in lots)))
 
     def merged(self, entries: Sequence[Mapping[str, Any]], **more: Any) -> Self:
         """Return the ledger of the next version, in which the lots of `entries` are merged."""
         gone = {each["lot"] for each in entries}
         line = {"version": self.version + 1, "lots": list(entries), "lost": list(self.lost), **more}
         kept = {number: lot for number, lot in self.lots.items() if number not in gone}
-        return replace(self, version=self.version + 1, lots=kept, lost=(), line=line)
+        accepted = (*self.accepted, *(each["norms"] for each in entries if "norms" in each))[-MOST_ACCEPTED:]
+        return replace(self, version=self.version + 1, lots=kept, lost=(), line=line, accepted=accepted)
+
+
+_PLAIN = ("version", "row", "data", "next_lot", "learners", "lost", "line", "accepted", "thrown")
 
 
 class Journal:

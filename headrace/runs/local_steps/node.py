@@ -31,12 +31,14 @@ from headrace.runs.prepare import check, default_output, prepare
 from headrace.runs.protocols import Display, StateKind
 from headrace.runs.signals import Interrupted, StopRequest
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.errors import HeadraceError, PeerLost, RunDirectoryError
+from headrace.terms.errors import HeadraceError, PeerLost, RunDirectoryError, in_one_line
 from headrace.terms.events import Event, Notice, StepResult
 from headrace.terms.options.run_options import NodeOptions
 from headrace.update.sites.travel import TRAVELS
 
 _LOOK_SECONDS = 0.05
+# Who waits longer than this says for whom.
+_WAIT_SECONDS = 10.0
 # In the run directory: what learners pushed, and what they are sent.
 EXCHANGE_NAME = "exchange"
 
@@ -85,6 +87,21 @@ def _opened(config: NodeOptions, directory: RunDirectory, display: Display) -> I
         yield state
 
 
+class Waiting:
+    """Says for whom everybody waits, once, where that has lasted."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock, self._words, self._since, self._said = say, clock, "", 0.0, ""
+
+    def __call__(self, words: str) -> None:
+        """Take for whom everybody waits now, "" for nobody."""
+        if words != self._words:
+            self._words, self._since = words, self._clock()
+        elif words not in ("", self._said) and self._clock() - self._since >= _WAIT_SECONDS:
+            self._said = words
+            self._say(words)
+
+
 class _Node:
     def __init__(
         self,
@@ -111,6 +128,7 @@ class _Node:
             travel=TRAVELS[config.exchange_dtype],
         )
         self._config, self._directory, self._state, self._display = config, directory, state, display
+        self._waiting = Waiting(display.say)
         self._listener, self._threads, self._merged_seconds = listener, list[threading.Thread](), time.monotonic()
         self._evaluations = Evaluations(config, stream, config.max_steps)
         self._told = Told(
@@ -133,6 +151,7 @@ class _Node:
             with StopRequest() as stop:
                 while not broker.is_done and stop.received is None and reporters.failure is None:
                     self._take_in()
+                    self._tell()
                     if (line := broker.merge_if_due()) is not None:
                         reporters(self._result(line))
                     else:
@@ -158,6 +177,13 @@ class _Node:
         self._display.say(f"done: {broker.ledger.version} merges; model in {directory.final}")
         return Finished(run_directory=directory.path, final=directory.final, steps=broker.steps_done)
 
+    def _tell(self) -> None:
+        """Say what a person should know: who was refused, what was thrown out, and for whom everybody waits."""
+        self._listener.tell_news(self._display.say)
+        while self._broker.news:
+            self._display.say(self._broker.news.pop(0))
+        self._waiting(self._broker.waits_for())
+
     def _take_in(self) -> None:
         """Begin to serve a learner that waits."""
         if (generation := self._listener.take_in()) is not None:
@@ -174,8 +200,9 @@ class _Node:
             reason = str(lost)
             if not self._broker.is_over:
                 self._display.say(f"{lost}; its rows are kept for it until it comes again")
-        except (HeadraceError, KeyError, TypeError, ValueError) as error:  # it sent what makes no sense, or a drive failed
-            reason = f"{name}: cannot be served: {error}"
+        except Exception as error:  # it sent what makes no sense, or a drive failed: others are served further
+            words = str(error) if isinstance(error, HeadraceError) else in_one_line(error)
+            reason = f"{name}: cannot be served: {words}"
             self._display.say(reason)
         self._listener.part(reason, generation)
 

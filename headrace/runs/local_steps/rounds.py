@@ -1,7 +1,7 @@
 """When a merge is due, and which rows a learner takes next: by quorum and grace, or as the journal of another run says."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from headrace.runs.local_steps.ledger import Ledger, Lot
@@ -19,6 +19,13 @@ class Rounds(Protocol):
 
     def lost(self, ledger: Ledger) -> Mapping[int, str]:
         """Return the open lots that the next merge names as lost, and why."""
+
+    def waits_for(self, ledger: Ledger, pushed: Sequence[Lot], present: Collection[int]) -> str:
+        """Return whom the next merge waits for, where the learners that are `present` have nothing to do; "": nobody."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether pushes are judged by their norms; else it was decided before which are thrown out."""
 
 
 class ByQuorum:
@@ -47,6 +54,20 @@ class ByQuorum:
     def lost(self, ledger: Ledger) -> Mapping[int, str]:
         """Return none: they are refused when they come."""
         return {}
+
+    def waits_for(self, ledger: Ledger, pushed: Sequence[Lot], present: Collection[int]) -> str:
+        """Return how many learners the quorum needs."""
+        missing = self._quorum - len(pushed)
+        if missing <= 0:
+            return ""
+        many = "one more learner" if missing == 1 else f"{missing} more learners"
+        there = f"{len(pushed)} of the quorum's {self._quorum} have sent what they learned"
+        return f"merge {ledger.version + 1} waits for {many}: {there}"
+
+    @property
+    def judges(self) -> bool:
+        """Whether pushes are judged by their norms."""
+        return True
 
 
 class Replayed:
@@ -87,6 +108,28 @@ class Replayed:
         """Return the lots that were lost then."""
         found = self._merges.get(ledger.version + 1, {}).get("lost", ())
         return {each["lot"]: each["reason"] for each in found if each["lot"] in ledger.lots}
+
+    def waits_for(self, ledger: Ledger, pushed: Sequence[Lot], present: Collection[int]) -> str:
+        """Return whose lots the journal has before the next merge."""
+        line, there = self._merges.get(ledger.version + 1), {lot.number for lot in pushed}
+        wanted = {each["lot"] for each in line["lots"]} if line else set()
+        open_ones = [
+            each
+            for each in self._lots
+            if each["base"] <= ledger.version
+            and each["lot"] not in there
+            and (each["lot"] in wanted or not self._is_dealt(each, ledger))
+        ]
+        if not open_ones:
+            return ""
+        names = ", ".join(f"learner {each['learner']}, who took lot {each['lot']}" for each in open_ones)
+        here = ", ".join(map(str, sorted(present))) or "none"
+        return f"replay: merge {ledger.version + 1} waits for {names}; learners that are here: {here}"
+
+    @property
+    def judges(self) -> bool:
+        """The journal says which pushes were thrown out."""
+        return False
 
     def _is_dealt(self, entry: Mapping[str, Any], ledger: Ledger) -> bool:
         gone = (each for version, line in self._merges.items() if version <= ledger.version for each in _told(line))

@@ -11,7 +11,7 @@ import numpy as np
 from headrace.net import Generation
 from headrace.runs.local_steps.broker import Broker, Work
 from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of, sums_of
-from headrace.terms.errors import PeerLost
+from headrace.terms.errors import PeerLost, Unlike
 from headrace.update.sites.travel import Travel
 
 
@@ -32,6 +32,9 @@ class Told:
         return sums_of(self.files)
 
 
+_ANSWER = {"peer": str, "wants_sums": bool, "wants_files": bool}
+
+
 class Session:
     """The talk over the lanes of `generation`, on behalf of `broker`."""
 
@@ -49,14 +52,14 @@ class Session:
         words: dict[str, Any] = {"run_id": told.run_id, "options": dict(told.options), "files": sizes_of(told.files)}
         words |= {"total_steps": self._broker.total_steps, "travel": told.travel.name}
         self._down.send_message(words, LEARNER)
-        answer = self._up.receive_message(LEARNER)
+        answer = self._up.receive_message(LEARNER, _ANSWER)
         if answer["wants_sums"]:
             self._down.send_message(told.sums, LEARNER)
-            answer = self._up.receive_message(LEARNER)
+            answer = self._up.receive_message(LEARNER, _ANSWER)
         if answer["wants_files"]:
             send_files(self._down, told.files)
         with self._broker.learner(str(answer["peer"])) as number:
-            ready = self._up.receive_message(LEARNER)
+            ready = self._up.receive_message(LEARNER, {"digest": str})
             alike = ready["digest"] == told.digest
             self._down.send_message({"learner": number, "alike": alike}, LEARNER)
             while alike and self._serve(number):
@@ -64,14 +67,16 @@ class Session:
 
     def _serve(self, number: int) -> bool:
         """Do what the learner asks for; return whether it may ask again."""
-        words = self._up.receive_message(LEARNER)
+        words = self._up.receive_message(LEARNER, {"do": str})
         if words["do"] == "push":
             self._take(number, words)
             return True
-        with self._broker.work(number, words["held"], words["lot"], lambda: self._generation.has_ended) as work:
+        held, lot = (None if words.get(key) is None else int(words[key]) for key in ("held", "lot"))
+        with self._broker.work(number, held, lot, lambda: self._generation.has_ended) as work:
             if self._generation.has_ended:
                 raise PeerLost("its generation has ended")
-            self._down.send_message({"over": work is None}, LEARNER)
+            reason = None if work is not None or self._broker.is_over else self._broker.why_no_more(number)
+            self._down.send_message({"over": work is None, "refused": reason}, LEARNER)
             if work is not None:
                 self._give(work)
         return work is not None
@@ -92,5 +97,9 @@ class Session:
         if reason is None:
             travel = self._told.travel
             units = receive_units(self._up, LEARNER, travel.sizes(self._told.counts), travel.dtype)
-            reason = self._broker.take(lot, units, {"loss": float(np.float64(words["loss"]))})
+            try:
+                reason = self._broker.take(lot, units, {"loss": float(np.float64(words["loss"]))})
+            except Unlike as unlike:
+                reason = str(unlike)
+                self._broker.throw_out(lot, reason)
             self._down.send_message({"refused": reason}, LEARNER)

@@ -21,13 +21,19 @@ from headrace.terms.errors import PeerLost
 
 NODE, LEARNER = 0, 1
 _BLOCK_BYTES = 64 << 20
+# What is said after the last unit.
+_NO_MORE = "no more units"
 
 
 def send_units(lane: Lane, to: int, units: Iterator[NDArray[Any]]) -> None:
-    """Send the numbers of each unit; the other side knows how many."""
+    """Send the numbers of each unit, after their type and number.
+
+    Raises:
+        Unlike: the other side expects others; it has taken none of this unit, and waits for no more.
+    """
     for unit in units:
-        if unit.size:
-            lane.send(unit.view(np.uint8), to)
+        lane.send(unit, to)
+    lane.meet({to: _NO_MORE}, {})
 
 
 def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) -> Iterator[NDArray[Any]]:
@@ -35,12 +41,13 @@ def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) ->
 
     Raises:
         PeerLost: the other side is gone.
+        Unlike: it sends other numbers than these; none of this unit was taken.
     """
     for count in counts:
         unit = np.empty(count, dtype)
-        if count:
-            lane.receive(unit.view(np.uint8), source)
+        lane.receive(unit, source)
         yield unit
+    lane.meet({}, {source: _NO_MORE})
 
 
 def send_batches(lane: Lane, batches: Sequence[Batch]) -> None:
@@ -54,7 +61,7 @@ def send_batches(lane: Lane, batches: Sequence[Batch]) -> None:
 
 def receive_batches(lane: Lane) -> list[dict[str, torch.Tensor]]:
     """Return the rows of each step as the engine takes them."""
-    words = lane.receive_message(NODE)
+    words = lane.receive_message(NODE, {"batches": list, "bytes": int})
     content = np.empty(words["bytes"], np.uint8)
     lane.receive(content, NODE)
     numbers, start, found = np.frombuffer(zlib.decompress(content.tobytes()), np.int32).astype(np.int64), 0, []

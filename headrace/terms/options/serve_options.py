@@ -7,7 +7,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.declared import Declared, Group, option, option_as
 from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
-from headrace.terms.options.option_kinds import Place, Text, Whole
+from headrace.terms.options.option_kinds import Listed, Place, Text, Whole
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,6 +52,14 @@ class ServeOptions(Declared):
         Place(),
         "File of keys, one a line; a request must bring one of them.",
         words="none",
+        group=Group.SERVER,
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        Listed(Text()),
+        "Names by which clients may call the server; * for all.",
+        row="names by which clients may call the server, without the port; `*` for all",
+        words="on a loopback address those of loopback, else all",
         group=Group.SERVER,
     )
     system: str | None = option_as(GenerateOptions, "system")
