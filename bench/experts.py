@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 import headrace
-from headrace.compress.run import compress
+from headrace.compress.run import compress_model
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.plan.value.expert_plan import ExpertPlan
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.compress_options import CompressOptions
@@ -67,7 +67,7 @@ def generated(directory: Path, tokens: int, cached: int | None) -> dict[str, Any
         asked = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         settings = generator.model.settings(8, None, asked)
         before, start = generator.model.source.bytes_read, time.perf_counter()
-        (done,) = generator.run([MicroBatch(0, (tuple(range(10, 18)),), 0, settings)])
+        (done,) = generator.run([SeatRows(0, (tuple(range(10, 18)),), 0, settings)])
         seconds, read = time.perf_counter() - start, generator.model.source.bytes_read - before
         return {
             "tokens": done.tokens,
@@ -98,7 +98,7 @@ def main() -> None:
         rows = 2 * given.width // 128 + 8  # as many tokens as a matrix has inputs, twice
         sizes = {"sequence_length": 128, "calibration_rows": rows, "held_out_rows": 2, "cache": folder / "cache"}
         start, cpu = time.perf_counter(), time.process_time()
-        done = compress(CompressOptions.of({**values, **sizes, "experts_only": True, "host_memory": "8GiB"}), say=print)
+        done = compress_model(CompressOptions.of({**values, **sizes, "experts_only": True, "host_memory": "8GiB"}), say=print)
         coded = done.bytes_after - (done.bytes_before - 2 * weights)
         found: dict[str, Any] = {
             "compress_seconds": time.perf_counter() - start,

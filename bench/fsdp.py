@@ -30,7 +30,7 @@ from slow_link import LENGTH, RUN, SECRET, TOKENS, WARM_UP, WORKERS
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "namespaces"))
 from network import Network
 
-from headrace.data.batches.open_data import open_stream, tensors_of
+from headrace.data.batches.open_data import open_stream, step_tensors_of
 from headrace.plan.clock.rates import Rates
 from headrace.store.run_directory import RunDirectory
 
@@ -178,7 +178,7 @@ def leave_batches(folder: Path, steps: int) -> None:
     """Leave the rows of each step of the run in `folder` in files."""
     stream = open_stream(RunDirectory(folder / "run").read_config())
     for step in range(steps):
-        arrays = {name: each.numpy() for name, each in tensors_of(stream.next_batch()).items()}
+        arrays = {name: each.numpy() for name, each in step_tensors_of(stream.next_batch()).items()}
         np.savez(folder / f"batch-{step}.npz", **arrays)
 
 

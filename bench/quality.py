@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
 from headrace.codec import Grid, Int4Grid, TernaryGrid, nearest
-from headrace.compress.decompression import decompress
-from headrace.compress.run import Compressed, compress
+from headrace.compress.decompression import decompress_model
+from headrace.compress.run import Compressed, compress_model
 from headrace.terms.options.compress_options import CompressOptions
 
 LENGTH, BATCH, GROUP = 128, 16, 64
@@ -103,8 +103,8 @@ def compressed(model: Path, to: str, data: Path, folder: Path) -> tuple[Compress
     more = {"experts_only": True} if to == "ternary" else {"group_size": GROUP}
     values = {"model": model, "output": folder / to, "data": str(data), "to": to, "sequence_length": LENGTH}
     values |= {"calibration_rows": 128, "held_out_rows": 4, "host_memory": "1GiB", "compute_dtype": "float32"}
-    done = compress(CompressOptions.of(values | {"cache": folder / "cache"} | more))
-    return done, decompress(folder / to, folder / f"{to}-plain")
+    done = compress_model(CompressOptions.of(values | {"cache": folder / "cache"} | more))
+    return done, decompress_model(folder / to, folder / f"{to}-plain")
 
 
 def compared(model: Path, to: str, data: Path, rows: torch.Tensor, folder: Path) -> dict[str, Any]:

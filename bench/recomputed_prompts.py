@@ -21,7 +21,7 @@ import headrace
 from headrace.files import DirectFile
 from headrace.generate.passes import seat_caches
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.plan.cache_plan import SSD, CachePlan, with_inputs
 from headrace.generate.plan.seconds import with_forecast
 from headrace.plan.clock.nominal import nominal_machine
@@ -66,7 +66,7 @@ def passes_of(directory: Path, scratch: Path, given: argparse.Namespace, share: 
         asked = {"max_new_tokens": given.tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         settings = generator.model.settings(given.prompt, None, asked)
         rows = [tuple((7 * row + 3 * place) % 250 + 1 for place in range(given.prompt)) for row in range(2 * given.rows)]
-        batches = [MicroBatch(number, tuple(rows[number * given.rows :][: given.rows]), 0, settings) for number in range(2)]
+        batches = [SeatRows(number, tuple(rows[number * given.rows :][: given.rows]), 0, settings) for number in range(2)]
         answers = sorted((done.batch.number, done.tokens) for done in generator.run(batches))
     steady = seen[2:]
     return {

@@ -141,7 +141,7 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
     headrace.set_process_defaults()
     from headrace import Budget
     from headrace.generate.passes.generator import Generator
-    from headrace.generate.passes.micro_batches import MicroBatch
+    from headrace.generate.passes.micro_batches import SeatRows
     from headrace.plan.value.expert_plan import ExpertPlan
     from headrace.terms.events import GenerationPass
 
@@ -165,7 +165,7 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
         generator.use(replace(plan, host_slots=plan.num_blocks, device_slots=1, prefetch=0))
         asked = {"max_new_tokens": tokens, "do_sample": True, "eos_token_id": None, "pad_token_id": 0}
         settings = generator.model.settings(len(PROMPT), None, asked)
-        (done,) = generator.run([MicroBatch(0, (PROMPT,), 0, settings)])
+        (done,) = generator.run([SeatRows(0, (PROMPT,), 0, settings)])
     later = [each for each in passes if not each.entering][tokens // 2 :]
     answer = [int(token) for token in done.tokens[0]]
     return {

@@ -28,11 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import headrace
 from headrace.codec import nearest
 from headrace.codec.table import CODES, written_codes
-from headrace.codec.ternary_target import is_table
+from headrace.codec.ternary_target import is_dictionary_table
 from headrace.compress.recoding import recode
 from headrace.files import extents
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.plan.seconds import with_forecast
 from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.value.decoding import making_like
@@ -66,7 +66,7 @@ def write_models(folder: Path, blocks: int, codes: Sequence[str]) -> None:
             rounded = nearest(weight.float()[None], target.grid(weight.shape[1], weight.dtype))
             parts = target.parts(rounded.codes[0], rounded.sides[0], weight.dtype)
             stem = key.removesuffix("weight")
-            stored |= {f"{each}.0" if is_table(each) else stem + each: part for each, part in parts.items()}
+            stored |= {f"{each}.0" if is_dictionary_table(each) else stem + each: part for each, part in parts.items()}
         whole = {key: tensor for key, tensor in stored.items() if not key.startswith(_FIRST)}
         for number in range(blocks):
             own = {key: tensor for key, tensor in stored.items() if key.startswith(_FIRST)}
@@ -111,7 +111,7 @@ def passes_of(directory: Path, tokens: int, rate: float) -> dict[str, Any]:
         assert planned is not None
         generator.use(plan)
         asked = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        list(generator.run([MicroBatch(0, (tuple(range(10, 18)),), 0, generator.model.settings(8, None, asked))]))
+        list(generator.run([SeatRows(0, (tuple(range(10, 18)),), 0, generator.model.settings(8, None, asked))]))
     steady = seen[2:]
     return {
         "median": statistics.median(each.seconds for each in steady),

@@ -23,7 +23,7 @@ import slow_link  # noqa: E402
 from network import Network  # noqa: E402
 
 from headrace.flow.step import step as flow  # noqa: E402
-from headrace.runs.stages import Staging, follow, train_in_stages  # noqa: E402
+from headrace.runs.stages import Staging, follow_as_stage, train_in_stages  # noqa: E402
 from headrace.terms.options.options import Options  # noqa: E402
 from headrace.terms.options.run_options import RunOptions  # noqa: E402
 
@@ -38,7 +38,7 @@ def be_stage(folder: str, addresses: str, stage: int, flops: float, steps: int, 
     flow.HANDLERS.update({verb: double.slow(handler) for verb, handler in flow.HANDLERS.items()})
     staging = Staging.of(addresses, stage, place / "secret", 60.0)
     if stage:
-        follow(Options(host_memory=slow_link.MEMORY, machine=machine, ssd=str(place / f"ssd{stage}")), staging)
+        follow_as_stage(Options(host_memory=slow_link.MEMORY, machine=machine, ssd=str(place / f"ssd{stage}")), staging)
         return
     own = {"model": place / "model", "data": [str(place / "data.jsonl")], "output": place / "run", "cache": place / "cache"}
     more = {"host_memory": slow_link.MEMORY, "machine": machine, "max_steps": steps, "cuts": cuts}

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 from headrace.plan.clock.machine_profiles import load_bare_profile
-from headrace.plan.clock.pipeline import Station, bound, run
+from headrace.plan.clock.pipeline import Station, most_busy_share, run
 
 _FORWARD, _BACKWARD = 1.0, 3.0
 _SEEDS = range(40)
@@ -47,7 +47,7 @@ def busy_shares(stages: int, groups: int, transfer: float, jitter: float) -> tup
         for fixed, found in ((False, by_arrival), (True, in_order)):
             step = run(stations, [transfer] * (stages - 1), groups, times=times, in_order=fixed)
             found.append(groups * (_FORWARD + _BACKWARD) / step.step_seconds)
-    return bound(_FORWARD + _BACKWARD, transfer, groups, stages), mean(by_arrival), mean(in_order)
+    return most_busy_share(_FORWARD + _BACKWARD, transfer, groups, stages), mean(by_arrival), mean(in_order)
 
 
 def table(jitter: float) -> Iterator[str]:

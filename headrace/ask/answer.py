@@ -13,14 +13,14 @@ from typing import Any
 from headrace.ask.between_steps import BesideSteps
 from headrace.ask.model_config import as_decoded, check_positions, has_weights, open_coded, position_limit, read_parts
 from headrace.ask.model_plans import COARSE_OPERATIONS, ModelPlans
-from headrace.ask.place import Place, kept_products_bytes, multiplies
+from headrace.ask.place import RunPlace, kept_products_bytes, multiplies
 from headrace.ask.plan_report import PlanReport
 from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
 from headrace.files import Beside, default_ssd_bytes, file_systems
 from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
-from headrace.model.by_rows.block_tables import is_large, tables_of, take_tables, trained_tables_of
+from headrace.model.by_rows.block_tables import block_tables_of, is_large, take_tables, trained_tables_of
 from headrace.plan.clock.endurance import endurance
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.forecast.forecast import Forecast, forecast
@@ -29,7 +29,7 @@ from headrace.plan.search.given import load_plan
 from headrace.plan.search.search import nominal_machine_of
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, ModelError, PlanInfeasible
-from headrace.terms.lanes import Lane, Part
+from headrace.terms.lanes import Hardware, Lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.optimizer import ALL
 from headrace.terms.options.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
@@ -113,7 +113,7 @@ def open_question(
         else:
             checkpoint = open_coded(model)
             config, whole = checkpoint.config, checkpoint.whole
-    tokens, length = lengths_of(config, options)
+    tokens, length = step_lengths_of(config, options)
     config = with_router_loss(config, options)
     self_check(config)
     check_whole(config, whole)
@@ -125,13 +125,13 @@ def open_question(
     weights = chain.attach(checkpoint) if checkpoint else None
     parameters = chain.num_parameters
     if not _trains_all(options) and wire_of(options).is_beside:
-        take_tables(chain, [table for table in tables_of(chain, weights) if is_large(table)])
+        take_tables(chain, [table for table in block_tables_of(chain, weights) if is_large(table)])
     elif isinstance(wire_of(options), RowsWire):
         take_tables(chain, trained_tables_of(chain, weights))
     stored = stored_codes(chain, weights, rule.planes) if weights else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
-    place = Place.of(ceilings, here=here)
+    place = RunPlace.of(ceilings, here=here)
     narrow = multiplies(options.compute_dtype, ceilings, here=here)
     kept = kept_products_bytes(chain, options.compute_dtype, on_device=bool(place.device_overhead_bytes), narrow=narrow)
     place = replace(place, runtime_bytes=place.runtime_bytes + kept)
@@ -219,7 +219,7 @@ def _with_times(
     )
 
 
-def lengths_of(config: Any, options: Options) -> tuple[int, int]:
+def step_lengths_of(config: Any, options: Options) -> tuple[int, int]:
     """Return tokens per step and sequence length, in tokens: as long as the model and the step allow, up to the default."""
     tokens, length = options.tokens_per_step, options.sequence_length
     if length is None:
@@ -245,7 +245,7 @@ def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:
 def _doubled(plan: Plan, ceilings: Ceilings, found: Forecast) -> dict[str, float]:
     """Return the seconds per step with twice of each part of the machine that the step keeps busy, the busiest part first."""
     coarse = forecast(plan, ceilings, most_operations=COARSE_OPERATIONS).step_seconds
-    shares: dict[Part, float] = {}
+    shares: dict[Hardware, float] = {}
     for lane in Lane:
         if part := lane.row.part:
             shares[part] = max(shares.get(part, 0.0), found.utilisation[lane])

@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from headrace.ask.answer import DEFAULT_STEPS, lengths_of
+from headrace.ask.answer import DEFAULT_STEPS, step_lengths_of
 from headrace.ask.cluster_report import ClusterReport, ElasticReport, Purchase
 from headrace.ask.model_config import read_parts
-from headrace.ask.place import Place, multiplies
+from headrace.ask.place import RunPlace, multiplies
 from headrace.ask.question import Question
 from headrace.files import default_ssd_bytes, file_systems
 from headrace.losses.router import note_router_loss, with_router_loss
@@ -68,7 +68,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
     worker = load_bare_profile(machine) if isinstance(machine, str) else machine
     node = _node(options)
     config, whole = read_parts(model)
-    tokens, length = lengths_of(config, options)
+    tokens, length = step_lengths_of(config, options)
     if tokens // length < workers:
         raise ConfigError(
             f"tokens_per_step: {tokens} are {tokens // length} rows of {length} for {workers} workers; each takes whole rows: "
@@ -170,7 +170,7 @@ class _Plans:
             PlanInfeasible: their memory or SSDs are too small.
         """
         node = self._cluster.all_nodes
-        place = replace(Place.of(node, here=False), device_bytes=None, device_overhead_bytes=0)
+        place = replace(RunPlace.of(node, here=False), device_bytes=None, device_overhead_bytes=0)
         allowance = place.allowance(Budget(), ssd_bytes=default_ssd_bytes(node, ()), import_workspace_bytes=None)
         question = Question.of(self._options, allowance, tokens_per_step=self._tokens, sequence_length=self._length)
         try:
@@ -184,7 +184,7 @@ class _Plans:
         worker, ssd = cluster.worker, options.budget.ssd
         drives = worker.of_directories(file_systems(ssd)) if ssd else worker
         named = isinstance(options.machine, str) and not options.machine.endswith("ssd")
-        place = Place.of(worker, here=self._here)
+        place = RunPlace.of(worker, here=self._here)
         allowance = place.allowance(
             options.budget,
             # Without an SSD of its own, a worker's block inputs stay in memory.

@@ -5,7 +5,7 @@ Invariant: every printed number is one of the report's or the outcome's; nothing
 
 from collections.abc import Iterator
 
-from headrace.ask.outcome import Outcome
+from headrace.ask.outcome import RunOutcome
 from headrace.ask.plan_report import PlanReport
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.words import explain_plan
@@ -72,7 +72,7 @@ def _times(report: PlanReport) -> Iterator[str]:
         yield line(each.label, each.explain())
 
 
-def explain_outcome(outcome: Outcome) -> str:
+def explain_outcome(outcome: RunOutcome) -> str:
     """Return planned and measured figures as lines of text."""
     lines = [row("", ("planned", "measured", "ratio"))]
     for each in outcome.rows:

@@ -17,8 +17,8 @@ from headrace.ask.variants import Variant, other_rules, other_wires, smaller_sta
 from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters.adapters import Adapters
-from headrace.model.by_rows.block_tables import by_rows, is_large, tables_of, take_as, take_tables, trained_tables_of
-from headrace.model.by_rows.embedding_rows import has_own_head, head_range_bytes, rows_of
+from headrace.model.by_rows.block_tables import block_tables_of, by_rows, is_large, take_as, take_tables, trained_tables_of
+from headrace.model.by_rows.embedding_rows import embedding_rows_of, has_own_head, head_range_bytes
 from headrace.model.streams.block_parts import block_parts
 from headrace.model.streams.stored_experts import NotStoredSingly
 from headrace.plan.forecast.footprint import with_footprint
@@ -78,7 +78,7 @@ class ModelPlans:
         self._chain, self._stored, self._weights, self._here = chain, stored, weights, here
         self._layouts = (parted.kept(chain) if parted else chain).layouts
         self._experts = parted.experts if parted else None
-        self._embedding, self._own_head = rows_of(chain, weights), has_own_head(chain)
+        self._embedding, self._own_head = embedding_rows_of(chain, weights), has_own_head(chain)
         for_gpu = question.allowance.device_overhead_bytes > 0
         # Elsewhere, too, tensors will be allocated as the command tells the library, whatever this process was told.
         huge_pages = None if here or ceilings is None else True
@@ -187,7 +187,7 @@ class ModelPlans:
         if question.place is not None or (not (beside := question.wire.is_beside) and self._several):
             return None
         chain = self._another_chain(question)
-        found = (tables_of if beside else trained_tables_of)(chain, self._weights)
+        found = (block_tables_of if beside else trained_tables_of)(chain, self._weights)
         if len(found) == len(by_rows(self._chain)):
             return None
         if not beside:
@@ -230,7 +230,7 @@ class ModelPlans:
         Raises:
             PlanInfeasible: memory or SSD space is too small.
         """
-        if any(map(is_large, tables_of(self._chain, self._weights))) and (found := self._by_tables(question)):
+        if any(map(is_large, block_tables_of(self._chain, self._weights))) and (found := self._by_tables(question)):
             return found[0].quick_plan(found[1])
         problem = self._problem(question)
         policy = problem.policies[0]

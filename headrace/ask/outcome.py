@@ -34,7 +34,7 @@ class OutcomeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """The rows of a run of `steps` steps. `on_measured_machine` is false if times were planned for a nominal machine."""
 
     rows: tuple[OutcomeRow, ...]
@@ -54,9 +54,9 @@ class Outcome:
         }
 
 
-def outcome_of(
+def run_outcome_of(
     report: PlanReport, records: Sequence[Record], evaluations: Sequence[Record] = (), *, host_peak_bytes: int = 0
-) -> Outcome:
+) -> RunOutcome:
     """Return what `records` and `evaluations`, the lines of `metrics.jsonl`, say about the plan in `report`.
 
     `host_peak_bytes` is the peak of this process's whole life: data are tokenised before the steps, and the model is written
@@ -90,7 +90,7 @@ def outcome_of(
     if evaluations:
         ahead = next((each.seconds for each in report.between if isinstance(each, Evaluating)), None)
         rows.append(OutcomeRow("evaluation_seconds", "evaluation", "seconds", ahead, _median(evaluations, "eval_seconds")))
-    return Outcome(
+    return RunOutcome(
         rows=tuple(rows),
         steps=len(records),
         skipped_steps=sum("skipped" in record for record in records),

@@ -11,8 +11,8 @@ import torch
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.cuda import GPU_OVERHEAD_BYTES
 from headrace.machine.host_memory import anonymous_bytes
-from headrace.machine.limits import default_host_bytes as host_bytes_here
 from headrace.machine.limits import machine_memory_bytes
+from headrace.machine.limits import usual_host_bytes as host_bytes_here
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.parts.banks import find_experts
@@ -79,7 +79,7 @@ def default_device_overhead_bytes(ceilings: Ceilings | None, *, here: bool) -> i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunPlace:
     """Where a run would be: what it may use by default, and what there is at all (`most_bytes`, by tier, if known)."""
 
     name: str
@@ -92,7 +92,7 @@ class Place:
     has_drives: bool = False  # of a machine elsewhere, whose directories are unknown here
 
     @classmethod
-    def here(cls, machine: Machine, runtime_bytes: int, cores: int) -> "Place":
+    def here(cls, machine: Machine, runtime_bytes: int, cores: int) -> "RunPlace":
         """Return this machine, which computes on `machine`, in a process whose libraries take `runtime_bytes`."""
         separate = machine.separate_device
         return cls(
@@ -106,7 +106,7 @@ class Place:
         )
 
     @classmethod
-    def of(cls, ceilings: Ceilings | None, *, here: bool) -> "Place":
+    def of(cls, ceilings: Ceilings | None, *, here: bool) -> "RunPlace":
         """Return this machine, or the one with these ceilings."""
         this = here or ceilings is None
         most = {"host": machine_memory_bytes()} if ceilings is None or here else {"host": ceilings.host_memory_bytes}
@@ -123,7 +123,7 @@ class Place:
             has_drives=not here and ceilings is not None and bool(ceilings.drives),
         )
 
-    def with_twice_host(self) -> "Place":
+    def with_twice_host(self) -> "RunPlace":
         """Return the same place with twice the host memory."""
         most = {tier: num_bytes * (1 + (tier == "host")) for tier, num_bytes in self.most_bytes.items()}
         return replace(self, host_bytes=2 * self.host_bytes, most_bytes=most)

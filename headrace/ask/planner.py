@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.ask.place import Place, kept_products_bytes, runtime_here
+from headrace.ask.place import RunPlace, kept_products_bytes, runtime_here
 from headrace.ask.question import Question
 from headrace.ask.tables import with_block_tables, with_embedding
 from headrace.files import Beside, default_ssd_bytes
@@ -245,7 +245,7 @@ class RunPlanner:
         self, profile_model: Callable[[], object], state: Manifest | Sequence[Path], beside: Beside | None
     ) -> Allowance:
         stored, weights = state if isinstance(state, Manifest) else None, self._model.weights
-        place = Place.here(self._machine, self._runtime(profile_model), self._model.cores)
+        place = RunPlace.here(self._machine, self._runtime(profile_model), self._model.cores)
         return place.allowance(
             self._options.budget,
             ssd_bytes=self._ssd_bytes(state, beside),

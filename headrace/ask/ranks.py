@@ -7,7 +7,7 @@ of its own. The plan is that of the rank with the largest share. Its memory is p
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.ask.answer import lengths_of, plan_model
+from headrace.ask.answer import plan_model, step_lengths_of
 from headrace.ask.explain import explain
 from headrace.ask.model_config import read_parts
 from headrace.ask.place import default_host_bytes
@@ -90,7 +90,7 @@ def plan_ranks(model: str, options: PlanOptions, *, here: bool, **more: Any) -> 
         )
     refuse_in_ranks(options)
     whole = load_bare_profile(machine) if isinstance(machine, str) else machine
-    tokens, length = lengths_of(read_parts(model)[0], options)
+    tokens, length = step_lengths_of(read_parts(model)[0], options)
     if tokens // length < ranks:
         raise ConfigError(
             f"tokens_per_step: {tokens} are {tokens // length} rows of {length} for {ranks} ranks; each takes whole rows: give "

@@ -7,7 +7,7 @@ stages, with the seconds that each stage's plan takes for a group.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.ask.answer import Opened, lengths_of, open_question
+from headrace.ask.answer import Opened, open_question, step_lengths_of
 from headrace.ask.model_config import read_parts
 from headrace.ask.stages_report import StageFigures, StagesReport
 from headrace.model.trials.passing_check import refuse_what_passes_more
@@ -40,7 +40,7 @@ def plan_stages(model: str, options: PlanOptions, *, here: bool, asked_ssd: bool
     refuse_in_stages(options)
     config, _ = read_parts(model)
     refuse_what_passes_more(config)
-    tokens, length = lengths_of(config, options)
+    tokens, length = step_lengths_of(config, options)
     own = replace(options, stages=None, link=None, cuts=(), stage_dtype=None, tokens_per_step=tokens, sequence_length=length)
     if named := not str(options.stages).isdecimal():
         # Memory and drives are those of the machines that are named: directories that stand for this one's drives say nothing.

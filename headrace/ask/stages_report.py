@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from headrace.ask.plan_report import PlanReport
-from headrace.plan.clock.pipeline import StepOfStages, bound
+from headrace.plan.clock.pipeline import StepOfStages, most_busy_share
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import StageChoices, StagePlace
 from headrace.terms.plain_figures import plain_figure
@@ -150,7 +150,7 @@ class StagesReport:
     @property
     def bound(self) -> float:
         """The most that this can be (`pipeline.bound`)."""
-        return bound([each.group_seconds for each in self.stages], self.transfer_seconds, self.groups)
+        return most_busy_share([each.group_seconds for each in self.stages], self.transfer_seconds, self.groups)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; unknown figures are null."""

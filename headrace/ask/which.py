@@ -24,7 +24,7 @@ _WORTH_IT = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ClusterShape:
     """A way to share out a run. `tokens_per_second` are those of all machines, None where it is refused or does not fit.
 
     `is_exact`: it has the bits of one machine. `words` say how a step or round passes, or why there is none.
@@ -47,7 +47,7 @@ class WhichReport:
     machines: int
     link_bytes_per_second: float
     alone_tokens_per_second: float | None
-    shapes: tuple[Shape, ...]
+    shapes: tuple[ClusterShape, ...]
 
     @property
     def take(self) -> str:
@@ -73,7 +73,7 @@ class WhichReport:
         ]
         return words + "".join(f". Faster is {each.title}, {self._times(each)}: gives up {each.gives_up}" for each in faster)
 
-    def _times(self, shape: Shape) -> str:
+    def _times(self, shape: ClusterShape) -> str:
         if not self.alone_tokens_per_second:
             return f"{plain_figure(shape.tokens_per_second or 0.0, 3)} tokens/s where one machine alone has no room"
         return f"{plain_figure((shape.tokens_per_second or 0.0) / self.alone_tokens_per_second, 3)} times one machine"
@@ -163,9 +163,13 @@ def plan_which(model: str, options: PlanOptions, *, here: bool) -> WhichReport:
     )
 
 
-def _shape(name: str, title: str, gives_up: str, plan: Callable[[], tuple[float, str]], *, is_exact: bool = True) -> Shape:
+def _shape(
+    name: str, title: str, gives_up: str, plan: Callable[[], tuple[float, str]], *, is_exact: bool = True
+) -> ClusterShape:
     try:
         tokens, words = plan()
-        return Shape(name=name, title=title, is_exact=is_exact, gives_up=gives_up, tokens_per_second=tokens, words=words)
+        return ClusterShape(name=name, title=title, is_exact=is_exact, gives_up=gives_up, tokens_per_second=tokens, words=words)
     except (InputError, PlanInfeasible) as refusal:
-        return Shape(name=name, title=title, is_exact=is_exact, gives_up=gives_up, tokens_per_second=None, words=str(refusal))
+        return ClusterShape(
+            name=name, title=title, is_exact=is_exact, gives_up=gives_up, tokens_per_second=None, words=str(refusal)
+        )

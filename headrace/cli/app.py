@@ -24,7 +24,7 @@ from headrace.cli.first_look import (
     model_here,
     with_model_here,
 )
-from headrace.cli.migrating import migrate
+from headrace.cli.migrating import migrate_file
 from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report, watch
@@ -118,9 +118,9 @@ def train(
 
     Every option can also stand in the YAML file, or be given as key=value (with _ for -).
     """
-    from headrace.cli.training import begin
+    from headrace.cli.training import begin_or_join
 
-    begin(words or [], given, launched(), node=node, wait_seconds=wait, secret=secret, stages=(stages, stage))
+    begin_or_join(words or [], given, launched(), node=node, wait_seconds=wait, secret=secret, stages=(stages, stage))
 
 
 @command(CLUSTER)
@@ -153,7 +153,7 @@ def resume(
     secret: Annotated[Path | None, _in(Group.CLUSTER, "File with the secret of stages.")] = None,
 ) -> None:
     """Resume a run after its last committed step: after a crash, Ctrl-C or a power cut."""
-    from headrace.cli.training import resume as run
+    from headrace.cli.training import go_on as run
 
     run(run_directory, launched(), secret=secret, stages=(stages, stage))
 
@@ -168,7 +168,7 @@ def generate(
     """Answer a prompt or a file of prompts, or hold a conversation."""
     model = str(model_here(model))
     look_at_place(model)
-    from headrace.cli.generating import generate as run
+    from headrace.cli.generating import generate_answers as run
 
     run(model, GenerateOptions.of(given), launched())
 
@@ -320,7 +320,7 @@ def clean(
         typer.echo(line)
 
 
-for each in (report, watch, migrate, schema):
+for each in (report, watch, migrate_file, schema):
     command(TRAIN)(each)
 app.add_typer(bench_app, name="bench", rich_help_panel=PLAN)
 
@@ -360,11 +360,11 @@ def plan(
     look_at_configuration(str(options.model))
     look_at_data(options.data)
     look_at_choices(options, at_node=options.workers is not None)
-    from headrace.cli.planning import Asked, answer
+    from headrace.cli.planning import GenerationAsked, answer_plan
     from headrace.cli.screen import show
 
-    generation = Asked(prompts=batch, prompt_length=prompt_length, new_tokens=new_tokens) if generates else None
-    text = answer(options, asked, generation, compress, as_json=as_json)
+    generation = GenerationAsked(prompts=batch, prompt_length=prompt_length, new_tokens=new_tokens) if generates else None
+    text = answer_plan(options, asked, generation, compress, as_json=as_json)
     typer.echo(text) if as_json else show(text)
 
 
@@ -377,6 +377,6 @@ def bench_machine(
     as_json: Json = False,
 ) -> None:
     """Measure what this machine can do, for plans: compute, memory, copies, SSDs, alone and at once."""
-    from headrace.cli.planning import bench_machine as measure
+    from headrace.cli.planning import measure_this_machine as measure
 
     typer.echo(measure(ssd or (), output, seconds=seconds, as_json=as_json))

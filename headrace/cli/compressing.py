@@ -1,4 +1,4 @@
-"""`compress` and `decompress`: from words to options, and what is printed about the work.
+"""`compress_model` and `decompress_model`: from words to options, and what is printed about the work.
 
 Invariant: a message about a stop says how to go on.
 """
@@ -15,9 +15,9 @@ from headrace.terms.options.compress_options import CompressOptions
 
 def decompress_model(model: Path, out: Path) -> None:
     """Write the decoded weights of `model` to `out`."""
-    from headrace.compress.decompression import decompress
+    from headrace.compress.decompression import decompress_model
 
-    decompress(model, out)
+    decompress_model(model, out)
     show(f"wrote {out}")
 
 
@@ -27,10 +27,10 @@ def compress_model(model: Path, out: Path, options: Mapping[str, Any]) -> None:
 
     from headrace.codec.table import code_to_write  # late, as is what follows: it imports the model library
     from headrace.compress.recoding import recode, recoded_table
-    from headrace.compress.run import compress, result_table
+    from headrace.compress.run import compress_model, result_table
 
     direct = code_to_write("to", wanted.to).direct is not None
     try:
-        show(recoded_table(recode(wanted, say=show)) if direct else result_table(compress(wanted, say=show)))
+        show(recoded_table(recode(wanted, say=show)) if direct else result_table(compress_model(wanted, say=show)))
     except KeyboardInterrupt:
         leave("interrupted; the same command resumes after the last finished block", INTERRUPTED)

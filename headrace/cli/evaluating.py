@@ -25,18 +25,18 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
         _run_tasks(Path(model), options, as_json=as_json)
         return
     with heavy_imports():
-        from headrace.generate.uses.evaluating import Scoring, evaluate
+        from headrace.generate.uses.evaluating import ScoringProgress, evaluate_model
 
     shown = 0
 
-    def progress(found: Scoring) -> None:
+    def progress(found: ScoringProgress) -> None:
         nonlocal shown
         if (tenth := found.done * 10 // found.rows) > shown:
             shown = tenth
             _tell(f"{found.done} of {found.rows} rows, loss {found.loss:.4f}")
 
     try:
-        scored = evaluate(Path(model), options, ceilings_of(options.machine), sink=say, say=_tell, progress=progress)
+        scored = evaluate_model(Path(model), options, ceilings_of(options.machine), sink=say, say=_tell, progress=progress)
     except KeyboardInterrupt:
         leave("interrupted; nothing was changed", INTERRUPTED)
     show(json.dumps(scored.to_json(), indent=2) if as_json else scored.explain())

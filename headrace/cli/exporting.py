@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.cli.screen import show
 from headrace.files.durable import appearing
-from headrace.files.hub_push import push
+from headrace.files.hub_push import push_to_hub
 from headrace.files.model_directory import is_adapter_directory
 from headrace.files.scratch import scratch
 from headrace.runs import RunDirectory, RunOptions
@@ -88,7 +88,7 @@ def exported(
     if name is None:
         return f"wrote {out}"
     show(f"wrote {out}; sending it to {name}")
-    return f"{name} is at {push(out, name, private=private)}"
+    return f"{name} is at {push_to_hub(out, name, private=private)}"
 
 
 def _is_export(out: Path, run: RunDirectory, *, merge: bool) -> bool:

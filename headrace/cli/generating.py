@@ -24,7 +24,7 @@ from headrace.terms.sizes import format_seconds
 _BYE = ("/bye", "/exit", "/quit")
 
 
-def generate(model: str, options: GenerateOptions, launch: Launch | None = None) -> None:
+def generate_answers(model: str, options: GenerateOptions, launch: Launch | None = None) -> None:
     """Answer a prompt or hold a conversation, according to `options`. Processes of a `launch` share out a file of prompts.
 
     Raises:
@@ -52,11 +52,11 @@ def generate(model: str, options: GenerateOptions, launch: Launch | None = None)
     with heavy_imports():
         from headrace.generate.passes.measured import Measured
         from headrace.generate.passes.whose_weights import open_generator
-        from headrace.generate.uses.answering import Talk
+        from headrace.generate.uses.answering import Answerer
 
     measured = Measured(say)
     try:
-        with Talk(open_generator(Path(model), options, ceilings_of(options.machine), measured), options, say) as talk:
+        with Answerer(open_generator(Path(model), options, ceilings_of(options.machine), measured), options, say) as talk:
             if prompt is not None:
                 tokens = talk.answer(prompt, _write, tell_plan).completion_tokens
                 _write("\n")

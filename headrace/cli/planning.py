@@ -57,7 +57,7 @@ class _Report(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerationAsked:
     """A generation to plan: prompts, and the tokens of each and of its answer."""
 
     prompts: int
@@ -65,8 +65,8 @@ class Asked:
     new_tokens: int
 
 
-def answer(
-    options: PlanOptions, given: Collection[str], generation: Asked | None, compress: str | None, *, as_json: bool
+def answer_plan(
+    options: PlanOptions, given: Collection[str], generation: GenerationAsked | None, compress: str | None, *, as_json: bool
 ) -> str:
     """Return what `headrace plan` says, as text or JSON; with `generation` or `compress` it is the plan of these. `given` are
     the keys that were set; those that change nothing are named at the end.
@@ -148,7 +148,7 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
     return report if options.local_steps is None else LocalReport.of(report, options)
 
 
-def _generation(options: PlanOptions, given: Collection[str], asked: Asked, compress: str | None) -> _Report:
+def _generation(options: PlanOptions, given: Collection[str], asked: GenerationAsked, compress: str | None) -> _Report:
     from headrace.generate.passes.planner import plan_generation  # late: plans of training do without it
 
     own = GenerateOptions.of({key: getattr(options, key) for key in given if key in _OF_GENERATION})
@@ -197,7 +197,7 @@ def _text(report: PlanReport | ClusterReport | _Report) -> str:
     return explain_cluster(report) if isinstance(report, ClusterReport) else report.explain()
 
 
-def bench_machine(directories: Sequence[Path], output: Path | None, *, seconds: float, as_json: bool) -> str:
+def measure_this_machine(directories: Sequence[Path], output: Path | None, *, seconds: float, as_json: bool) -> str:
     """Measure this machine, write its profile to `output` (default: where `plan` looks), and return what to print.
 
     Raises:

@@ -48,9 +48,9 @@ def watch(
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show the page of a run while it runs: loss, lanes, memory, what limits it, time left. Ctrl-C ends it, not the run."""
-    from headrace.report.pages.watch import Watch
+    from headrace.report.pages.watch import WatchServer
 
-    with Watch(run_directory, port) as server:
+    with WatchServer(run_directory, port) as server:
         typer.echo(f"{run_directory}: {server.address} (Ctrl-C ends it; the run goes on)")
         if browse:
             import webbrowser

@@ -70,7 +70,7 @@ def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wai
         ConfigError: other options are given, or one differs.
     """
     from headrace.net import Address
-    from headrace.runs.node import WORKERS_OWN, asked_of, read_secret, work
+    from headrace.runs.node import WORKERS_OWN, deciding_options, read_secret, work
 
     is_file = len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml")
     others = [*(() if is_file else words), *sorted(set(options) - WORKERS_OWN)]
@@ -84,7 +84,7 @@ def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wai
         Address.of(node, key="node"),
         Options.of(own),
         name=name,
-        asked=asked_of(asked, words[0]) if is_file else {},
+        asked=deciding_options(asked, words[0]) if is_file else {},
         display=Terminal(),
         secret=read_secret(secret),
         wait_seconds=wait_seconds,

@@ -13,7 +13,7 @@ from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import RunOptions
 
 
-def train_in_stages(
+def train_as_stage(
     words: Sequence[str], given: Mapping[str, Any], stages: str, stage: int | None, *, secret: Path | None, wait: float
 ) -> None:
     """Be a stage: 0 with the run that `words` and `given` describe, or another one, which needs an SSD directory alone.
@@ -40,7 +40,7 @@ def train_in_stages(
         lead(config, staging, display=Terminal())
 
 
-def resume_in_stages(run_directory: Path, stages: str, stage: int | None, secret: Path | None) -> None:
+def resume_as_stage(run_directory: Path, stages: str, stage: int | None, secret: Path | None) -> None:
     """Be stage 0 of the run in `run_directory` again."""
     from headrace.runs.stages import Staging
     from headrace.runs.stages import resume_in_stages as lead
@@ -51,7 +51,7 @@ def resume_in_stages(run_directory: Path, stages: str, stage: int | None, secret
 
 def _follow(given: Mapping[str, Any], staging: Any) -> None:
     from headrace.runs.node import WORKERS_OWN
-    from headrace.runs.stages import follow
+    from headrace.runs.stages import follow_as_stage
 
     if others := sorted(set(given) - WORKERS_OWN):
         mine = ", ".join(sorted(WORKERS_OWN))
@@ -63,4 +63,4 @@ def _follow(given: Mapping[str, Any], staging: Any) -> None:
     folder = options.budget.ssd[0]
     folder.mkdir(parents=True, exist_ok=True)
     with stops(RunDirectory(folder)):
-        follow(options, staging, display=Terminal())
+        follow_as_stage(options, staging, display=Terminal())

@@ -12,7 +12,7 @@ from headrace.terms.launch import Launch
 from headrace.terms.options.run_options import RunOptions
 
 
-def begin(
+def begin_or_join(
     words: Sequence[str],
     given: Mapping[str, Any],
     launch: Launch | None,
@@ -28,9 +28,9 @@ def begin(
         return
     look_at_words(() if node is not None else words)
     if stages[0] is not None:
-        from headrace.cli.staging import train_in_stages
+        from headrace.cli.staging import train_as_stage
 
-        train_in_stages(words, given, stages[0], stages[1], secret=secret, wait=wait_seconds)
+        train_as_stage(words, given, stages[0], stages[1], secret=secret, wait=wait_seconds)
     elif node is not None:
         from headrace.cli.runs import work_for
 
@@ -49,12 +49,12 @@ def begin(
         leave("Missing argument 'RUN.YAML | MODEL DATA...', or --node HOST:PORT; see `headrace train --help`", REFUSED)
 
 
-def resume(run_directory: Path, launch: Launch | None, *, secret: Path | None, stages: tuple[str | None, int | None]) -> None:
+def go_on(run_directory: Path, launch: Launch | None, *, secret: Path | None, stages: tuple[str | None, int | None]) -> None:
     """Go on with a run, as rank 0 or another one of `launch`, or as stage 0."""
     if stages[0] is not None:
-        from headrace.cli.staging import resume_in_stages
+        from headrace.cli.staging import resume_as_stage
 
-        resume_in_stages(run_directory, stages[0], stages[1], secret)
+        resume_as_stage(run_directory, stages[0], stages[1], secret)
     elif launch is not None and launch.rank:
         _follow(launch)
     else:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from headrace.codec.bf16x12_device import decode_on_device
-from headrace.codec.bf16x12_loops import decode_rows, encode_rows, escapes_by_row
+from headrace.codec.bf16x12_loops import decode_bf16x12_rows, encode_bf16x12_rows, escapes_by_row
 from headrace.codec.codec import Parts
 from headrace.codec.row_pieces import on_all_cores, piece_bytes, pieces
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 from headrace.terms.errors import ModelError
 
 # A column and a field lie in 31 bits; so does the place of an escape.
@@ -46,15 +46,15 @@ class Bf16x12:
         """Return whether rows, columns and escapes can be numbered in 31 bits."""
         return 0 < columns < _MOST_COLUMNS and 0 < rows * columns < _MOST_WEIGHTS
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return the places of all parts, with room for an escape for each weight, or for the known number."""
         room = rows * columns if self.escapes is None else self.escapes
         return (
-            Part("escape_offsets", "int32", 4, (rows + 1,)),
-            Part("escapes", "int32", 4, (room + 1,)),
-            Part("low", "uint8", 1, (rows, columns)),
-            Part("high", "uint8", 1, (rows, -(-columns // 2))),
-            Part("bases", "uint8", 1, (rows,)),
+            CodePart("escape_offsets", "int32", 4, (rows + 1,)),
+            CodePart("escapes", "int32", 4, (room + 1,)),
+            CodePart("low", "uint8", 1, (rows, columns)),
+            CodePart("high", "uint8", 1, (rows, -(-columns // 2))),
+            CodePart("bases", "uint8", 1, (rows,)),
         )
 
     def encode(self, weights: Tensor) -> Parts:
@@ -69,7 +69,9 @@ class Bf16x12:
         escapes = np.zeros(int(offsets[-1]) + 1, np.int32)
 
         def encode(start: int, stop: int) -> None:
-            encode_rows(bits[start:stop], bases[start:stop], offsets[start:], low[start:stop], high[start:stop], escapes)
+            encode_bf16x12_rows(
+                bits[start:stop], bases[start:stop], offsets[start:], low[start:stop], high[start:stop], escapes
+            )
 
         on_all_cores(encode, rows, columns)
         parts = {"escape_offsets": offsets, "escapes": escapes, "low": low, "high": high, "bases": bases}
@@ -105,7 +107,7 @@ def _decode_on_host(parts: Parts, into: Tensor, rows: range) -> int | None:
     out = _bits(into)
 
     def decode(start: int, stop: int) -> int:
-        return int(decode_rows(low, high, bases, offsets, escapes, out[start:stop], rows.start + start))
+        return int(decode_bf16x12_rows(low, high, bases, offsets, escapes, out[start:stop], rows.start + start))
 
     return min((row for row in on_all_cores(decode, *out.shape) if row >= 0), default=None)
 

@@ -22,7 +22,7 @@ def decode_on_device(parts: Parts, into: Tensor, rows: range) -> int | None:
     if not len(rows):
         return None
     kernels = triton_kernels(into.device)
-    return in_torch(parts, into, rows) if kernels is None else by_kernels(kernels, parts, into, rows)
+    return decode_in_torch(parts, into, rows) if kernels is None else by_kernels(kernels, parts, into, rows)
 
 
 def by_kernels(kernels: Any, parts: Parts, into: Tensor, rows: range) -> int | None:
@@ -40,7 +40,7 @@ def by_kernels(kernels: Any, parts: Parts, into: Tensor, rows: range) -> int | N
     return None if (found := int(damaged)) == _SOUND else found
 
 
-def in_torch(parts: Parts, into: Tensor, rows: range) -> int | None:
+def decode_in_torch(parts: Parts, into: Tensor, rows: range) -> int | None:
     """As `decode_on_device`, in torch operations on any device."""
     columns, half = into.shape[1], parts["high"].shape[1]
     bounds = parts["escape_offsets"].long() - int(parts["escape_offsets"][0])

@@ -39,7 +39,7 @@ def escapes_by_row(bits: Any, bases: Any, counts: Any) -> Any:
 
 
 @compiled
-def encode_rows(bits: Any, bases: Any, escape_offsets: Any, low: Any, high: Any, escapes: Any) -> Any:
+def encode_bf16x12_rows(bits: Any, bases: Any, escape_offsets: Any, low: Any, high: Any, escapes: Any) -> Any:
     """Fill `low`, `high` and `escapes`; an escape has code 0, and so has the last half byte of an odd width."""
     rows, columns = bits.shape
     half = high.shape[1]
@@ -65,7 +65,7 @@ def encode_rows(bits: Any, bases: Any, escape_offsets: Any, low: Any, high: Any,
 
 
 @compiled
-def decode_rows(low: Any, high: Any, bases: Any, escape_offsets: Any, escapes: Any, out: Any, first: Any) -> Any:
+def decode_bf16x12_rows(low: Any, high: Any, bases: Any, escape_offsets: Any, escapes: Any, out: Any, first: Any) -> Any:
     """Fill `out` with rows `first` and on; return the first damaged row, -1 if none is."""
     rows, columns = out.shape
     half = high.shape[1]

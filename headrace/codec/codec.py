@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 
 Parts = Mapping[str, Tensor]
 
@@ -28,7 +28,7 @@ class Codec(Protocol):
     def takes(self, rows: int, columns: int) -> bool:
         """Return whether it codes matrices of this shape; others lie as compute reads them."""
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return the parts of such a matrix at their largest: what encoding any weights may need."""
 
     def encode(self, weights: Tensor) -> Parts:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headrace.codec.codec import Parts
 from headrace.codec.row_pieces import on_all_cores, piece_bytes, pieces, refuse_no_numbers
-from headrace.codec.sparse_loops import SPARE, decode_rows
-from headrace.terms.coding import Part
+from headrace.codec.sparse_loops import SPARE, decode_sparse_rows
+from headrace.terms.coding import CodePart
 from headrace.terms.errors import ModelError
 
 _MOST_WEIGHTS = 1 << 31
@@ -51,13 +51,13 @@ class Sparse:
         """Return whether it is a matrix whose numbers can be counted in 31 bits."""
         return columns > 1 and 0 < rows * columns < _MOST_WEIGHTS
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return the places of all parts, with room for a matrix without zeros, or for the known number."""
         room = rows * columns if self.count is None else self.count
         return (
-            Part("offsets", "int32", 4, (rows + 1,)),
-            Part("values", "bfloat16", 2, (room + SPARE,)),
-            Part("bitmap", "uint8", 1, (rows, -(-columns // 8))),
+            CodePart("offsets", "int32", 4, (rows + 1,)),
+            CodePart("values", "bfloat16", 2, (room + SPARE,)),
+            CodePart("bitmap", "uint8", 1, (rows, -(-columns // 8))),
         )
 
     def encode(self, weights: Tensor) -> Parts:
@@ -103,7 +103,7 @@ def _on_host(parts: Parts, into: Tensor, rows: range) -> int | None:
     values, out = (tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (parts["values"], into))
 
     def decode(start: int, stop: int) -> int:
-        return int(decode_rows(bitmap, offsets, values, *_TABLES, out[start:stop], rows.start + start))
+        return int(decode_sparse_rows(bitmap, offsets, values, *_TABLES, out[start:stop], rows.start + start))
 
     return min((row for row in on_all_cores(decode, *out.shape) if row >= 0), default=None) if len(rows) else None
 

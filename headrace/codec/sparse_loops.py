@@ -14,7 +14,7 @@ SPARE = 8  # numbers behind the last one, which are read and not used
 
 
 @compiled
-def decode_rows(bitmap: Any, offsets: Any, values: Any, lanes: Any, masks: Any, out: Any, first: Any) -> Any:
+def decode_sparse_rows(bitmap: Any, offsets: Any, values: Any, lanes: Any, masks: Any, out: Any, first: Any) -> Any:
     """Fill `out` (rows, columns) uint16 with rows `first` and on; return the first damaged row, -1 if none is.
 
     Bit j of byte i stands for column 8 i + j. `lanes` (256 x 9) has for each byte how many bits are set below each place and

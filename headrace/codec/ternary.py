@@ -29,7 +29,7 @@ from headrace.codec.on_device import (
 )
 from headrace.codec.row_pieces import piece_bytes
 from headrace.codec.ternary_loops import PADDED_LANES, decode_last_words, decode_trits, decode_words, encode_words
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 from headrace.terms.errors import ModelError
 
 TRITS = 5
@@ -110,13 +110,13 @@ class WordsCodec(TernaryCodec):
         self.digest = dictionary.digest
         self._lanes = dictionary.lanes.reshape(-1)
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return room for a word for each pair, ten times what a matrix of mostly zeros takes; or for the known number."""
         room = rows * (-(-columns // 2)) if self._num_words is None else self._num_words
         return (
-            Part("codes", "uint16", 2, (room,)),
-            Part("row_offsets", "int32", 4, (rows + 1,)),
-            Part("levels", "bfloat16", 2, (rows, 2)),
+            CodePart("codes", "uint16", 2, (room,)),
+            CodePart("row_offsets", "int32", 4, (rows + 1,)),
+            CodePart("levels", "bfloat16", 2, (rows, 2)),
         )
 
     def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
@@ -168,9 +168,9 @@ class TritsCodec(TernaryCodec):
     def __init__(self) -> None:
         self._table = np.arange(3**TRITS, dtype=np.uint8)[:, None] // (3 ** np.arange(TRITS)).astype(np.uint8) % 3
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return the places of bytes and levels."""
-        return Part("trits", "uint8", 1, (rows, -(-columns // TRITS))), Part("levels", "bfloat16", 2, (rows, 2))
+        return CodePart("trits", "uint8", 1, (rows, -(-columns // TRITS))), CodePart("levels", "bfloat16", 2, (rows, 2))
 
     def encode_symbols(self, symbols: Tensor, levels: Tensor) -> Parts:
         """Return digits of base 3; the last byte of a row is filled up with zeros."""

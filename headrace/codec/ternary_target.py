@@ -73,7 +73,7 @@ def tables_of(dictionary: Dictionary) -> dict[str, Tensor]:
     return {f"{TABLE}{dictionary.zeros}": table, f"{DIGEST}{dictionary.zeros}": digest}
 
 
-def is_table(name: str) -> bool:
+def is_dictionary_table(name: str) -> bool:
     """Return whether a part is a table, which a file has once, and not a part of one matrix."""
     return name.startswith((TABLE, DIGEST))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.codec.codec import Codec
 from headrace.codec.table import Code
-from headrace.terms.coding import PLAIN, CodedUnit, Part, as_matrix, lay_out_parts
+from headrace.terms.coding import PLAIN, CodedUnit, CodePart, as_matrix, lay_out_parts
 from headrace.terms.layout import ParameterSpec, PlaneSet, UnitLayout
 
 # Matrices with fewer rows stay as they are.
@@ -13,7 +13,7 @@ _LEAST_ROWS = 8
 
 def coded_unit(layout: UnitLayout, codec: Codec, planes: PlaneSet) -> CodedUnit:
     """Return where the parts of a unit lie: each parameter is a matrix that `codec` codes, or lies plain where it does not."""
-    matrices: list[tuple[int, int, int, str | None, Iterable[Part]]] = []
+    matrices: list[tuple[int, int, int, str | None, Iterable[CodePart]]] = []
     for spec in layout.parameters:
         rows, columns = as_matrix(spec.shape)
         if codec.takes(rows, columns):
@@ -23,9 +23,9 @@ def coded_unit(layout: UnitLayout, codec: Codec, planes: PlaneSet) -> CodedUnit:
     return lay_out_parts(matrices)
 
 
-def plain_part(planes: PlaneSet, rows: int, columns: int) -> Part:
+def plain_part(planes: PlaneSet, rows: int, columns: int) -> CodePart:
     """Return the part of a matrix that lies as compute reads it."""
-    return Part(PLAIN, planes.compute_dtype, planes.weight.bytes_per_element, (rows, columns))
+    return CodePart(PLAIN, planes.compute_dtype, planes.weight.bytes_per_element, (rows, columns))
 
 
 def decoding_bytes(code: CodedUnit, codecs: Mapping[str, Codec], *, on_host: bool = True) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from headrace.compress.verbs import Rows
+from headrace.compress.verbs import DataRows
 from headrace.data import BatchStream
-from headrace.data.batches.open_data import open_tokens, tensors_of, tokenizer_for_data, with_lengths
+from headrace.data.batches.open_data import open_tokens, step_tensors_of, tokenizer_for_data, with_lengths
 from headrace.model import IGNORED, Chain, MicroBatch
 from headrace.terms.errors import DataError
 from headrace.terms.options.compress_options import CompressOptions
@@ -31,7 +31,7 @@ class CalibrationData:
     `template_date` is the day that the chat template got; None where it does not ask.
     """
 
-    rows: tuple[Rows, ...]
+    rows: tuple[DataRows, ...]
     digest: str
     sequence_length: int
     template_date: str | None = None
@@ -83,7 +83,7 @@ def open_calibration(options: CompressOptions, chain: Chain, say: Callable[[str]
 
 
 def _row(stream: BatchStream, marks: torch.Tensor, templated: bool) -> tuple[dict[str, Any], torch.Tensor]:
-    tensors = tensors_of(stream.next_batch())
+    tensors = step_tensors_of(stream.next_batch())
     ids = tensors["input_ids"]
     counts = ~torch.isin(ids, marks)
     if templated:  # labels mark what is said
@@ -95,7 +95,7 @@ def _row(stream: BatchStream, marks: torch.Tensor, templated: bool) -> tuple[dic
     return tensors, counts
 
 
-def _joined(found: list[tuple[dict[str, Any], torch.Tensor]], length: int, *, held_out: bool) -> list[Rows]:
+def _joined(found: list[tuple[dict[str, Any], torch.Tensor]], length: int, *, held_out: bool) -> list[DataRows]:
     """Return rows of one length, joined several at a time."""
     most, rows = max(1, _MICRO_BATCH_TOKENS // length), []
     while found:
@@ -105,5 +105,5 @@ def _joined(found: list[tuple[dict[str, Any], torch.Tensor]], length: int, *, he
             number += 1
         some, found = found[:number], found[number:]
         tensors = {name: torch.cat([each[name] for each, _ in some]) for name in some[0][0]}
-        rows.append(Rows(MicroBatch(**tensors), torch.cat([counts for _, counts in some]), held_out))
+        rows.append(DataRows(MicroBatch(**tensors), torch.cat([counts for _, counts in some]), held_out))
     return rows

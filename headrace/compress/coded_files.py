@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from headrace.codec.targets import Target
-from headrace.codec.ternary_target import is_table
+from headrace.codec.ternary_target import is_dictionary_table
 from headrace.files.durable import sync, write_whole
 from headrace.model import Chain, WeightMap
 from headrace.model.blocks.text_part import names_in_whole
@@ -72,7 +72,10 @@ class CodedFiles:
         order: list[tuple[StoredTensor, Callable[[], Iterable[np.ndarray]]]] = []
         for key in self._keys[unit]:
             if key in parts:
-                names = {name: f"{name}.{unit}" if is_table(name) else key + name.removeprefix("weight") for name in parts[key]}
+                names = {
+                    name: f"{name}.{unit}" if is_dictionary_table(name) else key + name.removeprefix("weight")
+                    for name in parts[key]
+                }
                 known = {stored.key for stored, _ in order}  # a table is written once, however many matrices need it
                 for name, part in parts[key].items():
                     if names[name] not in known:
@@ -92,7 +95,7 @@ class CodedFiles:
         (beside / "model.safetensors").replace(place)
         beside.rmdir()
         sync(self.folder)
-        return digest_of(place)
+        return file_digest(place)
 
     def finish(self, config: Mapping[str, Any], notes: Mapping[str, str]) -> None:
         """Write the index, the configuration (with `config` added), the files that the model came with, and `notes`."""
@@ -158,7 +161,7 @@ def _joined_of(weights: WeightMap) -> dict[str, list[_Joined]]:
     return {key: each for each in alike for key in each[0].keys}
 
 
-def digest_of(path: Path) -> str:
+def file_digest(path: Path) -> str:
     """Return the digest of a file: BLAKE2b of 128 bits, hexadecimal."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     with path.open("rb") as file:

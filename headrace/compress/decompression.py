@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.compress.coded_files import digest_of
+from headrace.compress.coded_files import file_digest
 from headrace.model import Chain, Checkpoint, Exporter
 from headrace.terms.errors import ModelError, RunDirectoryError
 from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 
 
-def decompress(model: Path, out: Path) -> Path:
+def decompress_model(model: Path, out: Path) -> Path:
     """Write the weights of `model`, decoded, to `out`, and return it.
 
     Raises:
@@ -47,5 +47,5 @@ def check_digests(model: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{note}: is damaged ({error!r}); copy the model again from its origin") from error
     for name, expected in pairs:
-        if not (model / name).is_file() or digest_of(model / name) != expected:
+        if not (model / name).is_file() or file_digest(model / name) != expected:
             raise ModelError(f"{model / name}: is not the file that was written (digest {expected}); copy the model again")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
+from headrace.compress.schedule import BlockFigures, MatrixGroup, ProgramFigures, build_block
 from headrace.model.chain.caught import sum_operations
 from headrace.plan.clock.rates import Rates
 from headrace.plan.clock.simulate import seconds_of
@@ -148,7 +148,7 @@ def side_by_side(job: Job, ceilings: Ceilings) -> float:
         block = job.blocks[start]
         alike = next((at for at in range(start, len(job.blocks)) if job.blocks[at] != block), len(job.blocks)) - start
         figures = _figures(_terms_of(block, job, ceilings), block.passes, lots, rates)
-        plan = Rounds(
+        plan = ProgramFigures(
             blocks=[figures] * (min(alike, _SIMULATED) + 1),  # one follows: behind a last block rows do not pass on
             calibrating=lots,
             held_out=held_out,
@@ -164,7 +164,7 @@ def side_by_side(job: Job, ceilings: Ceilings) -> float:
     return total + ends + _loss_seconds(job, ceilings)
 
 
-def _programs(plan: Rounds) -> list[Program]:
+def _programs(plan: ProgramFigures) -> list[Program]:
     programs, before = list[Program](), Snapshot()
     for block in range(len(plan.blocks) - 1):
         program, before = build_block(plan, block, before)
@@ -226,7 +226,7 @@ def _figures(seconds: _Terms, passes: int, lots: int, rates: Rates) -> BlockFigu
     """Return a block's figures for programs, with at most a few groups: what takes so long at the `rates` of the lanes."""
     groups = min(passes, _MOST_GROUPS)
     again = (seconds.caught * passes / groups - seconds.passed) / lots  # beyond a whole pass, for those that a group stands for
-    group = Group(
+    group = MatrixGroup(
         sum_flops=max(0.0, seconds.sums / groups / lots + again) * rates.flops_per_second,
         round_flops=sum(seconds.rounded.values()) / groups * rates.flops_per_second,
         weights=round(seconds.encoded / groups * rates.bytes_per_second[Lane.UPDATE]),

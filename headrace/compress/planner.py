@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from headrace.ask.model_config import read_parts, refuse_other_dtypes
-from headrace.ask.place import Place
+from headrace.ask.place import RunPlace
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
 from headrace.compress.forecast import EXPERTS_AT_ONCE, Block, Job, Matrices, side_by_side, terms
@@ -139,7 +139,7 @@ def plan_compression(
     measured = load_profile(machine) if isinstance(machine, str) else machine
     ceilings = measured
     if ceilings is None:
-        place = Place.of(None, here=True)
+        place = RunPlace.of(None, here=True)
         ceilings = nominal_machine(place.cores, host_bytes=place.host_bytes, device_bytes=None)
     config, _ = read_parts(model)
     refuse_other_dtypes(code, config)
@@ -165,7 +165,7 @@ def plan_compression(
     }
     room, passes = None, [1] * len(blocks)
     if budget.host_bytes is not None:
-        room = _room(chain, code, Place.of(measured, here=here or machine is None), budget)
+        room = _room(chain, code, RunPlace.of(measured, here=here or machine is None), budget)
         memory, passes = _memory(room, blocks)
     job = Job(
         blocks=[
@@ -275,7 +275,7 @@ def _memory(room: Room, blocks: Sequence[Sequence[Matrices]]) -> tuple[dict[str,
     return memory, [len(each) for each in groups]
 
 
-def _room(chain: Chain, code: Code, place: Place, budget: Budget) -> Room:
+def _room(chain: Chain, code: Code, place: RunPlace, budget: Budget) -> Room:
     """Return what memory is for in the host's part of `budget`."""
     allowed = place.allowance(budget, ssd_bytes=None, import_workspace_bytes=None).host_bytes
     experts = find_experts(chain.model, chain.runner.blocks)

@@ -18,8 +18,8 @@ from headrace.codec.targets import Target, with_one_group
 from headrace.compress.expert_rows import TOGETHER
 from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.room import room_in
-from headrace.compress.schedule import Rounds, build_block
-from headrace.compress.verbs import BlockRun, Keep, Passes, Rows, Work
+from headrace.compress.schedule import ProgramFigures, build_block
+from headrace.compress.verbs import BlockRun, CompressionWork, DataRows, Keep, RowPasses
 from headrace.engine.open_model import Purpose, open_model
 from headrace.flow.run.execute import Interpreter, interpreter_of
 from headrace.machine.here import this_machine
@@ -53,7 +53,7 @@ class Quantiser:
         self,
         directory: Path,
         target: Target,
-        rows: Sequence[Rows],
+        rows: Sequence[DataRows],
         folder: Path,
         *,
         compute_dtype: str,
@@ -74,8 +74,8 @@ class Quantiser:
         size = plane.bytes_per_element
         code = CODES.get(target.name)  # a program's own need not be there
         self.room = room_in(self.chain, experts, host_bytes, size, come_singly=single, by_experts=by_experts, code=code)
-        passes = Passes.of(rows, TOGETHER if self.room.by_experts else 1)
-        self._work = Work(self, target, experts, plane, folder, passes, experts_only=experts_only)
+        passes = RowPasses.of(rows, TOGETHER if self.room.by_experts else 1)
+        self._work = CompressionWork(self, target, experts, plane, folder, passes, experts_only=experts_only)
         self._resident: list[torch.Tensor] = []
 
     def _come_singly(self, experts: Sequence[BlockExperts | None]) -> bool:
@@ -113,7 +113,7 @@ class Quantiser:
             )
         return start.hidden
 
-    def rounds(self) -> Rounds:
+    def rounds(self) -> ProgramFigures:
         """Return what the programs of all blocks follow from."""
         return self._work.rounds()
 

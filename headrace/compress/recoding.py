@@ -17,7 +17,17 @@ import torch
 from headrace.codec.table import code_to_write
 from headrace.codec.targets import DirectTarget
 from headrace.compress.coded_files import CodedFiles, Spool, Written
-from headrace.compress.work import MODEL, Record, appear, held, identity_of, left_lines, place_of, refuse_coded, unfinished
+from headrace.compress.work import (
+    MODEL,
+    WorkRecord,
+    appear,
+    held,
+    identity_of,
+    left_lines,
+    refuse_coded,
+    result_place_of,
+    unfinished,
+)
 from headrace.model import Chain, Checkpoint
 from headrace.model.stored.coded import read_tensor
 from headrace.model.stored.safetensors_file import StoredTensor
@@ -68,14 +78,14 @@ def recode(options: CompressOptions, *, say: Callable[[str], None] = lambda text
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
     target = _target_of(options)
-    output = place_of(options.output)
+    output = result_place_of(options.output)
     refuse_coded(options.model)
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
     work = unfinished(output)
     codes = max(sum(spec.num_elements for spec in layout.parameters) for layout in chain.layouts)  # of one file
     with held(work, export_bytes(checkpoint) + 2 * codes):
-        run = _Run(target, Record.open(work, identity_of(options, checkpoint)), checkpoint, chain, say)
+        run = _Recoding(target, WorkRecord.open(work, identity_of(options, checkpoint)), checkpoint, chain, say)
         run.write_units()
         result = run.finish(options.to, output)
         appear(work, output)
@@ -85,7 +95,7 @@ def recode(options: CompressOptions, *, say: Callable[[str], None] = lambda text
 def _target_of(options: CompressOptions) -> DirectTarget:
     code = code_to_write("to", options.to)
     if code.direct is None:
-        raise ConfigError(f"to: {options.to} rounds weights: `headrace.compress.run.compress` writes it")
+        raise ConfigError(f"to: {options.to} rounds weights: `headrace.compress.run.compress_model` writes it")
     defaults = {field.name: field.default for field in fields(options)}
     for name in _OF_ROUNDING:
         if getattr(options, name) != defaults[name]:
@@ -93,11 +103,11 @@ def _target_of(options: CompressOptions) -> DirectTarget:
     return code.direct()
 
 
-class _Run:
+class _Recoding:
     """One process's part of the work."""
 
     def __init__(
-        self, target: DirectTarget, record: Record, checkpoint: Checkpoint, chain: Chain, say: Callable[[str], None]
+        self, target: DirectTarget, record: WorkRecord, checkpoint: Checkpoint, chain: Chain, say: Callable[[str], None]
     ) -> None:
         self._target, self._record, self._say = target, record, say
         self._weights = chain.attach(checkpoint)

@@ -15,7 +15,7 @@ from headrace.model.chain.caught import Caught, Matrix
 from headrace.model.directory.importing import at_least_1d
 from headrace.model.directory.matching import Piece
 from headrace.model.stored.encoding import float32_of
-from headrace.model.stored.safetensors_file import read_rows
+from headrace.model.stored.safetensors_file import read_tensor_rows
 from headrace.terms.sizes import MIB
 
 # Float copies of a matrix while it is rounded (weights, rounded values, errors) and of H (with its damped copy and factors).
@@ -161,7 +161,7 @@ def stored_matrix(weights: WeightMap, pieces: Sequence[Piece], shape: tuple[int,
         if expert is None or piece.index[0] == expert:
             place = at_least_1d(out[_within(piece)])
             tensor = weights.checkpoint.tensors[piece.key]
-            for start, stop, rows in read_rows(tensor):
+            for start, stop, rows in read_tensor_rows(tensor):
                 place[start:stop] = float32_of(rows, tensor.dtype)
     return torch.from_numpy(out)
 

@@ -19,18 +19,18 @@ from headrace.compress.quantiser import Quantiser
 from headrace.compress.rounding import BlockCode, ParameterReport
 from headrace.compress.work import (
     RECORD,
-    Record,
+    WorkRecord,
     appear,
     held,
     identity_of,
     left_lines,
     listed,
-    place_of,
     refuse_coded,
+    result_place_of,
     unfinished,
 )
 from headrace.machine.host_memory import keep_freed_memory
-from headrace.machine.limits import default_host_bytes
+from headrace.machine.limits import usual_host_bytes
 from headrace.model import Chain, Checkpoint
 from headrace.model.trials.stock_loading import replaced_for_codes
 from headrace.model.written.export import export_bytes
@@ -55,7 +55,7 @@ class Compressed:
     tokens: int
 
 
-def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda text: None) -> Compressed:
+def compress_model(options: CompressOptions, *, say: Callable[[str], None] = lambda text: None) -> Compressed:
     """Compress `options.model` into `options.output`, or resume. `say` gets lines for people.
 
     Raises:
@@ -63,7 +63,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
     target_of(options)  # refused before anything is read
-    output = place_of(options.output)
+    output = result_place_of(options.output)
     refuse_coded(options.model)
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
@@ -77,7 +77,7 @@ def compress(options: CompressOptions, *, say: Callable[[str], None] = lambda te
     tokens = sum(each.counts.numel() * (2 if each.held_out else 1) for each in data.rows)
     needed = export_bytes(checkpoint) + 2 * tokens * chain.hidden_size * 4
     with held(work, needed):
-        return _Run(options, Record.open(work, identity), data, say).finish(output)
+        return _Compression(options, WorkRecord.open(work, identity), data, say).finish(output)
 
 
 def _day_of(work: Path) -> str | None:
@@ -113,20 +113,20 @@ def target_of(options: CompressOptions) -> Target:
     return target(options.group_size)
 
 
-class _Run:
+class _Compression:
     """One process's part of a compression: it opens what exists, and does the rest."""
 
     def __init__(
         self,
         options: CompressOptions,
-        record: Record,
+        record: WorkRecord,
         data: CalibrationData,
         say: Callable[[str], None],
     ) -> None:
         self.options, self.work, self.say = options, record.folder, say
         self.commit, self.record = record.commit, record.values
         self.record.setdefault("blocks", [])
-        host_bytes = self.record.setdefault("host_bytes", options.host_memory or default_host_bytes(pins=False))
+        host_bytes = self.record.setdefault("host_bytes", options.host_memory or usual_host_bytes(pins=False))
         self.target = target_of(options)
         self.quantiser = Quantiser(
             options.model,

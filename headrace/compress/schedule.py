@@ -21,7 +21,7 @@ _SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class MatrixGroup:
     """Matrices whose sums of inputs are in memory at once.
 
     Operations to add up the inputs of one token, to round the matrices, and how many weights are then encoded.
@@ -39,11 +39,11 @@ class BlockFigures:
     read_bytes: int = 0
     kept_bytes: int = 0
     token_flops: float = 0.0
-    groups: Sequence[Group] = ()
+    groups: Sequence[MatrixGroup] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
+class ProgramFigures:
     """All that programs follow from: the blocks, and lots of rows that calibrate and that are held out, `lot_tokens` each.
 
     `ahead`: a block's weights are read while the block before it is rounded.
@@ -62,7 +62,7 @@ class Rounds:
         return _SLOTS if self.ahead else 1
 
 
-def build_block(plan: Rounds, block: int, before: Snapshot) -> tuple[Program, Snapshot]:
+def build_block(plan: ProgramFigures, block: int, before: Snapshot) -> tuple[Program, Snapshot]:
     """Return the program that rounds `block`, and what it leaves behind. Its unit is one more than its number.
 
     The `micro` of an operation is a lot: those that calibrate, then the held-out ones, then these with weights as they came.
@@ -75,7 +75,7 @@ def build_block(plan: Rounds, block: int, before: Snapshot) -> tuple[Program, Sn
 class _Block:
     """Emits operations in order."""
 
-    def __init__(self, plan: Rounds, block: int, before: Snapshot) -> None:
+    def __init__(self, plan: ProgramFigures, block: int, before: Snapshot) -> None:
         self.plan, self.block, self.figures = plan, block, plan.blocks[block]
         self.ledger = Ledger(before)
         self._turn = 0

@@ -14,7 +14,7 @@ from headrace.compress.choosing import Coded, catch_groups, choose, most_tokens
 from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.room import Room
 from headrace.compress.rounding import BlockCode, BlockRounder
-from headrace.compress.schedule import LOOK, BlockFigures, Group, Rounds
+from headrace.compress.schedule import LOOK, BlockFigures, MatrixGroup, ProgramFigures
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, MicroBatch, WeightMap, import_unit
 from headrace.model.chain.caught import CatchInputs, Enough, Matrix, times_of_each_token
@@ -26,7 +26,7 @@ from headrace.terms.program import Op, Pool, Verb
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DataRows:
     """Some rows of the data; `counts` (b, T) bool says which tokens count as inputs of a matrix. If `held_out`, none do."""
 
     batch: MicroBatch
@@ -35,19 +35,19 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class RowPasses:
     """Rows in the order of their files: those that calibrate, the held-out ones, and these once more (`plain`), with weights
     as they came. `lots` are the numbers of the micro-batches that pass together.
     """
 
-    rows: Sequence[Rows]
+    rows: Sequence[DataRows]
     calibrating: range
     held_out: range
     plain: range
     lots: Sequence[Sequence[int]]
 
     @classmethod
-    def of(cls, rows: Sequence[Rows], together: int) -> "Passes":
+    def of(cls, rows: Sequence[DataRows], together: int) -> "RowPasses":
         """Return the passes of `rows`, so many micro-batches `together`."""
         calibrating, held = ([each for each in rows if each.held_out == kind] for kind in (False, True))
         first, second = len(calibrating), len(calibrating) + len(held)
@@ -69,7 +69,7 @@ class Model(Protocol):
 Keep = Callable[[int, BlockCode, Mapping[str, str]], None]
 
 
-class Work:
+class CompressionWork:
     """What all blocks of a compression share.
 
     `files` are those of hidden states. `slots` holds hidden states by pool and slot, `came` weights by slot. `keep` and
@@ -83,7 +83,7 @@ class Work:
         experts: Sequence[BlockExperts | None],
         plane: Plane,
         folder: Path,
-        passes: Passes,
+        passes: RowPasses,
         *,
         experts_only: bool,
     ) -> None:
@@ -96,17 +96,17 @@ class Work:
         self.commit: Callable[[int], None] = lambda block: None
         self._plane, self._experts = plane, experts
 
-    def rounds(self) -> Rounds:
+    def rounds(self) -> ProgramFigures:
         """Return what programs follow from."""
         blocks, passes = range(self.chain.num_blocks), self.passes
         size = self._plane.bytes_per_element
         figures = [
-            BlockFigures(read_bytes=self.layout(block).num_elements * size, groups=[Group()] * len(self.groups(block)))
+            BlockFigures(read_bytes=self.layout(block).num_elements * size, groups=[MatrixGroup()] * len(self.groups(block)))
             for block in blocks
         ]
         held_out = sum(lot[0] in passes.held_out for lot in passes.lots)
         calibrating = len(passes.lots) - 2 * held_out
-        return Rounds(blocks=figures, calibrating=calibrating, held_out=held_out, ahead=self.room.ahead)
+        return ProgramFigures(blocks=figures, calibrating=calibrating, held_out=held_out, ahead=self.room.ahead)
 
     def load(self, layout: UnitLayout) -> torch.Tensor:
         """Return the weights of a layout as compute reads them, flat."""
@@ -138,7 +138,7 @@ class BlockRun:
         ModelError: an input of a matrix is not finite.
     """
 
-    def __init__(self, work: Work, block: int) -> None:
+    def __init__(self, work: CompressionWork, block: int) -> None:
         self._work, self._block = work, block
         self._groups = work.groups(block)
         self._weights: BlockWeights | None = None

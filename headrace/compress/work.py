@@ -31,7 +31,7 @@ _FORM = 3
 _FREE = {"output", "cache", "most_loss", "host_memory"}
 
 
-def place_of(output: Path) -> Path:
+def result_place_of(output: Path) -> Path:
     """Return where the result will be.
 
     Raises:
@@ -82,14 +82,14 @@ def appear(work: Path, output: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Record:
+class WorkRecord:
     """What is finished in `folder`: `values`, which `commit` writes."""
 
     folder: Path
     values: dict[str, Any]
 
     @classmethod
-    def open(cls, folder: Path, identity: Mapping[str, Any]) -> "Record":
+    def open(cls, folder: Path, identity: Mapping[str, Any]) -> "WorkRecord":
         """Return the record in `folder`, a new one if there is none. `identity` fixes the bytes of the result.
 
         Raises:

@@ -51,7 +51,7 @@ Measure = Callable[[Plan, Machine], Ceilings | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class WholeRun:
     """What is known of a whole run besides its options.
 
     `final` is where the model will be written at the end, beside the state: without space for both, no run begins. `packed` are
@@ -137,14 +137,14 @@ class Run:
         return StoreSource(self.store, maker, seams.site)
 
 
-def begin(
+def begin_run(
     model: Path,
     options: Options,
     sink: Sink,
     ways: WaysToPlan,
     *,
     measure: Measure | None = None,
-    whole: Whole | None = None,
+    whole: WholeRun | None = None,
     seams: Seams | None = None,
 ) -> Run:
     """Import the model directory `model` into a new store; see `Engine.open`.
@@ -154,7 +154,7 @@ def begin(
         DiskFull: there is no space for the state, or for the finished model; nothing has been written.
         PlanInfeasible: the budget is too small; the message says what would help.
     """
-    whole = whole or Whole()
+    whole = whole or WholeRun()
     ssd = options.budget.ssd
     options, machine = on_machine(going_on(options))
     whole_model_at(model)
@@ -218,7 +218,7 @@ def begin(
         return run
 
 
-def resume(
+def resume_run(
     run_directory: Path,
     sink: Sink,
     ways: WaysToPlan,

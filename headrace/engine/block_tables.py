@@ -12,7 +12,14 @@ from typing import Any
 
 from headrace.engine.lent_base import TABLES, marks_of
 from headrace.model import Chain, WeightMap
-from headrace.model.by_rows.block_tables import BlockTable, TakenTables, is_large, tables_of, take_tables, trained_tables_of
+from headrace.model.by_rows.block_tables import (
+    BlockTable,
+    TakenTables,
+    block_tables_of,
+    is_large,
+    take_tables,
+    trained_tables_of,
+)
 from headrace.model.by_rows.learned_rows import LearnedRows
 from headrace.model.parts.stored_rows import RowReader
 from headrace.terms.errors import ConfigError
@@ -31,7 +38,7 @@ class Tables:
 
     def __init__(self, chain: Chain, weights: WeightMap, wire: Wire, *, alone: bool, every: bool | None) -> None:
         self._chain, self._frozen, by_rows = chain, wire.is_beside, isinstance(wire, RowsWire)
-        of = tables_of if self._frozen else trained_tables_of
+        of = block_tables_of if self._frozen else trained_tables_of
         self._found = of(chain, weights) if alone and (self._frozen or by_rows or isinstance(wire, DenseWire)) else ()
         every = by_rows if every is None else every
         self._taken = take_tables(chain, [each for each in self._found if every or (self._frozen and is_large(each))])

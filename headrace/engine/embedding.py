@@ -11,7 +11,14 @@ from typing import Any
 
 from headrace.engine.lent_base import ROWS, marks_of
 from headrace.model import Chain, WeightMap
-from headrace.model.by_rows.embedding_rows import has_own_head, read_rows, rows_of, stored_table, take_back, with_table
+from headrace.model.by_rows.embedding_rows import (
+    embedding_rows_of,
+    has_own_head,
+    read_embedding_rows,
+    stored_table,
+    take_back,
+    with_table,
+)
 from headrace.model.by_rows.learned_rows import learn_rows
 from headrace.model.parts.stored_rows import RowReader, StoredRows
 from headrace.plan.value.plan import Plan
@@ -26,7 +33,7 @@ class Embedding:
 
     def __init__(self, chain: Chain, weights: WeightMap, *, alone: bool) -> None:
         self._chain, self._weights = chain, weights
-        self.rows = rows_of(chain, weights) if alone else None
+        self.rows = embedding_rows_of(chain, weights) if alone else None
         self.own_head = alone and has_own_head(chain)
         self._path: Path | None = stored_table(chain, weights).path if self.rows is not None else None
         self._readers: list[StoredRows | RowReader] = []
@@ -60,7 +67,7 @@ class Embedding:
             assert self._learned is not None, "the rows of a trained embedding are open"
             learn_rows(self._chain, self._learned)
         elif plan.embedding is not None:
-            self._readers.append(read_rows(self._chain, self._weights))
+            self._readers.append(read_embedding_rows(self._chain, self._weights))
 
     def whole(self, chain: Chain) -> Chain:
         """Return `chain` with all of unit 0, not to be run."""

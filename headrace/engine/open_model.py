@@ -148,7 +148,7 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
         RunDirectoryError: the run is in progress, has no commit, or was begun with seams that no option names.
         ConfigError: the run computes in another dtype than is asked for.
     """
-    from headrace.engine.row_files import open_rows
+    from headrace.engine.row_files import open_row_files
     from headrace.engine.seams import seams_of
     from headrace.update import optimizer_of, rule_of
 
@@ -183,7 +183,7 @@ def open_run(run_directory: Path, compute_dtype: str | None, sink: Sink) -> Open
             known = wire.of(chain)
             rule = rule_of(optimizer_of(options), "float32") if known.is_beside else None
             with contextlib.ExitStack() as closers:
-                if (rows := open_rows(known, store, rule)) is not None:
+                if (rows := open_row_files(known, store, rule)) is not None:
                     closers.callback(rows.close)
                 return known.stored(partial(read_trained, store))
 

@@ -14,11 +14,11 @@ from headrace.store.run_folders import ROWS_NAME
 from headrace.terms.errors import RunDirectoryError
 from headrace.update.rules.rule import UpdateRule
 from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows
-from headrace.update.tables.table_rows import ROWS, FirstRows, Table, TableRows, row_layout
+from headrace.update.tables.table_rows import ROWS, FirstRows, OpenTable, TableRows, row_layout
 from headrace.update.wires.wire import Wire
 
 
-def open_rows(
+def open_row_files(
     wire: Wire,
     store: StateStore,
     rule: UpdateRule | None,
@@ -39,7 +39,7 @@ def open_rows(
         return None
     assert rule is not None, "tables are trained families"
     record: Mapping[str, Any] = store.record.get(ROWS) or {"learning_rates": (), "histories": {}}
-    found: dict[int, Table] = {}
+    found: dict[int, OpenTable] = {}
     try:
         for number, (unit, family) in enumerate(families.items()):
             lazy = LazyRows(rule, family.weight_decay, family.learning_rate_scale, replay=family.replay)
@@ -49,7 +49,7 @@ def open_rows(
             more |= {"whole": family.whole, "name": family.name}
             if family.stored and first is not None:
                 more["first"] = first(unit)
-            found[unit] = Table.on(file, lazy, family.rows, family.width, history, **more)
+            found[unit] = OpenTable.on(file, lazy, family.rows, family.width, history, **more)
     except BaseException:
         TableRows(found, AppliedUpdates()).close()
         raise

@@ -18,7 +18,7 @@ from headrace.engine.embedding import Embedding
 from headrace.engine.layouts import refuse_other_layouts
 from headrace.engine.lent_base import PARTED, LentBase, check_lent, marks_of
 from headrace.engine.open_model import Purpose, open_model
-from headrace.engine.row_files import open_rows
+from headrace.engine.row_files import open_row_files
 from headrace.engine.seams import Seams, forms_of
 from headrace.files import Beside, measured_weights
 from headrace.flow.step.settle import PROPOSED, changed, settle
@@ -289,9 +289,9 @@ class Subject:
         return self.use_lent(kind.create(directory, request, sink=sink), sink)
 
     def open_rows(self, store: StateStore, closers: ExitStack) -> TableRows | None:
-        """Return the rows of the run's tables, whose files `closers` close; None if it has none. See `open_rows`."""
+        """Return the rows of the run's tables, whose files `closers` close; None if it has none. See `open_row_files`."""
         rule = self.own_updater.rule if self.own_updater else None
-        rows = open_rows(self.seams.wire, store, rule, self._first_rows, self._gradient_dtype)
+        rows = open_row_files(self.seams.wire, store, rule, self._first_rows, self._gradient_dtype)
         if rows is not None:
             closers.callback(rows.close)
             self.embedding.learn(rows)

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from headrace.ask.planner import WaysToPlan
-from headrace.engine.beginning import Measure, Run, Whole, begin, first_record, resume
+from headrace.engine.beginning import Measure, Run, WholeRun, begin_run, first_record, resume_run
 from headrace.engine.replanning import MOST_REPLANS, REPLANS_LEFT, LaneTotals, Replanning
 from headrace.engine.saving import Saver
 from headrace.engine.scoring import Scoring, loss_of
@@ -18,7 +18,7 @@ from headrace.flow.run.execute import interpreter_of
 from headrace.flow.step.settle import proposed_in
 from headrace.flow.step.step_batch import StepBatch
 from headrace.flow.step.step_state import StepState, Verdict
-from headrace.flow.step.steps import Schedule, Steps
+from headrace.flow.step.steps import ProgramBuilders, Steps
 from headrace.flow.weights.traffic import Traffic
 from headrace.machine.host_memory import HeapGuard, keep_freed_memory
 from headrace.machine.meter import MemoryMeter, measured_peaks
@@ -42,7 +42,7 @@ class Engine(Scoring, Replanning, Closing):
 
     _search: Callable[[Problem, Ceilings | None], Plan] | None = None
     _may_learn_rows = True
-    _schedule = Schedule()
+    _schedule = ProgramBuilders()
     _kind_of_steps = Steps
 
     def __init__(self, run: Run) -> None:
@@ -73,7 +73,7 @@ class Engine(Scoring, Replanning, Closing):
         plan: Plan | None = None,
         adjust_plan: Callable[[Plan], Plan] | None = None,
         measure: Measure | None = None,
-        whole: Whole | None = None,
+        whole: WholeRun | None = None,
         seams: Seams | None = None,
     ) -> Self:
         """Import a Hugging Face model directory into a new store and return the engine that trains it.
@@ -97,7 +97,7 @@ class Engine(Scoring, Replanning, Closing):
         if plan is None and options.plan is not None:
             plan = load_plan(Path(options.plan))
         ways = WaysToPlan(given=plan, search=cls._search, adjust=adjust_plan, may_learn_rows=cls._may_learn_rows)
-        return cls(begin(Path(model).resolve(), options, sink or _unheard, ways, measure=measure, whole=whole, seams=seams))
+        return cls(begin_run(Path(model).resolve(), options, sink or _unheard, ways, measure=measure, whole=whole, seams=seams))
 
     @classmethod
     def resume(
@@ -124,7 +124,7 @@ class Engine(Scoring, Replanning, Closing):
             check(options)
 
         ways = WaysToPlan(search=cls._search)
-        return cls(resume(Path(run_directory), sink or _unheard, ways, verify=verify, check=checked, seams=seams))
+        return cls(resume_run(Path(run_directory), sink or _unheard, ways, verify=verify, check=checked, seams=seams))
 
     @classmethod
     def _check(cls, options: Options) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.files.hub_resume import RemoteFile, fetch
+from headrace.files.hub_resume import RemoteFile, fetch_missing
 from headrace.files.model_directory import absent
 from headrace.terms.errors import ModelError, in_one_line
 from headrace.terms.sizes import format_bytes
@@ -104,7 +104,7 @@ def fetched_model(name: str, say: Callable[[str], None]) -> Path:
         if missing:
             whole = sum(file.file_size for file in files)
             say(f"{name}: fetching {format_bytes(missing)} of {format_bytes(whole)} into {_cache()}")
-        fetch(large)
+        fetch_missing(large)
         return Path(snapshot_download(name, **_CHOSEN))
     except ModelError:
         raise

@@ -35,7 +35,7 @@ def refuse_unpushable(name: str) -> None:
         ) from error
 
 
-def push(out: Path, name: str, *, private: bool) -> str:
+def push_to_hub(out: Path, name: str, *, private: bool) -> str:
     """Send a directory, or one file, to the model OWNER/NAME, which is made if it is not there; return its address.
 
     Files that came whole the last time are not sent again.

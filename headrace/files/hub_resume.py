@@ -59,7 +59,7 @@ class RemoteFile:
         return self.size_bytes - there if there <= self.size_bytes else self.size_bytes
 
 
-def fetch(files: Sequence[RemoteFile]) -> None:
+def fetch_missing(files: Sequence[RemoteFile]) -> None:
     """Fetch what is missing of `files`, some at a time.
 
     Raises:

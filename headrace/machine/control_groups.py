@@ -10,7 +10,7 @@ from pathlib import Path
 _HERE = Path("/")
 
 
-def groups_of(controller: str, root: Path = _HERE) -> Iterator[tuple[int, list[Path]]]:
+def hierarchies_of(controller: str, root: Path = _HERE) -> Iterator[tuple[int, list[Path]]]:
     """Yield version and directories of each hierarchy that may have `controller`, this process's own first and then those above
     it. A machine may have it in either version.
     """
@@ -32,7 +32,7 @@ def quota_cores(root: Path = _HERE) -> float | None:
     """
     limits = [
         limit
-        for version, directories in groups_of("cpu", root)
+        for version, directories in hierarchies_of("cpu", root)
         for directory in directories
         if (limit := _quota(directory, version)) is not None
     ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.machine.control_groups import groups_of, text_of
+from headrace.machine.control_groups import hierarchies_of, text_of
 from headrace.terms.options.budget import default_bytes
 
 _HERE = Path("/")
@@ -22,7 +22,7 @@ _RESOURCES = {"Max address space": "VmSize", "Max data size": "VmData"}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """A control group that this process belongs to, itself or through a group below: its limit, and what is taken for good."""
 
     limit_bytes: int
@@ -54,7 +54,7 @@ def control_group_limit_bytes(root: Path = _HERE) -> int | None:
     return min((group.limit_bytes for group in _groups(root)), default=None)
 
 
-def nearest_group(root: Path = _HERE) -> Group | None:
+def nearest_group(root: Path = _HERE) -> ControlGroup | None:
     """Return that control group of this process, or above it, which leaves least; None where none limits memory."""
     return min(_groups(root), key=lambda group: group.rest_bytes, default=None)
 
@@ -68,16 +68,16 @@ def pinnable_memory_bytes(root: Path = _HERE) -> int | None:
     return total // 2 if total is not None and "microsoft" in (text_of(root / "proc/version") or "").lower() else None
 
 
-def default_host_bytes(root: Path = _HERE, *, pins: bool) -> int:
+def usual_host_bytes(root: Path = _HERE, *, pins: bool) -> int:
     """Return the host budget where none is given. `pins`: a GPU is there, so that host buffers will be pinned."""
     allowed = default_bytes("host", available_memory_bytes(root))
     pinnable = pinnable_memory_bytes(root) if pins else None
     return allowed if pinnable is None else min(allowed, pinnable)
 
 
-def _groups(root: Path) -> Iterator[Group]:
+def _groups(root: Path) -> Iterator[ControlGroup]:
     """Yield the groups with a limit, of both versions: a machine may have the memory controller in either."""
-    for version, directories in groups_of("memory", root):
+    for version, directories in hierarchies_of("memory", root):
         if version == 2:
             yield from _limited(directories, ("memory.max", "memory.high"), "memory.current", "")
         else:
@@ -90,7 +90,7 @@ def _groups(root: Path) -> Iterator[Group]:
             yield from _limited(counting, ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_")
 
 
-def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[Group]:
+def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefix: str) -> Iterator[ControlGroup]:
     for directory in directories:
         texts = [text_of(directory / name) or "" for name in limits]
         found = [int(text) for text in texts if text.isdigit() and int(text) < _UNLIMITED_BYTES]
@@ -98,7 +98,7 @@ def _limited(directories: list[Path], limits: tuple[str, ...], usage: str, prefi
         if found:
             statistics = _pairs(directory / "memory.stat")
             reclaimable = sum(statistics.get(prefix + name, 0) for name in _RECLAIMABLE)
-            yield Group(min(found), max(0, int(used) - reclaimable) if used.isdigit() else 0)
+            yield ControlGroup(min(found), max(0, int(used) - reclaimable) if used.isdigit() else 0)
 
 
 def _resource_rests(root: Path) -> Iterator[int]:

@@ -1,6 +1,6 @@
 """What one of several processes that torchrun started takes of its machine."""
 
-from headrace.machine.limits import default_host_bytes
+from headrace.machine.limits import usual_host_bytes
 from headrace.terms.launch import Launch
 
 
@@ -16,4 +16,4 @@ def take_gpu(launch: Launch) -> bool:
 
 def host_bytes_of_rank(launch: Launch) -> int:
     """Return the host budget of a rank where none is given, and take its GPU."""
-    return default_host_bytes(pins=take_gpu(launch)) // launch.local_size
+    return usual_host_bytes(pins=take_gpu(launch)) // launch.local_size

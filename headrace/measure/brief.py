@@ -2,7 +2,7 @@
 how much they slow one another.
 
 `headrace bench machine` measures more, and more exactly; this module stays inside a run's own budgets instead.
-Invariant: no more of a tier is taken than `Room` says, all of it is given back, and no file stays.
+Invariant: no more of a tier is taken than `MeasuringRoom` says, all of it is given back, and no file stays.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from headrace.machine.host_memory import keep_freed_memory, return_pieces
 from headrace.machine.protocol import Machine
 from headrace.measure.compute_loads import BlockLoad, fresh_pages_share
 from headrace.measure.decoding import attended_rate
-from headrace.measure.drives import Drive, DriveLoad
-from headrace.measure.loads import Figures, Load, rates_together, seconds_of
+from headrace.measure.drives import DriveFile, DriveLoad
+from headrace.measure.loads import Load, LoadFigures, rates_together, seconds_taken
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.measure.results import both_ways, drive_figures, slowdowns, title
 from headrace.model import WideProducts
@@ -59,7 +59,7 @@ _LOOK_ROWS, _LOOK_WIDTH = 256, 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MeasuringRoom:
     """What measuring may take: of host memory, and of the memory of a GPU (0 where there is none)."""
 
     host_bytes: int
@@ -67,7 +67,7 @@ class Room:
 
 
 def measure_briefly(
-    machine: Machine, directories: Sequence[Path], compute_dtype: str, room: Room, *, seconds: float = BRIEF_SECONDS
+    machine: Machine, directories: Sequence[Path], compute_dtype: str, room: MeasuringRoom, *, seconds: float = BRIEF_SECONDS
 ) -> Ceilings:
     """Measure `machine`, which holds no host buffers yet, for products of `compute_dtype`, and the SSD `directories`, each on a
     drive of its own. It takes at most about `seconds`.
@@ -96,7 +96,7 @@ def look_at_products(machine: Machine, compute_dtype: str) -> float:
         if machine.device.type == "cuda":
             torch.cuda.synchronize(machine.device)
 
-    return 2.0 * _LOOK_ROWS * _LOOK_WIDTH * _LOOK_WIDTH / seconds_of(multiply, 5)
+    return 2.0 * _LOOK_ROWS * _LOOK_WIDTH * _LOOK_WIDTH / seconds_taken(multiply, 5)
 
 
 def _give_back() -> None:
@@ -115,7 +115,7 @@ class _Brief:
         machine: Machine,
         directories: Sequence[Path],
         compute_dtype: str,
-        room: Room,
+        room: MeasuringRoom,
         seconds: float,
         stack: contextlib.ExitStack,
     ) -> None:
@@ -128,7 +128,7 @@ class _Brief:
         self._cores = torch.get_num_threads()
         self._host_bytes = min(room.host_bytes, _ROOMY_BYTES)
         self._loads: dict[str, Load] = {}
-        self._found = Figures({}, {})
+        self._found = LoadFigures({}, {})
 
     def measure(self) -> Ceilings:
         """Measure one part after the other. Pairs come last, as far as there is time: the one that matters most comes first."""
@@ -137,7 +137,7 @@ class _Brief:
         self._measure_memory()
         launch = BlockLoad(self._machine, self._dtype, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
         # The shortest: where others use the cores, a tiny operation waits for them, and a large one hardly more.
-        launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS, min) / 2
+        launch_seconds = seconds_taken(launch.unit, _LAUNCH_REPEATS, min) / 2
         block = self._block()
         self._alone(Lane.COMPUTE, block)
         self._together(Lane.COMPUTE, Lane.UPDATE)
@@ -180,16 +180,16 @@ class _Brief:
 
     # -- parts ----------------------------------------------------------------------------------------------------------
 
-    def _measure_drives(self) -> tuple[list[Drive], list[dict[str, float | int | None]]]:
+    def _measure_drives(self) -> tuple[list[DriveFile], list[dict[str, float | int | None]]]:
         """Measure each drive alone, and keep a load that moves the bytes of all of them, for the pairs."""
-        drives: list[Drive] = []
+        drives: list[DriveFile] = []
         figures = []
         count = len(self._directories)
         most_bytes = int(self._host_bytes * _DRIVE_SHARE) // (2 * _TRANSFERS * count)
         most_bytes = max(MIB, min(_MOST_TRANSFER_BYTES, most_bytes) // MIB * MIB)
         turn = self._seconds * _DRIVES_SHARE / (3 * count)
         for index, directory in enumerate(self._directories):
-            drive = self._stack.enter_context(Drive(directory, _FILE_BYTES))
+            drive = self._stack.enter_context(DriveFile(directory, _FILE_BYTES))
             drives.append(drive)
             begin = time.perf_counter()
             drive.fill(self._seconds * _FILL_SHARE / count, MIB)
@@ -206,7 +206,7 @@ class _Brief:
             if count == 1:  # one drive is all of them
                 self._loads[lane], self._found.rates[lane] = each[0], self._found.rates[f"{word} 0"]
             else:
-                self._alone(lane, _Together(each), turn)
+                self._alone(lane, _DrivesTogether(each), turn)
         return drives, figures
 
     def _measure_memory(self) -> None:
@@ -266,7 +266,7 @@ class _Brief:
         self._found.shares[one, other] = both[0] / alone[0], both[1] / alone[1]
 
 
-class _Together:
+class _DrivesTogether:
     """Several drives as one load."""
 
     def __init__(self, loads: Sequence[Load]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from headrace.files import BLOCK_BYTES, DirectFile, DirectoryFacts, ThreadEngine, describe_directory
 from headrace.files.scratch import remove_dead, scratch
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.measure.loads import rates_together, seconds_of
+from headrace.measure.loads import rates_together, seconds_taken
 from headrace.terms.closing import Closing
 from headrace.terms.errors import DiskFull, StorageError
 from headrace.terms.machine.drives import InFlight
@@ -44,7 +44,7 @@ _COMMIT_REPEATS = 7
 _FOLDER_PREFIX = ".headrace-bench-"
 
 
-class Drive(Closing):
+class DriveFile(Closing):
     """A file on one directory, larger than caches where there is room, for `DriveLoad`s. A context manager.
 
     Raises:
@@ -123,7 +123,7 @@ class Drive(Closing):
         """Return the seconds that a read takes besides moving its bytes: the time of the smallest read through the engine."""
         block = huge_page_buffer(BLOCK_BYTES)
         offsets = _cycle(self.filled_bytes, min(_TRANSFER_BYTES, self.filled_bytes))
-        return seconds_of(lambda: self.engine.read([(self.file, next(offsets), block)]).wait(), _LATENCY_REPEATS)
+        return seconds_taken(lambda: self.engine.read([(self.file, next(offsets), block)]).wait(), _LATENCY_REPEATS)
 
     def commit_seconds(self) -> float:
         """Return the seconds that make a step durable: the flush of its data, a record, and the record's flush."""
@@ -143,7 +143,7 @@ class Drive(Closing):
                     os.fsync(record_file.fileno())
 
             try:
-                return seconds_of(commit, _COMMIT_REPEATS)
+                return seconds_taken(commit, _COMMIT_REPEATS)
             finally:
                 file.close()
 
@@ -152,7 +152,7 @@ class DriveLoad:
     """Reads or writes the files of drives in order, over and over, several transfers under way; direct I/O, huge pages."""
 
     def __init__(
-        self, drives: Sequence[Drive], *, write: bool, transfers: int | None = None, transfer_bytes: int = _TRANSFER_BYTES
+        self, drives: Sequence[DriveFile], *, write: bool, transfers: int | None = None, transfer_bytes: int = _TRANSFER_BYTES
     ) -> None:
         self._drives, self._write, self._transfer_bytes = tuple(drives), write, transfer_bytes
         if transfers is None:

@@ -70,7 +70,7 @@ def rates_together(loads: Sequence[Load], seconds: float) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class LoadFigures:
     """Rates by name, and for each pair what each of the two kept of its own rate."""
 
     rates: dict[str, float]
@@ -96,7 +96,7 @@ def interleaved(
     rounds: int,
     *,
     deadline: float = math.inf,
-) -> Figures:
+) -> LoadFigures:
     """Measure what `order` has, names alone and pairs at once, `rounds` times over, and return medians.
 
     Each round measures everything, so that a slow phase of the machine falls on all and not on one. A pair's figure is the
@@ -115,10 +115,10 @@ def interleaved(
         return statistics.median(both[side] / one[0] for both, one in zip(found[pair], alone, strict=False))
 
     pairs = [(names[0], names[1]) for names in order if len(names) == 2]
-    return Figures(rates, {pair: (kept(pair, 0), kept(pair, 1)) for pair in pairs})
+    return LoadFigures(rates, {pair: (kept(pair, 0), kept(pair, 1)) for pair in pairs})
 
 
-def seconds_of(
+def seconds_taken(
     action: Callable[[], object], repeats: int, pick: Callable[[Sequence[float]], float] = statistics.median
 ) -> float:
     """Return the median, or what `pick` takes, of the seconds that `action` takes; a first run is not counted."""

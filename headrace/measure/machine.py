@@ -21,8 +21,8 @@ from headrace.machine.limits import available_memory_bytes
 from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
 from headrace.measure.decoding import attended_rate, decoding_seconds, row_product_rate
-from headrace.measure.drives import Drive, DriveLoad
-from headrace.measure.loads import Figures, Load, in_order, interleaved, rates_together, seconds_of
+from headrace.measure.drives import DriveFile, DriveLoad
+from headrace.measure.loads import Load, LoadFigures, in_order, interleaved, rates_together, seconds_taken
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.measure.results import both_ways, drive_figures, slowdowns, title
 from headrace.terms.errors import ConfigError
@@ -98,7 +98,7 @@ class _Bench:
         self._cores = torch.get_num_threads()
         self._scarce_bytes = available_memory_bytes() // _MEMORY_SHARE
         self._loads: dict[str, Load] = {}
-        self._drives: list[Drive] = []
+        self._drives: list[DriveFile] = []
         self._unit_seconds = 0.0  # of the block that is measured in each dtype
         self._decoded: dict[str, float] = {}
 
@@ -132,7 +132,7 @@ class _Bench:
         """Fill a file on each drive and choose how it is kept busy; a quick look keeps the engine's defaults."""
         most_bytes = _QUICK_FILE_BYTES if self._quick else _FILE_BYTES
         for index, directory in enumerate(self._directories):
-            drive = self._stack.enter_context(Drive(directory, most_bytes))
+            drive = self._stack.enter_context(DriveFile(directory, most_bytes))
             drive.fill()
             if not self._quick:
                 drive.tune(_TUNING_SHARE * self._seconds / len(self._directories))
@@ -165,18 +165,18 @@ class _Bench:
     def _build_compute(self, shape: tuple[int, int]) -> float:
         """Add a block of `shape` per dtype that works here; return the seconds of a tiny operation."""
         launch = BlockLoad(self._machine, _DEFAULT_DTYPE, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
-        launch_seconds = seconds_of(launch.unit, _LAUNCH_REPEATS) / 2
+        launch_seconds = seconds_taken(launch.unit, _LAUNCH_REPEATS) / 2
         least = (_SHAPES_GPU if self._gpu else _SHAPES_CPU)[0]
-        default_seconds = seconds_of(self._block(_DEFAULT_DTYPE, least).unit, 2)
+        default_seconds = seconds_taken(self._block(_DEFAULT_DTYPE, least).unit, 2)
         for dtype in COMPUTE_DTYPES:
             # Some processors' libraries lack some products in 16 bits.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 small = self._block(dtype, least)
-                emulated = seconds_of(small.unit, 1) > _EMULATED * default_seconds
+                emulated = seconds_taken(small.unit, 1) > _EMULATED * default_seconds
                 load = small if emulated else self._block(dtype, shape)
                 load.unit()
                 self._loads[Lane.COMPUTE if dtype == _DEFAULT_DTYPE else f"compute {dtype}"] = load
-        self._unit_seconds = seconds_of(self._loads[Lane.COMPUTE].unit, 1)
+        self._unit_seconds = seconds_taken(self._loads[Lane.COMPUTE].unit, 1)
         for other in () if self._quick else _SAMPLED_SHAPES_GPU if self._gpu else _SAMPLED_SHAPES_CPU:
             if other != shape and self._has_time(other, shape):
                 self._loads[f"block of {other[0]} x {other[1]}"] = self._block(_DEFAULT_DTYPE, other)
@@ -209,7 +209,7 @@ class _Bench:
         chosen = shapes[1]  # smaller ones say little about a model's blocks: 0.10 instead of 0.24 TFLOP/s on two cores
         for shape, larger in pairwise(shapes[1:]):
             load = self._block(_DEFAULT_DTYPE, shape)
-            if seconds_of(load.unit, 2) * _work(larger, shape) > turn:
+            if seconds_taken(load.unit, 2) * _work(larger, shape) > turn:
                 break
             chosen = larger
         return chosen
@@ -233,7 +233,7 @@ class _Bench:
         turns = self._rounds() * (3 * len(self._directories) + 36)
         return (1 - _SETUP_SHARE - (0 if self._quick else _TUNING_SHARE)) * self._seconds / turns
 
-    def _run(self) -> Figures:
+    def _run(self) -> LoadFigures:
         turn, pairs = self._turn_seconds(), self._pairs()
 
         def measure(names: Sequence[str]) -> Sequence[float]:
@@ -245,7 +245,7 @@ class _Bench:
 
     # -- results --------------------------------------------------------------------------------------------------------
 
-    def _ceilings(self, found: Figures, overheads: dict[str, float]) -> Ceilings:
+    def _ceilings(self, found: LoadFigures, overheads: dict[str, float]) -> Ceilings:
         rates = found.rates
         per_core = rates["update 1"]
         update = max(rates["update all"], rates[Lane.UPDATE], per_core)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from headrace.machine.protocol import Machine
-from headrace.measure.drives import Drive
-from headrace.measure.loads import Figures
+from headrace.measure.drives import DriveFile
+from headrace.measure.loads import LoadFigures
 from headrace.terms.lanes import Lane
 
 # A lane that keeps more than this share of its own rate counts as undisturbed: repeats differ by as much.
@@ -25,13 +25,13 @@ def title(machine: Machine, cores: int, num_drives: int) -> str:
     return f"{name}, {num_drives} SSD {'directory' if num_drives == 1 else 'directories'}"
 
 
-def both_ways(found: Figures, one: str, other: str) -> float:
+def both_ways(found: LoadFigures, one: str, other: str) -> float:
     """Return the total rate of two directions at once; noise above the sum of the two alone is cut off."""
     first, second = found.shares[one, other]
     return min(1.0, first) * found.rates[one] + min(1.0, second) * found.rates[other]
 
 
-def drive_figures(found: Figures, index: int, drive: Drive) -> dict[str, float | int | None]:
+def drive_figures(found: LoadFigures, index: int, drive: DriveFile) -> dict[str, float | int | None]:
     """Return the figures of drive number `index`, whose loads are called `read` and `write` with that number."""
     read, write = f"read {index}", f"write {index}"
     return {
@@ -45,7 +45,7 @@ def drive_figures(found: Figures, index: int, drive: Drive) -> dict[str, float |
     }
 
 
-def slowdowns(found: Figures, pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, float]]:
+def slowdowns(found: LoadFigures, pairs: Sequence[tuple[str, str]]) -> dict[str, dict[str, float]]:
     """Return the share that each lane keeps of its rate beside another, as far as the shared memory bus does not explain it."""
     lanes = set(Lane)
     bus = max(found.rates["stream"], found.rates["update all"])

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.migrate import preferences
-from headrace.migrate.source import Source, refuse
+from headrace.migrate.source import MigratedFile, refuse
 from headrace.migrate.training_arguments import (
     LOGGED,
     PLANNED,
     REASONS,
     leave_bases,
-    names_of,
+    module_names_of,
     refuse_methods,
     refuse_other_tasks,
     set_data,
@@ -109,7 +109,7 @@ def recognises(values: Mapping[str, Any]) -> bool:
     return "base_model" in values
 
 
-def translate(source: Source) -> None:
+def translate(source: MigratedFile) -> None:
     """Translate an axolotl configuration.
 
     Raises:
@@ -148,7 +148,7 @@ def translate(source: Source) -> None:
     source.finish(_REASONS | preferences.REASONS)
 
 
-def _take_loss(source: Source, rl: str) -> None:
+def _take_loss(source: MigratedFile, rl: str) -> None:
     """Take the loss of preferences that `rl` names."""
     if rl == "kto":
         weights = {"desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight"}
@@ -158,9 +158,12 @@ def _take_loss(source: Source, rl: str) -> None:
     preferences.take_preferences(source, "rl", beta, {"label_smoothing": "dpo_label_smoothing"})
 
 
-def _take_adapter(source: Source) -> None:
+def _take_adapter(source: MigratedFile) -> None:
     kind = source.take("adapter")
-    targets, experts = names_of(source.take("lora_target_modules")), names_of(source.take("lora_target_parameters"))
+    targets, experts = (
+        module_names_of(source.take("lora_target_modules")),
+        module_names_of(source.take("lora_target_parameters")),
+    )
     if source.take("lora_target_linear"):
         targets = "all-linear"
     if experts:
@@ -177,7 +180,7 @@ def _take_adapter(source: Source) -> None:
     leave_bases(source, "lora_model_dir", ("load_in_4bit", "load_in_8bit"))
 
 
-def _take_data(source: Source) -> None:
+def _take_data(source: MigratedFile) -> None:
     """Take data sets, those of pre-training too, and held-out ones."""
     for key, option in (("datasets", "data"), ("pretraining_dataset", "data"), ("test_datasets", "eval_data")):
         several = source.take(key)
@@ -187,7 +190,7 @@ def _take_data(source: Source) -> None:
         set_data(source, rows, key, option)
 
 
-def _row(source: Source, key: str, each: Mapping[str, Any]) -> dict[str, Any]:
+def _row(source: MigratedFile, key: str, each: Mapping[str, Any]) -> dict[str, Any]:
     files = each.get("data_files")
     split = each.get("split")
     row = {"path": each["path"], "name": each.get("name"), "split": split if split != "train" else None}

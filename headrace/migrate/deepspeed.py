@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.migrate.source import Source
+from headrace.migrate.source import MigratedFile
 from headrace.migrate.training_arguments import PLANNED, take_optimizer, take_schedule
 
 NAME = "deepspeed"
@@ -43,7 +43,7 @@ def recognises(values: Mapping[str, Any]) -> bool:
     return any(key in values for key in _KEYS) and not any(key in values for key in ("base_model", "model_name_or_path"))
 
 
-def translate(source: Source) -> None:
+def translate(source: MigratedFile) -> None:
     """Translate the options. Nested keys are joined with dots."""
     source.values = flat(source.values)
     if str(source.values.get("optimizer.type", "")):
@@ -66,11 +66,11 @@ def translate(source: Source) -> None:
     source.finish(_REASONS)
 
 
-def _take_optimizer(source: Source) -> None:
+def _take_optimizer(source: MigratedFile) -> None:
     name = str(source.take("optimizer.type")).lower()
     betas = source.take("optimizer.params.betas", [0.9, 0.999])
     values = {"adam_beta1": betas[0], "adam_beta2": betas[1], "adam_epsilon": source.take("optimizer.params.eps", 1e-8)}
-    inner = Source(values)
+    inner = MigratedFile(values)
     take_optimizer(inner, "adamw" if name in ("adam", "adamw", "fusedadam", "deepspeedcpuadam") else name, "optimizer.type")
     source.set("optimizer", inner.options["optimizer"], "optimizer.type, optimizer.params")
     source.notes += inner.notes

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from headrace.migrate import preferences
-from headrace.migrate.source import Source, refuse
+from headrace.migrate.source import MigratedFile, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
     leave_bases,
-    names_of,
+    module_names_of,
     refuse_methods,
     refuse_other_tasks,
     set_data,
@@ -72,7 +72,7 @@ def recognises(values: Mapping[str, Any]) -> bool:
     )
 
 
-def translate(source: Source) -> None:
+def translate(source: MigratedFile) -> None:
     """Translate a LLaMA-Factory configuration.
 
     Raises:
@@ -104,12 +104,12 @@ def translate(source: Source) -> None:
     source.finish(_REASONS | preferences.REASONS)
 
 
-def _take_adapter(source: Source) -> None:
+def _take_adapter(source: MigratedFile) -> None:
     kind = source.take("finetuning_type", "lora")
     if kind not in ("full", "lora"):
         raise refuse("finetuning_type", kind, "is not trained by this version; full and lora are")
     rank = int(source.values.get("lora_rank") or 8)
-    targets = names_of(source.take("lora_target", "all"))
+    targets = module_names_of(source.take("lora_target", "all"))
     if kind == "lora":
         take_adapter(source, "lora", ("lora_rank", "lora_alpha", "lora_dropout"), targets, (8, 2.0 * rank, 0.0))
     for key in ("lora_rank", "lora_alpha", "lora_dropout"):
@@ -119,7 +119,7 @@ def _take_adapter(source: Source) -> None:
     leave_bases(source, "adapter_name_or_path", ("quantization_bit",))
 
 
-def _take_data(source: Source) -> None:
+def _take_data(source: MigratedFile) -> None:
     """Take data sets by the names of `dataset_info.json`, which lies in `dataset_dir`."""
     folder = Path(str(source.take("dataset_dir", "data")))
     info = _info_in(folder)
@@ -139,7 +139,7 @@ def _info_in(folder: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _row(source: Source, folder: Path, info: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _row(source: MigratedFile, folder: Path, info: Mapping[str, Any], name: str) -> dict[str, Any]:
     entry = info.get(name)
     if not isinstance(entry, Mapping):
         source.notes.append(

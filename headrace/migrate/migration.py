@@ -10,7 +10,7 @@ import yaml
 
 from headrace.files.yaml_options import read_yaml
 from headrace.migrate import axolotl, deepspeed, llama_factory, trl
-from headrace.migrate.source import Source
+from headrace.migrate.source import MigratedFile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.run_options import RunOptions
 
@@ -18,7 +18,7 @@ from headrace.terms.options.run_options import RunOptions
 @dataclass(frozen=True, slots=True)
 class _Tool:
     recognises: Callable[[Mapping[str, Any]], bool]
-    translate: Callable[[Source], None]
+    translate: Callable[[MigratedFile], None]
 
 
 # In the order in which a file is looked at: what is most certain comes first.
@@ -71,7 +71,7 @@ def migrate(path: Path, tool: str | None = None) -> Migration:
     names = [tool] if tool is not None else [name for name, each in TOOLS.items() if each.recognises(values)]
     if not names or names[0] not in TOOLS:
         raise ConfigError(f"{path}: no keys of {', '.join(TOOLS)} were found; say whose file it is with --from")
-    source = Source(values)
+    source = MigratedFile(values)
     try:
         TOOLS[names[0]].translate(source)
     except ConfigError as error:

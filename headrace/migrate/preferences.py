@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.migrate.source import Source, refuse
+from headrace.migrate.source import MigratedFile, refuse
 
 _OF_DPO = ("sigmoid", "ipo", "hinge")
 # What adds to the loss, or computes it otherwise, and the values with which it does not.
@@ -37,7 +37,7 @@ REASONS = {
 WEIGHTS = {"desirable_weight": "desirable_weight", "undesirable_weight": "undesirable_weight"}
 
 
-def take_labels(source: Source, kind_key: str, beta_key: str, weights: Mapping[str, str]) -> None:
+def take_labels(source: MigratedFile, kind_key: str, beta_key: str, weights: Mapping[str, str]) -> None:
     """Take KTO. `weights` are the file's keys by ours.
 
     Raises:
@@ -52,7 +52,7 @@ def take_labels(source: Source, kind_key: str, beta_key: str, weights: Mapping[s
     source.notes.append("tokens_per_step: each completion counts twice, once with another prompt; data have a label")
 
 
-def take_preferences(source: Source, kind_key: str, beta_key: str, settings: Mapping[str, str]) -> None:
+def take_preferences(source: MigratedFile, kind_key: str, beta_key: str, settings: Mapping[str, str]) -> None:
     """Take the loss of pairs that `kind_key` names: `sigmoid`, `ipo`, `hinge`, `orpo` or `simpo`.
 
     `settings` are the file's keys by ours.
@@ -80,7 +80,7 @@ def take_preferences(source: Source, kind_key: str, beta_key: str, settings: Map
     source.notes.append("tokens_per_step: both completions of a pair count; data have prompt, chosen and rejected")
 
 
-def _refuse_others(source: Source) -> None:
+def _refuse_others(source: MigratedFile) -> None:
     for key, same in _OTHERS.items():
         value = source.take(key)
         if value is not None and value not in same:

@@ -12,7 +12,7 @@ _OPTIONS: dict[str, Declaration] = {each.key: each for each in RunOptions.declar
 
 
 @dataclass
-class Source:
+class MigratedFile:
     """The `values` of a file; `options` are what became of them, `origins` from which keys, `left_out` are reasons by key, and
     `notes` say what a person should look at.
     """

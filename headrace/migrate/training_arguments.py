@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.migrate.source import Source, refuse
+from headrace.migrate.source import MigratedFile, refuse
 
 _ADAMW = (
     "adamw_torch",
@@ -94,7 +94,7 @@ REASONS = {
 
 
 def take_training_arguments(
-    source: Source, *, batch: int, rate: float, epochs: float, length: int, pairs: bool = False
+    source: MigratedFile, *, batch: int, rate: float, epochs: float, length: int, pairs: bool = False
 ) -> None:
     """Take transformers' TrainingArguments. The defaults of the trainer are written out where they differ from Headrace's."""
     take_rows(source, "per_device_train_batch_size", batch, length, pairs=pairs)
@@ -108,7 +108,7 @@ def take_training_arguments(
     take_saving(source)
 
 
-def take_common(source: Source) -> None:
+def take_common(source: MigratedFile) -> None:
     """Take the keys that all formats but DeepSpeed's write alike."""
     take_warmup(source)
     for key in ("weight_decay", "max_grad_norm"):
@@ -131,12 +131,12 @@ def take_common(source: Source) -> None:
 
 
 def _takes(logger: str) -> bool:
-    trial = Source({})
+    trial = MigratedFile({})
     trial.set("report_to", [logger], "report_to")
     return bool(trial.options)
 
 
-def take_rows(source: Source, batch_key: str, batch: int, length: int, *, pairs: bool = False) -> None:
+def take_rows(source: MigratedFile, batch_key: str, batch: int, length: int, *, pairs: bool = False) -> None:
     """Take rows of a batch, or `pairs` of rows, and how many batches are accumulated, as tokens of a step."""
     rows = int(source.take(batch_key, batch)) * int(source.take("gradient_accumulation_steps", 1))
     source.set("tokens_per_step", rows * length * (2 if pairs else 1), f"{batch_key}, gradient_accumulation_steps")
@@ -146,7 +146,7 @@ def take_rows(source: Source, batch_key: str, batch: int, length: int, *, pairs:
     )
 
 
-def take_warmup(source: Source) -> None:
+def take_warmup(source: MigratedFile) -> None:
     """Take steps of warming up; a share of the run's steps, where the file says how many it has."""
     steps, ratio = float(source.take("warmup_steps", 0)), source.values.get("warmup_ratio")
     total = source.options.get("max_steps")
@@ -161,7 +161,7 @@ def take_warmup(source: Source) -> None:
         source.leave("warmup_steps", REASONS["warmup_ratio"])
 
 
-def take_precision(source: Source) -> None:
+def take_precision(source: MigratedFile) -> None:
     """Take the dtype of compute."""
     automatic = source.values.get("bf16") == "auto"  # where it is possible, which it is here
     bfloat16 = source.take("bf16", source.take("bfloat16")) or automatic
@@ -177,7 +177,7 @@ def take_precision(source: Source) -> None:
         )
 
 
-def take_saving(source: Source) -> None:
+def take_saving(source: MigratedFile) -> None:
     """Take how often models are kept and data are held out."""
     strategy = source.take("save_strategy", "steps")
     if strategy == "steps" and source.has("save_steps"):
@@ -198,7 +198,7 @@ def take_saving(source: Source) -> None:
     source.take("eval_steps")
 
 
-def take_schedule(source: Source, name: Any, key: str) -> None:
+def take_schedule(source: MigratedFile, name: Any, key: str) -> None:
     """Take the schedule of the learning rate."""
     if name in _SCHEDULES:
         source.set("lr_schedule", _SCHEDULES[name], key)
@@ -207,7 +207,7 @@ def take_schedule(source: Source, name: Any, key: str) -> None:
         source.notes.append(f"{key}: {name} is not known here; cosine is the nearest")
 
 
-def take_optimizer(source: Source, name: Any, key: str) -> None:
+def take_optimizer(source: MigratedFile, name: Any, key: str) -> None:
     """Take the rule of updates with its settings. Headrace's AdamW has another beta2 by default, so it is written out."""
     name = str(name)
     beta1, beta2 = source.take("adam_beta1", 0.9), source.take("adam_beta2", 0.999)
@@ -238,7 +238,7 @@ def _with(name: str, settings: dict[str, Any]) -> str:
 
 
 def take_adapter(
-    source: Source, kind: str, keys: tuple[str, str, str], targets: Any, defaults: tuple[int, float, float]
+    source: MigratedFile, kind: str, keys: tuple[str, str, str], targets: Any, defaults: tuple[int, float, float]
 ) -> None:
     """Take a LoRA or DoRA adapter. `keys` name rank, alpha and dropout, `defaults` are theirs; `targets` the modules."""
     rank = int(source.take(keys[0], defaults[0]))
@@ -251,7 +251,7 @@ def take_adapter(
     source.set("adapter", f"{'dora' if dora else kind}:{words}", ", ".join(keys))
 
 
-def names_of(modules: Any) -> str | None:
+def module_names_of(modules: Any) -> str | None:
     """Return module names as one word, None for a pattern or for none."""
     if isinstance(modules, str):
         modules = [word.strip() for word in modules.split(",")]
@@ -260,7 +260,7 @@ def names_of(modules: Any) -> str | None:
     return "all-linear" if list(modules) in (["all"], ["all-linear"]) else "+".join(map(str, modules))
 
 
-def refuse_methods(source: Source, keys: Sequence[str]) -> None:
+def refuse_methods(source: MigratedFile, keys: Sequence[str]) -> None:
     """Refuse methods that would train something else.
 
     Raises:
@@ -271,7 +271,7 @@ def refuse_methods(source: Source, keys: Sequence[str]) -> None:
             raise refuse(key, source.values[key], "is not trained by this version")
 
 
-def leave_bases(source: Source, adapter_key: str, coded_keys: Sequence[str]) -> None:
+def leave_bases(source: MigratedFile, adapter_key: str, coded_keys: Sequence[str]) -> None:
     """Say what becomes of an adapter to begin with, and of a base in few bits."""
     if source.has(adapter_key):
         source.leave(adapter_key, "an adapter begins at zero; merge the other one first (`headrace export --merge`)")
@@ -280,12 +280,12 @@ def leave_bases(source: Source, adapter_key: str, coded_keys: Sequence[str]) -> 
             note_coded_base(source, key)
 
 
-def set_data(source: Source, rows: list[dict[str, Any]], origin: str, option: str = "data") -> None:
+def set_data(source: MigratedFile, rows: list[dict[str, Any]], origin: str, option: str = "data") -> None:
     """Set the data: entries that say nothing but a path are written as one."""
     source.set(option, [row["path"] if set(row) == {"path"} else row for row in rows], origin)
 
 
-def take_streaming(source: Source, key: str, size_key: str) -> None:
+def take_streaming(source: MigratedFile, key: str, size_key: str) -> None:
     """Take data that are read as they come, and the rows of a buffer, which mean nothing otherwise."""
     size = source.take(size_key)
     if source.take(key):
@@ -294,7 +294,7 @@ def take_streaming(source: Source, key: str, size_key: str) -> None:
             source.set("buffer_size", size, size_key)
 
 
-def note_coded_base(source: Source, key: str) -> None:
+def note_coded_base(source: MigratedFile, key: str) -> None:
     """Say how a base in few bits is trained here."""
     source.leave(
         key,
@@ -303,7 +303,7 @@ def note_coded_base(source: Source, key: str) -> None:
     )
 
 
-def refuse_other_tasks(source: Source, key: str, tasks: Sequence[str]) -> None:
+def refuse_other_tasks(source: MigratedFile, key: str, tasks: Sequence[str]) -> None:
     """Refuse a task that is none of `tasks`: its loss or its data would be another one.
 
     Raises:

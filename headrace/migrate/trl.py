@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.migrate import preferences
-from headrace.migrate.source import Source, refuse
+from headrace.migrate.source import MigratedFile, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
     leave_bases,
-    names_of,
+    module_names_of,
     set_data,
     take_adapter,
     take_streaming,
@@ -66,7 +66,7 @@ def recognises(values: Mapping[str, Any]) -> bool:
     )
 
 
-def translate(source: Source) -> None:
+def translate(source: MigratedFile) -> None:
     """Translate a file of `trl sft`, `trl dpo` or `trl kto`.
 
     Raises:
@@ -100,7 +100,7 @@ def translate(source: Source) -> None:
     source.set("router_aux_loss_coef", source.take("router_aux_loss_coef", None if pairs else OF_MODEL), "router_aux_loss_coef")
     source.rename("output_dir", "output")
     if source.take("use_peft"):
-        targets = names_of(source.take("lora_target_modules"))
+        targets = module_names_of(source.take("lora_target_modules"))
         take_adapter(source, "lora", ("lora_r", "lora_alpha", "lora_dropout"), targets, (16, 32, 0.05))
         if targets is None:
             source.notes.append(
@@ -110,7 +110,7 @@ def translate(source: Source) -> None:
     source.finish(_REASONS)
 
 
-def _take_loss(source: Source) -> bool:
+def _take_loss(source: MigratedFile) -> bool:
     """Take the loss of `trl dpo` or `trl kto`, which a file shows by its keys; return whether it is one."""
     if source.values.get("loss_type") == "kto" or any(source.has(key) for key in preferences.WEIGHTS.values()):
         preferences.take_labels(source, "loss_type", "beta", preferences.WEIGHTS)
@@ -131,7 +131,7 @@ def _take_loss(source: Source) -> bool:
     return True
 
 
-def _take_data(source: Source) -> None:
+def _take_data(source: MigratedFile) -> None:
     """Take one data set, or a mixture of several."""
     mixture = source.take("dataset_mixture") or {}
     several = mixture.get("datasets", []) if isinstance(mixture, Mapping) else []

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from headrace.net.address import Address as Address
     from headrace.net.generation import Generation as Generation
     from headrace.net.lane import PIECE_BYTES as PIECE_BYTES
-    from headrace.net.lane import Lane as Lane
+    from headrace.net.lane import Channel as Channel
     from headrace.net.listener import APART as APART
     from headrace.net.listener import TOGETHER as TOGETHER
     from headrace.net.listener import Listener as Listener

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from headrace.machine.host_memory import Bytes
-from headrace.net.lane import Lane, Piece, finish_all, sort_of
+from headrace.net.lane import Channel, PieceTransfer, finish_all, sort_of
 from headrace.terms.options.summing import Order
 
 NODE = 0
@@ -21,7 +21,7 @@ NODE = 0
 PIECE_ELEMENTS = 1 << 20
 
 
-def spread_out(lane: Lane, data: Bytes) -> None:
+def spread_out(lane: Channel, data: Bytes) -> None:
     """Send `data` from the node to every worker.
 
     Raises:
@@ -30,7 +30,7 @@ def spread_out(lane: Lane, data: Bytes) -> None:
     if lane.size == 2:
         lane.send(data, 1)
         return
-    flat, before = torch.from_numpy(data), list[Piece]()
+    flat, before = torch.from_numpy(data), list[PieceTransfer]()
     lane.meet(dict.fromkeys(range(1, lane.size), sort_of(flat)), {})
     for pieces in _rounds(flat.numel(), lane.size - 1):
         works = [lane.start_send(flat[piece], rank) for rank, piece in pieces.items()]
@@ -39,7 +39,7 @@ def spread_out(lane: Lane, data: Bytes) -> None:
     finish_all(before)
 
 
-def take_in(lane: Lane, into: Bytes) -> None:
+def take_in(lane: Channel, into: Bytes) -> None:
     """Fill `into` with what the node sends (`spread_out`), and pass on this worker's pieces.
 
     Raises:
@@ -48,7 +48,7 @@ def take_in(lane: Lane, into: Bytes) -> None:
     if lane.size == 2:
         lane.receive(into, NODE)
         return
-    flat, me, before = torch.from_numpy(into), lane.rank, list[Piece]()
+    flat, me, before = torch.from_numpy(into), lane.rank, list[PieceTransfer]()
     others = [rank for rank in range(1, lane.size) if rank != me]
     sort = sort_of(flat)
     lane.meet(dict.fromkeys(others, sort), dict.fromkeys((NODE, *others), sort))
@@ -64,7 +64,7 @@ def take_in(lane: Lane, into: Bytes) -> None:
     finish_all(before)
 
 
-def add_up(lane: Lane, gradient: torch.Tensor, dtype: torch.dtype, order: Order) -> None:
+def add_up(lane: Channel, gradient: torch.Tensor, dtype: torch.dtype, order: Order) -> None:
     """Add this worker's flat `gradient` to the others' in the given `order`. Send the sum of its own pieces to the node,
     rounded to `dtype`.
 
@@ -102,7 +102,7 @@ def add_in_order(order: Order, parts: Mapping[int, torch.Tensor]) -> torch.Tenso
     return add_in_order(left, parts) + add_in_order(right, parts)
 
 
-def take_sum(lane: Lane, into: torch.Tensor) -> None:
+def take_sum(lane: Channel, into: torch.Tensor) -> None:
     """Fill `into`, flat, with the sum of the workers' gradients.
 
     Raises:

@@ -7,7 +7,7 @@ import threading
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from headrace.net.lane import Lane
+from headrace.net.lane import Channel
 
 
 class Generation:
@@ -22,19 +22,21 @@ class Generation:
         self.number, self.rank, self.names = number, rank, names
         self._reason: str | None = None
         self._lock = threading.Lock()
-        self._lanes: list[Lane] = []
+        self._lanes: list[Channel] = []
         for direction in ("down", "up"):
             name = f"generation/{number}/{direction}"
-            lane = Lane(store, name, host=host, rank=rank, names=names, why=lambda: self._reason, piece_seconds=piece_seconds)
+            lane = Channel(
+                store, name, host=host, rank=rank, names=names, why=lambda: self._reason, piece_seconds=piece_seconds
+            )
             self._lanes.append(lane)
 
     @property
-    def down(self) -> Lane:
+    def down(self) -> Channel:
         """The lane from the node to workers."""
         return self._lanes[0]
 
     @property
-    def up(self) -> Lane:
+    def up(self) -> Channel:
         """The lane from workers to the node."""
         return self._lanes[1]
 

@@ -51,10 +51,10 @@ _NOBODY = 1 << 20
 
 
 @dataclass(frozen=True)
-class Piece:
+class PieceTransfer:
     """A piece under way to or from a `peer`."""
 
-    lane: "Lane"
+    lane: "Channel"
     work: Work
     peer: int
 
@@ -67,11 +67,11 @@ class Piece:
         self.lane.wait(self.work, self.peer)
 
 
-def finish_all(pieces: Iterable[Piece]) -> None:
+def finish_all(pieces: Iterable[PieceTransfer]) -> None:
     """Wait for pieces in their order.
 
     Raises:
-        PeerLost: see `Piece.finish`.
+        PeerLost: see `PieceTransfer.finish`.
     """
     for piece in pieces:
         piece.finish()
@@ -83,7 +83,7 @@ def sort_of(data: Content, shape: Sequence[int] | None = None) -> str:
     return f"{name} {'x'.join(map(str, data.shape if shape is None else shape))}"
 
 
-class Lane:
+class Channel:
     """Moves bytes in one direction. `names` are the peers' names by rank; `why` returns what a watchman knows about a loss."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Lane:
 
         Raises:
             Unlike: a rank names another type or shape; nothing has moved.
-            PeerLost: see `Piece.finish`.
+            PeerLost: see `PieceTransfer.finish`.
         """
         met = [(rank, sort, *self._greet(rank, sort, _SENDER, _RECEIVER)) for rank, sort in sends.items()]
         met += [(rank, sort, *self._greet(rank, sort, _RECEIVER, _SENDER)) for rank, sort in receives.items()]
@@ -136,13 +136,13 @@ class Lane:
             raise Unlike(f"{'; '.join(unlike)}; nothing of it was taken")
         return time.perf_counter()
 
-    def start_send(self, data: torch.Tensor, to: int) -> Piece:
+    def start_send(self, data: torch.Tensor, to: int) -> PieceTransfer:
         """Start sending a piece, a flat tensor, of at most `PIECE_BYTES`, after `meet`."""
-        return Piece(self, self._start("send", data, to, _DATA), to)
+        return PieceTransfer(self, self._start("send", data, to, _DATA), to)
 
-    def start_receive(self, into: torch.Tensor, source: int) -> Piece:
+    def start_receive(self, into: torch.Tensor, source: int) -> PieceTransfer:
         """Start receiving a piece, after `meet`."""
-        return Piece(self, self._start("recv", into, source, _DATA), source)
+        return PieceTransfer(self, self._start("recv", into, source, _DATA), source)
 
     def wait(self, work: Work, peer: int, longest: timedelta | None = None) -> None:
         """Wait for what has been started, None: `piece_seconds`.
@@ -187,7 +187,7 @@ class Lane:
         """Return the JSON value that a rank sent: an object with these `keys` of these types, if any are named.
 
         Raises:
-            PeerLost: as in `Piece.finish`; or what came is no such message.
+            PeerLost: as in `PieceTransfer.finish`; or what came is no such message.
         """
         came, into = self._hear(source, _SENDER)
         self.wait(came, source, _FOR_EVER)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from headrace.net.lane import Lane
+from headrace.net.lane import Channel
 from headrace.terms.sizes import MIB
 
 NODE, VISITOR = 0, 1
@@ -20,7 +20,7 @@ _ROUND_TRIPS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """Bytes per second to the node (`up`) and from it (`down`), each alone, and seconds of a short message there and back."""
 
     up_bytes_per_second: float
@@ -28,17 +28,17 @@ class Link:
     round_trip_seconds: float
 
 
-def visitors_lane(store: Store, ticket: int, *, host: str, rank: int, piece_seconds: float) -> Lane:
+def visitors_lane(store: Store, ticket: int, *, host: str, rank: int, piece_seconds: float) -> Channel:
     """Return the lane between the node and the visitor with that ticket.
 
     Raises:
         PeerLost: the other end did not come.
     """
     names = ("the node", f"visitor {ticket}")
-    return Lane(store, f"visit/{ticket}", host=host, rank=rank, names=names, why=lambda: None, piece_seconds=piece_seconds)
+    return Channel(store, f"visit/{ticket}", host=host, rank=rank, names=names, why=lambda: None, piece_seconds=piece_seconds)
 
 
-def measure_link(lane: Lane) -> Link:
+def measure_link(lane: Channel) -> MeasuredLink:
     """Measure the link as the visitor of `lane`; the other end answers (`answer_link`).
 
     Raises:
@@ -66,10 +66,10 @@ def measure_link(lane: Lane) -> Link:
             break
         num_bytes *= 2
     lane.send_message({"bytes": -1}, NODE)
-    return Link(num_bytes / up, num_bytes / down, sorted(trips)[_ROUND_TRIPS // 2])
+    return MeasuredLink(num_bytes / up, num_bytes / down, sorted(trips)[_ROUND_TRIPS // 2])
 
 
-def answer_link(lane: Lane) -> None:
+def answer_link(lane: Channel) -> None:
     """Be the other end of `measure_link`, until it is done.
 
     Raises:

@@ -14,7 +14,7 @@ from headrace.net.address import Address
 from headrace.net.board import Board, Kind
 from headrace.net.generation import Generation
 from headrace.net.lane import has_keys
-from headrace.net.link import VISITOR, Link, measure_link, visitors_lane
+from headrace.net.link import VISITOR, MeasuredLink, measure_link, visitors_lane
 from headrace.net.listener import AWAY, BEATS, ENDED, GONE, LOOK_SECONDS, OVER, SPARE
 from headrace.net.proof import nonce
 from headrace.net.watchman import Watchman
@@ -22,9 +22,8 @@ from headrace.terms.errors import ConfigError, PeerLost
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
-# How often a hello is said again that has no answer; how long a challenge without a proof is looked at again: a node that has
-# the
-# secret writes its own again at once.
+# A hello without an answer is said again so often. A challenge without a proof is looked at again for so long: a node that has
+# the secret writes its own again at once.
 _AGAIN_SECONDS, _CHALLENGE_SECONDS = 1.0, 1.0
 _ANSWER = {"nonce": str}
 
@@ -147,7 +146,7 @@ class Member:
                 return f"node {self._address}: {words}"
         return None
 
-    def measure(self) -> Link:
+    def measure(self) -> MeasuredLink:
         """Measure the link as a visitor, for a second or two; meanwhile the node's run uses the rest of the link.
 
         Raises:

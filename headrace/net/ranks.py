@@ -16,7 +16,7 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: i
 
 from headrace.machine.host_memory import Bytes
 from headrace.net.exchange import PIECE_ELEMENTS, add_in_order
-from headrace.net.lane import PIECE_BYTES, Lane, Piece, finish_all, has_keys, sort_of
+from headrace.net.lane import PIECE_BYTES, Channel, PieceTransfer, finish_all, has_keys, sort_of
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.launch import Launch
@@ -54,7 +54,7 @@ class Ranks(Closing):
         self._reason: str | None = None
         self._store = store  # lives as long as its connections are wanted
         self.lanes = {
-            name: Lane(store, f"ranks/{name}", host=host, rank=rank, names=names, why=self._why, piece_seconds=piece_seconds)
+            name: Channel(store, f"ranks/{name}", host=host, rank=rank, names=names, why=self._why, piece_seconds=piece_seconds)
             for name in lanes
         }
         self.machine = tuple(machine) or (rank,)
@@ -137,7 +137,7 @@ class Ranks(Closing):
         return [rank for rank in self.machine if rank != self.rank]
 
     @property
-    def control(self) -> Lane:
+    def control(self) -> Channel:
         """The lane for what is said between steps."""
         return self.lanes["control"]
 
@@ -162,7 +162,7 @@ class Ranks(Closing):
         over.meet(dict.fromkeys(targets, sorts[self.rank]), {rank: sorts[rank] for rank in sources})
         for start in range(0, longest, PIECE_BYTES):
             own = _piece(parts[self.rank], start, PIECE_BYTES)
-            works = list[Piece]()
+            works = list[PieceTransfer]()
             for rank in self.others:
                 if rank in sources and (piece := _piece(parts[rank], start, PIECE_BYTES)) is not None:
                     works.append(over.start_receive(flat[piece], rank))
@@ -194,7 +194,7 @@ class Ranks(Closing):
         over.meet({rank: sorts[rank] for rank in self.others}, dict.fromkeys(self.others, sorts[self.rank]))
         for start in range(0, longest, PIECE_ELEMENTS):
             own = _piece(parts[self.rank], start, PIECE_ELEMENTS)
-            works, came = list[Piece](), dict[int, torch.Tensor]()
+            works, came = list[PieceTransfer](), dict[int, torch.Tensor]()
             for rank in self.others:
                 if own is not None:
                     came[rank + 1] = places[rank][: own.stop - own.start]

@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 
 from headrace.machine.host_memory import Bytes
-from headrace.net.lane import END_SECONDS, Lane
+from headrace.net.lane import END_SECONDS, Channel
 from headrace.terms.errors import PeerLost
 
 _PLACES = 2
@@ -23,7 +23,7 @@ _RATES = 64
 class Relay:
     """Receives over `lane` from rank `source`, and sends over it to rank `to`, None: from or to nobody."""
 
-    def __init__(self, lane: Lane, changed: threading.Condition, *, source: int | None, to: int | None) -> None:
+    def __init__(self, lane: Channel, changed: threading.Condition, *, source: int | None, to: int | None) -> None:
         self._lane, self._changed = lane, changed
         self._wanted: SimpleQueue[int | None] = SimpleQueue()
         self._going: SimpleQueue[Bytes | None] = SimpleQueue()

@@ -11,7 +11,7 @@ import numpy as np
 
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.shared_memory import SharedMemory
-from headrace.net.lane import END_SECONDS, Lane
+from headrace.net.lane import END_SECONDS, Channel
 from headrace.net.ranks import Ranks
 from headrace.terms.closing import Closing
 from headrace.terms.errors import PeerLost, StorageError
@@ -119,7 +119,7 @@ class SharedCopy(Closing):
 class _Clearing:
     """Counts how often each neighbour has done with a place. A thread for each takes its words, whenever they come."""
 
-    def __init__(self, lane: Lane, neighbours: list[int]) -> None:
+    def __init__(self, lane: Channel, neighbours: list[int]) -> None:
         self._lane, self._neighbours = lane, neighbours
         self._sending, self._changed = threading.Lock(), threading.Condition()
         self._done = {rank: Counter[int]() for rank in (lane.rank, *neighbours)}

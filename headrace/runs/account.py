@@ -13,7 +13,7 @@ from typing import Any
 from headrace.ask.answer import report_of
 from headrace.ask.between_steps import BesideSteps
 from headrace.ask.explain import explain, explain_outcome
-from headrace.ask.outcome import outcome_of
+from headrace.ask.outcome import run_outcome_of
 from headrace.ask.plan_report import PlanReport
 from headrace.data.batches.open_data import read_model_config
 from headrace.files import file_systems
@@ -98,7 +98,7 @@ class Account:
         """
         if not records:
             return ""
-        outcome = outcome_of(self._report, records, evaluations, host_peak_bytes=host_peak_bytes)
+        outcome = run_outcome_of(self._report, records, evaluations, host_peak_bytes=host_peak_bytes)
         self._directory.write_summary(outcome.to_json())
         return explain_outcome(outcome)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from headrace.engine.beginning import Whole
+from headrace.engine.beginning import WholeRun
 from headrace.engine.node.crowd import Crowd
 from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
@@ -34,15 +34,15 @@ from headrace.terms.packed_rows import PackedRows
 
 def headrace_engines() -> Engines:
     """Return the engines of this package."""
-    return Engines(begin, resume, why_not_packed, state_of, discard)
+    return Engines(opened_engine, resumed_engine, why_not_packed, state_of, discard)
 
 
 def node_engines(crowd: Crowd, *, verify: bool = True) -> Engines:
     """Return the engines of a node with this crowd of workers. `verify`: a resumed run's state is read and checked first."""
     seams = Seams(workers=crowd)
     return Engines(
-        partial(begin, kind=NodeEngine, seams=seams),
-        partial(resume, kind=NodeEngine, seams=seams, verify=verify),
+        partial(opened_engine, kind=NodeEngine, seams=seams),
+        partial(resumed_engine, kind=NodeEngine, seams=seams, verify=verify),
         why_not_packed,
         state_of,
         discard,
@@ -54,8 +54,8 @@ def rank_engines(fleet: Fleet) -> Engines:
     """Return the engines of rank 0 of a fleet."""
     seams = Seams(fleet=fleet)
     return Engines(
-        partial(begin, kind=ShardedEngine, seams=seams),
-        partial(resume, kind=ShardedEngine, seams=seams),
+        partial(opened_engine, kind=ShardedEngine, seams=seams),
+        partial(resumed_engine, kind=ShardedEngine, seams=seams),
         why_not_packed,
         state_of,
         discard,
@@ -66,15 +66,15 @@ def stage_engines(line: Line) -> Engines:
     """Return the engines of the first stage of a line."""
     seams = Seams(fleet=line)
     return Engines(
-        partial(begin, kind=StagedEngine, seams=seams),
-        partial(resume, kind=StagedEngine, seams=seams),
+        partial(opened_engine, kind=StagedEngine, seams=seams),
+        partial(resumed_engine, kind=StagedEngine, seams=seams),
         why_not_packed,
         state_of,
         discard,
     )
 
 
-def begin(
+def opened_engine(
     model: Path,
     options: Options,
     sink: Sink | None = None,
@@ -86,10 +86,10 @@ def begin(
 ) -> Engine:
     """Return `Engine.open` for a run whose model will lie in its directory, so that space for that is checked, too."""
     final = RunDirectory(Path(str(options.output))).final
-    return kind.open(model, options, sink, measure=measure, whole=Whole(final=final, packed=packed), seams=seams)
+    return kind.open(model, options, sink, measure=measure, whole=WholeRun(final=final, packed=packed), seams=seams)
 
 
-def resume(
+def resumed_engine(
     run_directory: Path,
     *,
     sink: Sink | None = None,

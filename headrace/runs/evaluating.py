@@ -17,7 +17,7 @@ from headrace.ask.between_steps import Evaluating
 from headrace.data import Batch
 from headrace.data.batches.batches import Batches
 from headrace.data.batches.held_out import HeldOutRows
-from headrace.data.batches.open_data import tensors_of
+from headrace.data.batches.open_data import step_tensors_of
 from headrace.report.metrics import Record, evaluations_since_best
 from headrace.runs.protocols import RunningEngine
 from headrace.terms.events import Evaluated, Notice, Sink
@@ -78,7 +78,7 @@ class Evaluations:
 
 
 @dataclass(frozen=True)
-class Evaluator:
+class RunEvaluator:
     """Evaluates the model of `engine` between steps.
 
     `evaluations` are the records so far; `sink` gets new ones, and adds them. `heed` says whether to break off. `tensors` makes
@@ -90,7 +90,7 @@ class Evaluator:
     evaluations: Sequence[Record]
     sink: Sink
     heed: Callable[[], bool]
-    tensors: Callable[[Batch], Mapping[str, torch.Tensor]] = tensors_of
+    tensors: Callable[[Batch], Mapping[str, torch.Tensor]] = step_tensors_of
 
     def evaluate_if_due(self) -> None:
         """Evaluate after the newest step if that is due and not done.

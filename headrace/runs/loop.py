@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.data import Batch
 from headrace.data.batches.batches import Batches
-from headrace.data.batches.open_data import note_of_epochs, tensors_of
+from headrace.data.batches.open_data import note_of_epochs, step_tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.near_limit import NearLimit
@@ -28,7 +28,7 @@ from headrace.report.trackers import TRACKERS, Tracker
 from headrace.report.trainer_state import of_run, trainer_state
 from headrace.runs.checkpoints import Checkpoints, CheckpointWriter
 from headrace.runs.counted import for_people
-from headrace.runs.evaluating import Evaluations, Evaluator
+from headrace.runs.evaluating import Evaluations, RunEvaluator
 from headrace.runs.finish import keep_model, write_final
 from headrace.runs.measuring import MachineOfRun
 from headrace.runs.open_rows import open_rows
@@ -274,8 +274,8 @@ def _makers(
     )
     if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path, beside)) is not None:
         closing.callback(rollouts.close)
-        return partial(rollouts.rows, heed=heed), tensors_of, lambda: rollouts.figures
-    return tensors_of, tensors_of, dict
+        return partial(rollouts.rows, heed=heed), step_tensors_of, lambda: rollouts.figures
+    return step_tensors_of, step_tensors_of, dict
 
 
 def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> References | None:
@@ -292,9 +292,9 @@ def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> R
 
 def _between_steps(
     run: _Run, engine: RunningEngine, reporters: Reporters, metrics: MetricsFile, heed: Callable[[], bool]
-) -> tuple[Evaluator, CheckpointWriter]:
+) -> tuple[RunEvaluator, CheckpointWriter]:
     """Return what evaluates, and what keeps models, between steps; `heed` says whether the run is to stop."""
-    return Evaluator(run.evaluations, engine, metrics.evaluations, reporters, heed), CheckpointWriter(
+    return RunEvaluator(run.evaluations, engine, metrics.evaluations, reporters, heed), CheckpointWriter(
         run.checkpoints,
         engine,
         run.directory,

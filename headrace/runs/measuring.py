@@ -22,7 +22,7 @@ from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:
-    from headrace.measure.brief import Room
+    from headrace.measure.brief import MeasuringRoom
 
 # A run that takes no longer than the first figure is not worth measuring. The usual figures may estimate too little: for a run
 # that takes more than the second figure by them, products are looked at first.
@@ -98,10 +98,10 @@ class MachineOfRun:
         self._sink(Notice(text=text, level=level))
 
 
-def _room(plan: Plan) -> "Room":
+def _room(plan: Plan) -> "MeasuringRoom":
     """Return what measuring may take under the budgets: the memory for those parts of the plan that do not exist yet."""
-    from headrace.measure.brief import Room
+    from headrace.measure.brief import MeasuringRoom
 
     left = plan.peak("host") - anonymous_bytes()
     device = 0 if "device" not in plan.results.peak_bytes else plan.peak("device")
-    return Room(host_bytes=int(_ROOM_SHARE * left), device_bytes=int(_ROOM_SHARE * device))
+    return MeasuringRoom(host_bytes=int(_ROOM_SHARE * left), device_bytes=int(_ROOM_SHARE * device))

@@ -152,7 +152,7 @@ def work(
     """Compute for the node at `address` until its run is done, and return the number of steps computed here.
 
     `own` has this process's budgets. If the node is not there, it is waited for, up to `wait_seconds`. `asked` are options that
-    must be the node's (`asked_of`). A learner takes its `model`, if it is the node's.
+    must be the node's (`deciding_options`). A learner takes its `model`, if it is the node's.
 
     Raises:
         PeerLost: there has been no node for that long.
@@ -187,7 +187,7 @@ class _Parted(Exception):
         self.met = met
 
 
-def asked_of(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def deciding_options(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return those options in a run's file that decide numbers, in the form of a run's record; `source` is named in errors.
 
     Raises:

@@ -59,7 +59,7 @@ def follow(launch: Launch) -> None:
         signal.signal(number, signal.SIG_IGN)
     take_gpu(launch)
     with _fleet(launch) as fleet:
-        from headrace.engine.shared.sharded import join
+        from headrace.engine.shared.sharded import join_as_rank
 
         folders = list[Path]()
 
@@ -67,7 +67,7 @@ def follow(launch: Launch) -> None:
             folders.append(fleet.folder_of(told, launch.rank))
             return folders[0]
 
-        with join(fleet, place, lambda event: None) as engine:
+        with join_as_rank(fleet, place, lambda event: None) as engine:
             is_over = engine.follow()
         if is_over:
             remove_tree(folders[0])

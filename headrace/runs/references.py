@@ -19,7 +19,7 @@ import torch
 
 from headrace.data import Batch, BatchStream
 from headrace.data.batches.batches import Batches
-from headrace.data.batches.open_data import tensors_of
+from headrace.data.batches.open_data import step_tensors_of
 from headrace.losses import loss_of
 from headrace.runs.evaluating import Evaluations
 from headrace.runs.protocols import RunningEngine
@@ -69,7 +69,7 @@ class References:
         file = self._held_out if held_out else self._trained
         assert file is not None, "there are held-out rows only where data are held out"
         assert batch.samples is not None, "rows of pairs are not packed"
-        return tensors_of(batch) | {"reference_log_probs": file.of(batch.samples.tolist())}
+        return step_tensors_of(batch) | {"reference_log_probs": file.of(batch.samples.tolist())}
 
 
 class _File:
@@ -104,7 +104,7 @@ class _File:
                         f"{self._path}: log-probabilities of the reference are missing, and after step {engine.step_index} the "
                         "model that they are of is gone; restore the file, or begin a new run"
                     )
-                self._append(dict(zip(samples, engine.log_probs(tensors_of(batch)).tolist(), strict=True)))
+                self._append(dict(zip(samples, engine.log_probs(step_tensors_of(batch)).tolist(), strict=True)))
                 made += len(samples)
         return made
 

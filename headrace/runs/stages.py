@@ -115,7 +115,7 @@ def _with_shares(finished: Finished, line: "Line") -> Finished:
     return finished
 
 
-def follow(options: Options, staging: Staging, *, display: Display | None = None) -> None:
+def follow_as_stage(options: Options, staging: Staging, *, display: Display | None = None) -> None:
     """Be another stage, with its part of the run in the first SSD directory of `options`, until the run ends. Of these options
     the `WORKERS_OWN` count.
 
@@ -138,7 +138,7 @@ def follow(options: Options, staging: Staging, *, display: Display | None = None
 
 def _follow_once(options: Options, staging: Staging, meeting: Meeting, display: Display) -> bool:
     """Follow stage 0 until the run ends, which is returned."""
-    from headrace.engine.shared.sharded import join
+    from headrace.engine.shared.sharded import join_as_rank
     from headrace.engine.shared.staged import StagedEngine
 
     folders = list[Path]()
@@ -150,7 +150,7 @@ def _follow_once(options: Options, staging: Staging, meeting: Meeting, display: 
     line = _meet(meeting, display)
     try:
         own = {key: getattr(options, key) for key in WORKERS_OWN}
-        with join(line, place, lambda event: None, StagedEngine, own) as engine:
+        with join_as_rank(line, place, lambda event: None, StagedEngine, own) as engine:
             blocks, plan = line.blocks(engine.chain.num_blocks), engine.plan
             assert plan is not None, "stages begin with a plan"
             display.say(f"stage {staging.stage}: blocks {blocks[0] - 1} to {blocks[-1] - 1} of {engine.chain.num_blocks}")

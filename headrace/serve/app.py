@@ -23,11 +23,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace.generate.uses.answering import Answer
-from headrace.serve.desk import Begun, Closing, Desk, Full, Told
+from headrace.serve.desk import Begun, Desk, Full, ServerClosing, Told
 from headrace.serve.desk import Request as Handed
-from headrace.serve.figures import Figures
-from headrace.serve.reading import Asked, Reader, Refused
-from headrace.serve.shapes import CHAT, TEXT, Json, Reply, Shape, error_of, model_card
+from headrace.serve.figures import ServerFigures
+from headrace.serve.reading import GenerationRequest, Refused, RequestReader
+from headrace.serve.shapes import CHAT, TEXT, EndpointShape, Json, Reply, error_of, model_entry
 from headrace.terms.errors import InputError, in_one_line, shortened
 
 MAX_BODY_SECONDS = 60.0
@@ -46,12 +46,17 @@ class Service:
     """
 
     def __init__(
-        self, desk: Desk, reader: Reader, figures: Figures, keys: Sequence[str] = (), hosts: Sequence[str] | None = None
+        self,
+        desk: Desk,
+        reader: RequestReader,
+        figures: ServerFigures,
+        keys: Sequence[str] = (),
+        hosts: Sequence[str] | None = None,
     ) -> None:
         self._hosts, self._being_read = hosts, 0
         self._desk, self._reader, self._figures = desk, reader, figures
         self._keys = tuple(key.encode() for key in keys)
-        self._card = model_card(reader.name, int(time.time()), reader.limits.together)
+        self._card = model_entry(reader.name, int(time.time()), reader.limits.together)
         self._one_reader = anyio.CapacityLimiter(1)  # tokenizers are no tool for two threads
 
     def app(self) -> ASGIApp:
@@ -65,7 +70,7 @@ class Service:
         }
         routes = [Route(path, self._called(self._guarded(answer)), methods=[verb]) for path, (verb, answer) in guarded.items()]
         routes.append(Route("/health", self._called(self._health)))
-        refused: Any = dict.fromkeys((HTTPException, Refused, InputError, Full, Closing, Exception), _refusal)
+        refused: Any = dict.fromkeys((HTTPException, Refused, InputError, Full, ServerClosing, Exception), _refusal)
         return _counting(Starlette(routes=routes, exception_handlers=refused), {route.path for route in routes}, self._figures)
 
     # -- endpoints --------------------------------------------------------------------------------------------------
@@ -85,7 +90,7 @@ class Service:
             raise Refused(f"this server has {self._reader.name!r} alone", 404, "model_not_found")
         return JSONResponse(self._card)
 
-    async def _complete(self, shape: Shape, http: Request) -> Response:
+    async def _complete(self, shape: EndpointShape, http: Request) -> Response:
         if self._being_read >= self._desk.most + MORE_BEING_READ:
             raise Full(f"{self._being_read} requests are being read; ask again later")
         self._being_read += 1
@@ -110,7 +115,9 @@ class Service:
         self._figures.answered(found, time.monotonic() - request.came)
         return JSONResponse(reply.whole(found))
 
-    async def _events(self, asked: Asked, reply: Reply, request: Handed, told: "asyncio.Queue[Told]") -> AsyncIterator[str]:
+    async def _events(
+        self, asked: GenerationRequest, reply: Reply, request: Handed, told: "asyncio.Queue[Told]"
+    ) -> AsyncIterator[str]:
         """Yield the events of a stream, whose request has its seat."""
         if (begin := reply.begin()) is not None:
             yield _event(begin)
@@ -182,7 +189,7 @@ class Service:
             raise Refused("the body ends early") from error
         return bytes(found)
 
-    def _handed_in(self, asked: Asked) -> tuple["asyncio.Queue[Told]", Handed]:
+    def _handed_in(self, asked: GenerationRequest) -> tuple["asyncio.Queue[Told]", Handed]:
         """Hand a request in; return where it is told what comes of it.
 
         Raises:
@@ -265,7 +272,7 @@ def _refusal(http: Request | None, error: Any) -> Response:
         return JSONResponse(error_of(str(error), _INVALID), 400)
     if isinstance(error, Full):
         return JSONResponse(error_of(str(error), _OVERLOADED), 429, {"retry-after": "1"})
-    if isinstance(error, Closing):
+    if isinstance(error, ServerClosing):
         return JSONResponse(error_of(str(error), _OVERLOADED), 503)
     return JSONResponse(error_of(f"the answer failed: {in_one_line(error)}", _BROKEN), 500)
 
@@ -274,7 +281,7 @@ def _event(value: Json) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _counting(app: ASGIApp, paths: set[str], figures: Figures) -> ASGIApp:
+def _counting(app: ASGIApp, paths: set[str], figures: ServerFigures) -> ASGIApp:
     """Return `app`, with each response counted by its path, if that is known, and its status."""
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:

@@ -18,7 +18,7 @@ import torch
 from transformers import StoppingCriteria
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.micro_batches import Generated, SeatRows
 from headrace.generate.uses.answering import Answer, answers_of
 from headrace.generate.uses.watching import watched
 from headrace.terms.errors import HeadraceError, InputError
@@ -32,7 +32,7 @@ class Unanswered(HeadraceError):
     """The model gives no answer."""
 
 
-class Closing(HeadraceError):
+class ServerClosing(HeadraceError):
     """The server ends: it answers what has begun, and nothing else."""
 
 
@@ -113,7 +113,7 @@ class Desk:
         """
         with self._changed:
             if self._is_closing:
-                raise Closing("the server ends; ask again when it is back")
+                raise ServerClosing("the server ends; ask again when it is back")
             if len(self._waiting) + len(self._seated) >= self._most:
                 raise Full(f"{self._most} requests are under way, which is the most (--max-requests); ask again later")
             self._waiting.append(request)
@@ -136,7 +136,7 @@ class Desk:
                 request.is_gone |= at_once
             self._changed.notify()
         for request in refused:
-            request.tell(Closing("the server ends; ask again when it is back"))
+            request.tell(ServerClosing("the server ends; ask again when it is back"))
 
     def answer(self) -> None:
         """Answer requests until the desk is closed: the work of the engine's thread.
@@ -153,11 +153,11 @@ class Desk:
         except BaseException as error:
             self.close()
             for request in self._seated.values():
-                request.tell(error if isinstance(error, Exception) else Closing("the server was ended"))
+                request.tell(error if isinstance(error, Exception) else ServerClosing("the server was ended"))
             self._seated.clear()
             raise
 
-    def _entering(self) -> Iterator[MicroBatch | None]:
+    def _entering(self) -> Iterator[SeatRows | None]:
         """Yield who takes the next free seat, None while nobody waits; wait for somebody where no seat is taken."""
         while True:
             with self._changed:
@@ -172,7 +172,7 @@ class Desk:
                 yield None
                 continue
             try:
-                batch = MicroBatch(number, (request.ids,), request.seed, self._settings(request))
+                batch = SeatRows(number, (request.ids,), request.seed, self._settings(request))
             except InputError as error:
                 with self._changed:
                     del self._seated[number]

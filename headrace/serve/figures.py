@@ -9,7 +9,7 @@ from headrace.terms.events import Event, GenerationPass
 _SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 
 
-class Figures:
+class ServerFigures:
     """Counters of one server."""
 
     def __init__(self) -> None:

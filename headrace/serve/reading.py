@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.data.chat.api_bodies import check_keys, conversation_of, settings_of
 from headrace.data.chat.prompts import Prompts
-from headrace.serve.shapes import CHAT, Shape
+from headrace.serve.shapes import CHAT, EndpointShape
 from headrace.terms.errors import HeadraceError, InputError, shortened
 
 _READ = ("messages", "tools", "prompt", "stream", "stream_options")
@@ -36,10 +36,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GenerationRequest:
     """What a request asks; `seed` None: it names none."""
 
-    shape: Shape
+    shape: EndpointShape
     ids: tuple[int, ...]
     settings: Mapping[str, Any]
     new_tokens: int
@@ -49,14 +49,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Reader:
+class RequestReader:
     """Reads the bodies of requests to the model called `name`. It is used by one thread at a time, as its tokenizer is."""
 
     name: str
     prompts: Prompts
     limits: Limits
 
-    def read(self, shape: Shape, content: bytes) -> Asked:
+    def read(self, shape: EndpointShape, content: bytes) -> GenerationRequest:
         """Return what the body `content` asks.
 
         Raises:
@@ -74,7 +74,7 @@ class Reader:
         except InputError as error:
             raise Refused(str(error)) from error
         new, seed = settings.pop("max_new_tokens", None), settings.pop("seed", None)
-        return Asked(shape, ids, settings, self._new_tokens(len(ids), new), seed, streams, tells_usage)
+        return GenerationRequest(shape, ids, settings, self._new_tokens(len(ids), new), seed, streams, tells_usage)
 
     def _prompt_of(self, body: Mapping[str, Any]) -> list[int]:
         prompt = body.get("prompt")

@@ -26,8 +26,8 @@ from headrace.generate.uses.answering import changes_of
 from headrace.serve.app import LOOPBACK_NAME, Service
 from headrace.serve.connections import Connection
 from headrace.serve.desk import Desk
-from headrace.serve.figures import Figures
-from headrace.serve.reading import Limits, Reader
+from headrace.serve.figures import ServerFigures
+from headrace.serve.reading import Limits, RequestReader
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.events import Event, Sink
 from headrace.terms.machine.ceilings import Ceilings
@@ -65,7 +65,7 @@ def serve(
         Whatever ends a pass: nothing can be answered any more.
     """
     keys = read_keys(options)
-    figures = Figures()
+    figures = ServerFigures()
 
     def heard(event: Event) -> None:
         figures.take(event)
@@ -76,14 +76,14 @@ def serve(
         changes = changes_of(generator, options.generation, tokenizer)
         limits = limits_of(generator, options)
         copies = kept_copies(generator.model.settings(1, None, {**changes, "max_new_tokens": 1}))
-        plan = plan_of(generator, options, limits, copies)
+        plan = seats_plan_of(generator, options, limits, copies)
         tell_plan(plan)
         generator.use(plan)
         desk = Desk(generator, changes, options.max_requests)
         figures.watch(desk, plan.seats)
         name = place.resolve().name
         day = options.template_date or generator.model.here.template_date
-        reader = Reader(
+        reader = RequestReader(
             name,
             Prompts(generator.model.tokenizer(), False, options.system, day),
             limits,
@@ -121,7 +121,7 @@ def limits_of(generator: Generator, options: ServeOptions) -> Limits:
     return Limits(prompt=together * 3 // 4, together=together, new=new)
 
 
-def plan_of(generator: Generator, options: ServeOptions, limits: Limits, copies: int = 0) -> GenerationPlan:
+def seats_plan_of(generator: Generator, options: ServeOptions, limits: Limits, copies: int = 0) -> GenerationPlan:
     """Return the plan with as many seats as requests, or fewer where more would not fit, or cost much of the speed.
 
     Raises:
@@ -144,7 +144,7 @@ def plan_of(generator: Generator, options: ServeOptions, limits: Limits, copies:
 def allowed_hosts(options: ServeOptions) -> tuple[str, ...] | None:
     """Return the names by which clients may call the server, None for all.
 
-    On loopback they are those of loopback: else a page that a browser on this machine shows could ask under a name of its own,
+    On loopback they are those of loopback. A page in a browser of this machine could otherwise ask under a name of its own,
     whose address it has changed to this machine's.
     """
     if options.allowed_hosts:

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EndpointShape:
     """How an endpoint answers: the names of its objects, and where text stands in a choice, whole or a piece."""
 
     prefix: str
@@ -30,15 +30,15 @@ class Shape:
         return found | {"message": {"role": "assistant", "content": text}}
 
 
-CHAT = Shape("chatcmpl", "chat.completion", "chat.completion.chunk", is_chat=True)
-TEXT = Shape("cmpl", "text_completion", "text_completion", is_chat=False)
+CHAT = EndpointShape("chatcmpl", "chat.completion", "chat.completion.chunk", is_chat=True)
+TEXT = EndpointShape("cmpl", "text_completion", "text_completion", is_chat=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The JSON of one request's answer: all its objects have one id. `seed` is what it was drawn with."""
 
-    shape: Shape
+    shape: EndpointShape
     model: str
     seed: int
     id: str = field(default_factory=lambda: secrets.token_hex(12))
@@ -85,6 +85,6 @@ def error_of(message: str, kind: str, code: str | None = None) -> Json:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def model_card(name: str, created: int, max_length: int) -> Mapping[str, Any]:
+def model_entry(name: str, created: int, max_length: int) -> Mapping[str, Any]:
     """Return the entry of a model in the list of models."""
     return {"id": name, "object": "model", "created": created, "owned_by": "headrace", "max_model_len": max_length}

@@ -81,7 +81,7 @@ def remove_leftover(leftover: Leftover) -> None:
         if holder is not None or lock is None:
             raise ConfigError(f"{leftover.folder}: its run is in use by process {holder} again; nothing was removed")
         # A run that lacks a part cannot go on: if this is interrupted, its other folders are known to be dead.
-        if _run_in(leftover.run_directory, leftover.run_id, leftover.folder) is _Run.KNOWS_IT:
+        if _run_in(leftover.run_directory, leftover.run_id, leftover.folder) is _LeftoverRun.KNOWS_IT:
             withdraw_manifest(leftover.run_directory)
         remove_folder(leftover.folder)
     finally:
@@ -139,13 +139,13 @@ def _is_own(folder: Path, run_directory: Path) -> bool:
     if _same(owner[1], run_directory) or folder.resolve().is_relative_to(run_directory.resolve()):
         return True
     run = _run_in(owner[1], owner[0], folder)
-    if run is _Run.IN_DOUBT:
+    if run is _LeftoverRun.IN_DOUBT:
         raise RunDirectoryError(
             f"{run_directory}: never committed a step, and its state in {folder} was made by the run in {owner[1]}, which is "
             f"not there. If that run was moved here, remove the state with `headrace clean {run_directory} --unfinished` and "
             "resume again. If this is a copy, start another run"
         )
-    return run is _Run.DEAD
+    return run is _LeftoverRun.DEAD
 
 
 def remove_unmade(run_directory: Path) -> None:
@@ -165,7 +165,7 @@ def remove_unmade(run_directory: Path) -> None:
             remove_leftover(leftover)
 
 
-class _Run(Enum):
+class _LeftoverRun(Enum):
     KNOWS_IT = auto()
     IN_DOUBT = auto()
     DEAD = auto()
@@ -186,25 +186,25 @@ def _look_at(folder: Path) -> Leftover | None:
         run_id=run_id,
         run_directory=run_directory,
         num_bytes=data.stat().st_size if data.exists() else 0,
-        resumable=run is _Run.KNOWS_IT,
-        in_doubt=run is _Run.IN_DOUBT,
+        resumable=run is _LeftoverRun.KNOWS_IT,
+        in_doubt=run is _LeftoverRun.IN_DOUBT,
     )
 
 
-def _run_in(run_directory: Path, run_id: str, folder: Path) -> _Run:
+def _run_in(run_directory: Path, run_id: str, folder: Path) -> _LeftoverRun:
     """Return whether the run in `run_directory` has its state in `folder`, or surely none has. What lies in the copy of a run
     directory names the run that it was copied from, but that one knows nothing of it.
     """
     try:
-        return _Run.KNOWS_IT if _has(run_directory, MANIFEST_NAME, run_id, folder) else _Run.IN_DOUBT
+        return _LeftoverRun.KNOWS_IT if _has(run_directory, MANIFEST_NAME, run_id, folder) else _LeftoverRun.IN_DOUBT
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError):
-        return _Run.IN_DOUBT
+        return _LeftoverRun.IN_DOUBT
     try:
-        return _Run.DEAD if _has(run_directory, UNMADE_NAME, run_id, folder) else _Run.IN_DOUBT
+        return _LeftoverRun.DEAD if _has(run_directory, UNMADE_NAME, run_id, folder) else _LeftoverRun.IN_DOUBT
     except (OSError, ValueError, KeyError, TypeError):
-        return _Run.IN_DOUBT
+        return _LeftoverRun.IN_DOUBT
 
 
 def _has(run_directory: Path, name: str, run_id: str, folder: Path) -> bool:
@@ -232,7 +232,7 @@ def refuse_copy(run_directory: Path, directories: Sequence[Path], run_id: str) -
         owner = owner_of(folder)
         if owner is None or _same(owner[1], run_directory):
             continue
-        if _run_in(owner[1], run_id, folder) is _Run.KNOWS_IT:
+        if _run_in(owner[1], run_id, folder) is _LeftoverRun.KNOWS_IT:
             raise RunDirectoryError(
                 f"{run_directory}: is a copy of the run in {owner[1]}, and would change its state in {folder}. Use `headrace "
                 f"resume {owner[1]}`, or rename that directory if this one is to take its place"

@@ -19,7 +19,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Check:
+class _Verification:
     place: FamilyPlace
     chunk: int
     offset: int
@@ -52,19 +52,19 @@ def verify_groups(volume: Volume, groups: Sequence[tuple[FamilyPlace, GroupVersi
             progress(done_bytes, total_bytes)
 
 
-def _checks(place: FamilyPlace, version: GroupVersion) -> Iterator[_Check]:
+def _checks(place: FamilyPlace, version: GroupVersion) -> Iterator[_Verification]:
     if version.slot != VIRGIN:
         for chunk in range(place.num_chunks):
             offset = place.offset(version.slot, chunk)
-            yield _Check(place, chunk, offset, place.chunk_bytes(chunk), version.checksums[chunk])
+            yield _Verification(place, chunk, offset, place.chunk_bytes(chunk), version.checksums[chunk])
 
 
-def _start(volume: Volume, check: _Check, buffer: Bytes) -> tuple[Ticket, Bytes]:
+def _start(volume: Volume, check: _Verification, buffer: Bytes) -> tuple[Ticket, Bytes]:
     into = buffer[: check.num_bytes]
     return volume.read(check.offset, into), into
 
 
-def _compare(volume: Volume, check: _Check, content: Bytes) -> None:
+def _compare(volume: Volume, check: _Verification, content: Bytes) -> None:
     computed = checksum(content)
     if computed == check.stored:
         return

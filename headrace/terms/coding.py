@@ -19,7 +19,7 @@ PLAIN = "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CodePart:
     """One tensor of a coded matrix. `dtype` is torch's name of its dtype, `bytes_per_number` the size of one number."""
 
     name: str
@@ -44,7 +44,7 @@ class CodedMatrix:
     rows: int
     columns: int
     codec: str | None
-    parts: tuple[tuple[int, Part], ...]
+    parts: tuple[tuple[int, CodePart], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
-def lay_out_parts(matrices: Iterable[tuple[int, int, int, str | None, Iterable[Part]]]) -> CodedUnit:
+def lay_out_parts(matrices: Iterable[tuple[int, int, int, str | None, Iterable[CodePart]]]) -> CodedUnit:
     """Return where the parts of `(offset, rows, columns, codec, parts)` lie, in that order."""
     start, placed = 0, []
     for offset, rows, columns, codec, parts in matrices:

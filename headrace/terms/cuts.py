@@ -143,7 +143,7 @@ def product_flops(rule: RuleFigures, start: int, stop: int, cuts: Sequence[Cuts]
     return total
 
 
-def parts_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[tuple[slice, ...]]:
+def plane_parts_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[tuple[slice, ...]]:
     """Return for each of `pieces`, in order, where its numbers lie in each plane; the planes begin with element `start`."""
     if not is_uneven(planes):
         return [tuple(plane.part(piece.start - start, piece.stop - start) for plane in planes) for piece in pieces]
@@ -155,9 +155,9 @@ def parts_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) 
     return found
 
 
-def lengths_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[int]:
+def plane_lengths_of(planes: Sequence[Plane], pieces: Sequence[GroupRange], start: int) -> list[int]:
     """Return how many numbers each plane has for pieces that cover a range from element `start` on."""
-    return [part.stop for part in parts_of(planes, pieces, start)[-1]] if pieces else [0] * len(planes)
+    return [part.stop for part in plane_parts_of(planes, pieces, start)[-1]] if pieces else [0] * len(planes)
 
 
 def state_bytes(planes: Sequence[Plane], start: int, stop: int, cuts: Sequence[Cuts]) -> int:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class LaneShare:
     """Something that lanes share. `rate` names the figure of a profile (`Ceilings`) that says how fast they are together.
 
     Without a figure, lanes do no more together than one after the other. Each keeps half of its speed beside another, unless a
@@ -20,7 +20,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Hardware:
     """What people buy to make lanes faster: `twice` says twice of it in words, `figures` are the fields of a profile it
     doubles.
     """
@@ -44,24 +44,24 @@ class LaneRow:
     words: str
     rate: str | None = None
     overhead: str | None = None
-    shares: Share | None = None
-    part: Part | None = None
+    shares: LaneShare | None = None
+    part: Hardware | None = None
     on_bus: bool = False
     stream: int | None = None
     threads: int = 1
 
 
-_DEVICE = Share("device")
-_DRIVES = Share("drives", "ssd_mixed_bytes_per_second")
-_LINK = Share("link", "both_ways_bytes_per_second")
-_COMPUTE_PART = Part("compute", "compute twice as fast", ("flops_per_second", "device_memory_bytes_per_second"))
-_DRIVES_PART = Part("SSDs", "twice as many SSDs", ("drives",))
-_LINK_PART = Part(
+_DEVICE = LaneShare("device")
+_DRIVES = LaneShare("drives", "ssd_mixed_bytes_per_second")
+_LINK = LaneShare("link", "both_ways_bytes_per_second")
+_COMPUTE_PART = Hardware("compute", "compute twice as fast", ("flops_per_second", "device_memory_bytes_per_second"))
+_DRIVES_PART = Hardware("SSDs", "twice as many SSDs", ("drives",))
+_LINK_PART = Hardware(
     "host-device link",
     "a host-device link twice as fast",
     ("host_to_device_bytes_per_second", "device_to_host_bytes_per_second", "both_ways_bytes_per_second"),
 )
-_HOST_PART = Part(
+_HOST_PART = Hardware(
     "CPU cores and host memory bandwidth",
     "CPU cores and host memory twice as fast",
     (
@@ -71,7 +71,7 @@ _HOST_PART = Part(
         "attended_bytes_per_second",
     ),
 )
-_NETWORK_PART = Part("network", "a network twice as fast", ("network_bytes_per_second",))
+_NETWORK_PART = Hardware("network", "a network twice as fast", ("network_bytes_per_second",))
 
 
 class Lane(StrEnum):
@@ -208,13 +208,13 @@ class Lane(StrEnum):
     COMMIT = "commit", LaneRow(heading="Commit", words="commits", overhead="commit_seconds")
 
 
-def sharing_lanes() -> dict[Share, tuple[Lane, ...]]:
+def sharing_lanes() -> dict[LaneShare, tuple[Lane, ...]]:
     """Return the lanes of each thing that lanes share, in the table's order."""
     things = dict.fromkeys(lane.row.shares for lane in Lane)
     return {thing: tuple(lane for lane in Lane if lane.row.shares == thing) for thing in things if thing is not None}
 
 
-def sharing_words(share: Share, lanes: tuple[Lane, ...]) -> str:
+def sharing_words(share: LaneShare, lanes: tuple[Lane, ...]) -> str:
     """Return what `lanes`, which share something, are called together within a sentence."""
     directions = [lanes[0].row.words, *(lane.row.words.split()[-1] for lane in lanes[1:])]
     return f"{' and '.join(directions)}, which share the {share.name}"

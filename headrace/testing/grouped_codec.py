@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from headrace.codec import Parts
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 from headrace.terms.errors import ModelError
 
 _GROUP = 64
@@ -22,9 +22,9 @@ class GroupedCodec:
         """Return whether rows consist of whole groups."""
         return columns % _GROUP == 0
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return codes and scales."""
-        return Part("codes", "int8", 1, (rows, columns)), Part("scale", "float32", 4, (rows, columns // _GROUP))
+        return CodePart("codes", "int8", 1, (rows, columns)), CodePart("scale", "float32", 4, (rows, columns // _GROUP))
 
     def encode(self, weights: Tensor) -> Parts:
         """Round each weight to the nearest of 255 steps up to the largest of its group.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.terms.layout import ParameterSpec, UnitLayout, lay_out, part
 from headrace.update.wires.factors import Factors
-from headrace.update.wires.wire import Caught, Gradients, Wire
+from headrace.update.wires.wire import Catching, UnitGradients, Wire
 
 
 class RowWire(Wire):
@@ -37,21 +37,21 @@ class RowWire(Wire):
         return lay_out(layout.name, rows, kinds=layout.kinds)
 
     @contextmanager
-    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
+    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: UnitGradients) -> Iterator[Catching]:
         """Sum each matrix's gradient over its columns."""
 
         def sink(spec: ParameterSpec, gradient: Tensor) -> None:
             gradients.add(spec.name, gradient.float().reshape(spec.shape[0], -1).sum(dim=1))
 
         if not self._by_factors:
-            yield Caught(sink, lambda spec: True)
+            yield Catching(sink, lambda spec: True)
             return
 
         def take(name: str, outputs: Tensor, inputs: Tensor) -> None:
             gradients.add(name, outputs.float().T @ inputs.float().sum(dim=1))
 
         with Factors(layout, weights, take, {spec.name for spec in layout.parameters}):
-            yield Caught(sink, lambda spec: len(spec.shape) == 1)
+            yield Catching(sink, lambda spec: len(spec.shape) == 1)
 
     def complete(self, unit: int, layout: UnitLayout, slot: Tensor, trained: UnitLayout, weights: Tensor) -> None:
         """Add its number to each row, in float32; copy vectors in."""

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GenerationConfig
 
 from headrace import Engine, GenerateOptions, Generator, Options
-from headrace.compress.decompression import decompress
-from headrace.compress.run import compress
+from headrace.compress.decompression import decompress_model
+from headrace.compress.run import compress_model
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.uses.evaluator import Evaluator
 from headrace.model import IGNORED, self_check
@@ -172,8 +172,8 @@ def int4(model: Any, path: Path, folder: Path) -> str:
     rows = ids_of(model, 24, 16, seed=3).tolist()
     data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
     values = {"model": path, "output": folder / "out", "data": str(data), "to": "int4", "group_size": 32, "sequence_length": 16}
-    compress(CompressOptions.of({**values, "compute_dtype": "float32", "host_memory": "1GiB", "cache": folder / "cache"}))
-    decompress(folder / "out", folder / "plain")
+    compress_model(CompressOptions.of({**values, "compute_dtype": "float32", "host_memory": "1GiB", "cache": folder / "cache"}))
+    decompress_model(folder / "out", folder / "plain")
     ids = ids_of(model, 2, 9)
 
     def logits(place: Path) -> torch.Tensor:

@@ -18,7 +18,7 @@ from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.declared import Declaration
 from headrace.terms.options.method_options import DTYPE_NAMES
-from headrace.terms.options.option_kinds import Day, Flag, Kind, Number, OneOf, Place, Size, Text, Whole
+from headrace.terms.options.option_kinds import Day, Flag, Number, OneOf, OptionKind, PathOf, Size, Text, Whole
 from headrace.terms.options.run_options import RunOptions
 from headrace.update.rules.moment_planes import OTHER_NAMES
 
@@ -88,12 +88,12 @@ def test_the_file_of_a_run_is_planned_as_its_options_are(model: Path, tmp_path: 
 
 
 # A value of each option that is not its default.
-VALUES: dict[type[Kind], object] = {
+VALUES: dict[type[OptionKind], object] = {
     Whole: 3,
     Number: 0.5,
     Size: "8GiB",
     Day: "2026-01-02",
-    Place: "x",
+    PathOf: "x",
     Text: "x",
 }
 OWN_VALUES = {

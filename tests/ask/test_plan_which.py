@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from planned_models import llama_small, saved
 
-from headrace.ask.which import MACHINES, Shape, WhichReport, plan_which
+from headrace.ask.which import MACHINES, ClusterShape, WhichReport, plan_which
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.plan_options import PlanOptions
 
 
 def report(alone: float | None, **tokens: float | None) -> WhichReport:
     shapes = tuple(
-        Shape(
+        ClusterShape(
             name=name,
             title=name,
             is_exact=name != "local",

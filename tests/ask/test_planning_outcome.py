@@ -12,7 +12,7 @@ from planned_models import llama_small, saved
 
 from headrace.ask.answer import plan_model, report_of
 from headrace.ask.explain import explain, explain_outcome
-from headrace.ask.outcome import outcome_of
+from headrace.ask.outcome import run_outcome_of
 from headrace.ask.plan_report import PlanReport
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.options.options import Options
@@ -39,7 +39,7 @@ def record(seconds: float, **changes: Any) -> dict[str, Any]:
 
 
 def rows(report: PlanReport, records: list[dict[str, Any]]) -> dict[str, Any]:
-    return outcome_of(report, records).to_json()["planned_and_measured"]
+    return run_outcome_of(report, records).to_json()["planned_and_measured"]
 
 
 @pytest.mark.wide
@@ -61,7 +61,7 @@ def test_the_first_step_counts_for_peaks_only(report: PlanReport) -> None:
 def test_a_node_has_peaks_beside_its_plan_and_no_forecast(report: PlanReport) -> None:
     assert report.plan is not None
     node = report_of(replace(report.plan, serves=True), None, model="small", num_steps=1)
-    outcome = outcome_of(node, [record(1.0)])
+    outcome = run_outcome_of(node, [record(1.0)])
     found = outcome.to_json()["planned_and_measured"]
     assert found["host_peak_bytes"]["ratio"] == 700 / report.plan.peak("host")
     assert (found["step_seconds"]["planned"], found["step_seconds"]["measured"]) == (None, 1.0)
@@ -71,7 +71,7 @@ def test_a_node_has_peaks_beside_its_plan_and_no_forecast(report: PlanReport) ->
 def test_the_hosts_peak_is_that_of_the_whole_process(report: PlanReport) -> None:
     records = [record(1.0, peak_bytes={"host": 700, "device": 300})]
     for whole, expected in ((600, 700), (800, 800)):
-        found = outcome_of(report, records, host_peak_bytes=whole).to_json()["planned_and_measured"]
+        found = run_outcome_of(report, records, host_peak_bytes=whole).to_json()["planned_and_measured"]
         assert found["host_peak_bytes"]["measured"] == expected
         assert found["device_peak_bytes"]["measured"] == 300
 
@@ -87,7 +87,7 @@ def test_bytes_are_a_mean_because_commits_may_come_seldom(report: PlanReport) ->
 
 
 def test_what_was_not_measured_is_null_and_a_dash(report: PlanReport) -> None:
-    outcome = outcome_of(report, [record(1.0, peak_bytes={"host": 700}), record(1.0, peak_bytes={}, skipped="overflow")])
+    outcome = run_outcome_of(report, [record(1.0, peak_bytes={"host": 700}), record(1.0, peak_bytes={}, skipped="overflow")])
     found = outcome.to_json()["planned_and_measured"]
     assert found["ssd_peak_bytes"]["measured"] is found["device_peak_bytes"]["ratio"] is None
     table = {line[:20].strip(): line[20:].split() for line in explain_outcome(outcome).splitlines()}
@@ -97,7 +97,7 @@ def test_what_was_not_measured_is_null_and_a_dash(report: PlanReport) -> None:
 
 
 def test_a_fast_run_is_told_without_powers_of_ten(report: PlanReport) -> None:
-    table = explain_outcome(outcome_of(report, [record(0.01), record(0.01)]))
+    table = explain_outcome(run_outcome_of(report, [record(0.01), record(0.01)]))
     assert "102400" in table
     assert report.forecast
     fast = replace(report, forecast=replace(report.forecast, step_seconds=report.forecast.step_seconds / 1e4))
@@ -106,7 +106,7 @@ def test_a_fast_run_is_told_without_powers_of_ten(report: PlanReport) -> None:
 
 
 def test_columns_are_aligned(report: PlanReport) -> None:
-    lines = explain_outcome(outcome_of(report, [record(1.0), record(2.0)])).splitlines()
+    lines = explain_outcome(run_outcome_of(report, [record(1.0), record(2.0)])).splitlines()
     # One line for words at the end.
     assert {len(line) for line in lines[:-1]} == {len(lines[0])}
 
@@ -131,4 +131,4 @@ def test_a_run_with_smaller_moments_says_so_as_its_plan_does(report: PlanReport)
 def test_for_a_machine_that_nobody_measured_the_table_says_so(tmp_path: Path) -> None:
     model = saved(tmp_path / "small", llama_small())
     found = plan_model(model, Options(host_memory="8GiB", ssd=[tmp_path], tokens_per_step=512, sequence_length=256))
-    assert "headrace bench machine" in explain_outcome(outcome_of(found, [record(1.0)]))
+    assert "headrace bench machine" in explain_outcome(run_outcome_of(found, [record(1.0)]))

@@ -26,7 +26,7 @@ from tiers import sampled
 from headrace.data.batches.open_data import read_model_config
 from headrace.files.yaml_options import from_yaml
 from headrace.model.directory.checkpoint import _read_index
-from headrace.model.stored.safetensors_file import read_header, read_rows
+from headrace.model.stored.safetensors_file import read_header, read_tensor_rows
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.search.given import load_plan
 from headrace.report.lanes import read_recording
@@ -45,7 +45,7 @@ ROOT = Path(__file__).parents[2]
 def read_safetensors(path: Path) -> None:
     for tensor in read_header(path).values():
         if tensor.dtype == "F32":
-            list(read_rows(tensor))
+            list(read_tensor_rows(tensor))
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def test_a_run_directory_that_goes_away(world: World, unbroken: dict[str, bytes]
             world.run.rename(away)
         return really(batch)
 
-    monkeypatch.setattr(loop, "tensors_of", move)
+    monkeypatch.setattr(loop, "step_tensors_of", move)
     said = refused(world, *world.train_words())
     monkeypatch.undo()
     assert os.strerror(errno.ENOENT) in said
@@ -294,7 +294,7 @@ def test_an_empty_place_for_the_model_is_not_taken_for_the_model(
                 final.symlink_to(drive)
         return really(batch)
 
-    monkeypatch.setattr(loop, "tensors_of", make_place)
+    monkeypatch.setattr(loop, "step_tensors_of", make_place)
     assert exit_code(*world.train_words()) == 0
     assert final.is_symlink() == link
     assert weights(final) == unbroken

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from headrace.cli import main
-from headrace.model.blocks.sample_groups import groups_of
+from headrace.model.blocks.sample_groups import sample_groups_of
 from headrace.model.parts import runner
 from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.forecast.forecast import forecast
@@ -60,7 +60,7 @@ def test_a_run_computes_as_many_groups_as_its_plan_counts(
     ran: list[int] = []
 
     def counted(positions: torch.Tensor, *, exact: bool = False) -> list[Any]:
-        found = groups_of(positions, exact=exact)
+        found = sample_groups_of(positions, exact=exact)
         if exact:
             ran.append(max(1, len(found)))
         return found
@@ -69,7 +69,7 @@ def test_a_run_computes_as_many_groups_as_its_plan_counts(
     of_plan = planned(capsys, world.model, world.data, "--ssd", world.ssd, "--host-memory", "4GiB")  # with all its trials
     words = world.train_words(tokens_per_step=128, epochs=epochs)
     del words[words.index("--max-steps") : words.index("--max-steps") + 2]
-    monkeypatch.setattr(runner, "groups_of", counted)
+    monkeypatch.setattr(runner, "sample_groups_of", counted)
     with pytest.raises(SystemExit) as left:
         main(words)
     said = capsys.readouterr()
@@ -122,7 +122,7 @@ def test_groups_are_counted_as_the_model_makes_them(rows: list[list[int]], step:
     found = PackedRows(length, tuple(whole)).groups(micro, step)
     positions = torch.stack([torch.cat([torch.arange(tokens) for tokens in row]) for row in whole])
     parts = [part for of_step in positions.split(step) for part in of_step.split(micro)]
-    calls = [max(1, len(groups_of(part, exact=True))) for part in parts]
+    calls = [max(1, len(sample_groups_of(part, exact=True))) for part in parts]
     assert (1 if found is None else found.calls) == pytest.approx(sum(calls) / len(calls))
 
 

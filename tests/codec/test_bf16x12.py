@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.codec import Parts
 from headrace.codec.bf16x12 import Bf16x12
-from headrace.codec.bf16x12_device import in_torch
+from headrace.codec.bf16x12_device import decode_in_torch
 from headrace.codec.bf16x12_target import Bf16x12Target
 from headrace.terms.errors import ModelError
 from headrace.testing.codec_contract import CodecContract
@@ -98,7 +98,7 @@ def test_any_bits_come_back_on_host_and_device(bits: NDArray[np.uint16]) -> None
     assert np.array_equal(decoded(parts, rows, columns), bits)
     assert np.array_equal(by_hand(parts, rows, columns), bits)
     into = torch.empty(rows, columns, dtype=torch.bfloat16)
-    assert in_torch(parts, into, range(rows)) is None
+    assert decode_in_torch(parts, into, range(rows)) is None
     assert torch.equal(into.view(torch.int16), of(bits).view(torch.int16))
     wide = torch.empty(rows, columns, dtype=torch.float32)
     CODEC.decode(parts, wide, range(rows))
@@ -117,7 +117,7 @@ def test_a_changed_byte_decodes_or_is_refused(bits: NDArray[np.uint16], data: st
     found = damaged_row(parts, into)
     assert bool((room[:columns] == 7).all() and (room[-columns:] == 7).all())
     other = torch.empty(rows, columns, dtype=torch.bfloat16)
-    there = in_torch(parts, other, range(rows))
+    there = decode_in_torch(parts, other, range(rows))
     assert there == found
     if found is None:
         assert torch.equal(other.view(torch.int16), into.view(torch.int16))

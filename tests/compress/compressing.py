@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokeniz
 from headrace.codec.table import CODES
 from headrace.codec.ternary_target import TernaryTarget
 from headrace.compress.recoding import recode
-from headrace.compress.run import Compressed, compress
+from headrace.compress.run import Compressed, compress_model
 from headrace.terms.options.compress_options import CompressOptions
 
 SIZES = {
@@ -77,7 +77,7 @@ def options(model: Path, folder: Path, **more: Any) -> CompressOptions:
 def run(model: Path, folder: Path, **more: Any) -> Compressed:
     """Compress `model` into `folder / "out"`."""
     folder.mkdir(exist_ok=True)
-    return compress(options(model, folder, **more))
+    return compress_model(options(model, folder, **more))
 
 
 def write_words(patch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def run_and_be_killed(model: Path, folder: Path, calls: int, to: str = "int4") -
         begin()
         recode(CompressOptions.of({"model": model, "output": folder / "out", "to": to}))
     begin()
-    compress(options(model, folder))
+    compress_model(options(model, folder))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -31,7 +31,7 @@ def test_the_bytes_are_those_of_whole_blocks(to: str, mixture: Path, tmp_path: P
 
 def test_too_little_memory_is_said_as_a_plan_says_it(dense: Path, tmp_path: Path) -> None:
     lines: list[str] = []
-    compression.compress(options(dense, tmp_path, host_memory="8MiB"), say=lines.append)
+    compression.compress_model(options(dense, tmp_path, host_memory="8MiB"), say=lines.append)
     planned = plan_compression(dense, "int4", "a6000-1ssd", budget=Budget(host="8MiB"))
     assert [line.split(":")[0] for line in lines if "at least" in line] == ["host memory"]
     assert planned.warning

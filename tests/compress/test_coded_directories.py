@@ -15,12 +15,12 @@ from test_compression import decoded, tensors_of
 from tiers import sampled
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from headrace.compress.decompression import decompress
+from headrace.compress.decompression import decompress_model
 from headrace.terms.errors import ModelError, RunDirectoryError
 
 
 def test_what_was_compressed_is_decompressed(dense: Path, dense_int4: Any, tmp_path: Path) -> None:
-    out = decompress(dense_int4[0] / "out", tmp_path / "plain")
+    out = decompress_model(dense_int4[0] / "out", tmp_path / "plain")
     expected, found = decoded(dense_int4[0] / "out"), tensors_of(out)
     assert expected.keys() == found.keys() == tensors_of(dense).keys()
     assert all(torch.equal(expected[key], found[key]) for key in expected)
@@ -32,7 +32,7 @@ def test_what_was_compressed_is_decompressed(dense: Path, dense_int4: Any, tmp_p
 @pytest.mark.parametrize("kind", sampled(KINDS, ("fp8", "mxfp4", "nf4", "zero points", "gguf Q4_K")))
 def test_published_codes_are_read(kind: str, tmp_path: Path) -> None:
     coded, expected = write_coded(tmp_path, kind)
-    found = tensors_of(decompress(coded, tmp_path / "plain"))
+    found = tensors_of(decompress_model(coded, tmp_path / "plain"))
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert torch.equal(found[key], tensor), key
@@ -48,7 +48,7 @@ def test_codes_of_nf4_may_be_stored_as_numbers_of_another_dtype(kind: str, stora
         for key in [key for key in weights if f"{key}.quant_map" in weights]:
             weights[key] = weights[key].flatten().view(storage)[:, None]
         save_file(weights, file, {"format": "pt"})
-    found = tensors_of(decompress(coded, tmp_path / "plain"))
+    found = tensors_of(decompress_model(coded, tmp_path / "plain"))
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
@@ -59,7 +59,7 @@ def test_stock_transformers_decodes_to_the_same(kind: str, tmp_path: Path) -> No
     if kind != "mxfp4":
         pytest.importorskip("accelerate", reason="transformers asks for it before it reads FP8")
         how = FineGrainedFP8Config(dequantize=True, weight_block_size=KINDS[kind][1]["weight_block_size"])
-    ours = AutoModelForCausalLM.from_pretrained(decompress(coded, tmp_path / "plain"), dtype=torch.bfloat16).state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(decompress_model(coded, tmp_path / "plain"), dtype=torch.bfloat16).state_dict()
     stock = AutoModelForCausalLM.from_pretrained(coded, dtype=torch.bfloat16, quantization_config=how).state_dict()
     assert ours.keys() == stock.keys()
     assert all(torch.equal(ours[key], stock[key]) for key in ours)
@@ -81,7 +81,7 @@ def test_a_file_that_is_not_what_was_written(dense: Path, tmp_path: Path) -> Non
     content[-5] ^= 1
     file.write_bytes(content)
     with pytest.raises(ModelError, match=r"00002.*is not the file that was written \(digest"):
-        decompress(tmp_path / "out", tmp_path / "plain")
+        decompress_model(tmp_path / "out", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
 
 
@@ -95,7 +95,7 @@ def test_parts_of_other_shapes_are_refused(part: str, tmp_path: Path) -> None:
 
     damage(coded, cut)
     with pytest.raises(ModelError, match=r"up_proj.*(part weight_scale_inv should be|expected \(96, 64\))"):
-        decompress(coded, tmp_path / "plain")
+        decompress_model(coded, tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
 
 
@@ -117,18 +117,18 @@ def test_other_codes_are_refused_by_name(described: dict[str, Any], words: str, 
     config = json.loads((coded / "config.json").read_text())
     (coded / "config.json").write_text(json.dumps(config | {"quantization_config": described}))
     with pytest.raises(ModelError, match=words):
-        decompress(coded, tmp_path / "plain")
+        decompress_model(coded, tmp_path / "plain")
 
 
 def test_a_directory_of_gguf_is_refused_by_name(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((dense / "config.json").read_bytes())
     (tmp_path / "model.Q4_K.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match=r"holds GGUF; give the file itself, such as .*Q4_K"):
-        decompress(tmp_path, tmp_path / "plain")
+        decompress_model(tmp_path, tmp_path / "plain")
 
 
 def test_a_model_that_is_not_coded(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not coded; there is nothing to decompress"):
-        decompress(dense, tmp_path / "plain")
+        decompress_model(dense, tmp_path / "plain")
     with pytest.raises(RunDirectoryError, match="exists already"):
-        decompress(dense, dense)
+        decompress_model(dense, dense)

@@ -10,14 +10,14 @@ import torch
 from compressing import options, run
 from safetensors.torch import load_file, save_file
 
-from headrace.compress.run import compress
+from headrace.compress.run import compress_model
 from headrace.terms.errors import ConfigError, DataError, HeadraceError, ModelError, RunDirectoryError
 from headrace.terms.options.compress_options import CompressOptions
 
 
 def refused(model: Path, folder: Path, error: type[HeadraceError], words: str, **more: Any) -> None:
     with pytest.raises(error, match=words):
-        compress(options(model, folder, **more))
+        compress_model(options(model, folder, **more))
     assert not [path.name for path in folder.iterdir() if path.name.startswith(("out", ".out"))]
 
 

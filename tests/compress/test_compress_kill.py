@@ -11,7 +11,7 @@ from compressing import files_of, options, run, run_to_words
 from forked import PROCESSES
 from tiers import sampled
 
-from headrace.compress.run import compress
+from headrace.compress.run import compress_model
 from headrace.terms.errors import RunDirectoryError
 
 MOMENTS = {f"call {calls}": calls for calls in (5, 60, 20, 35, 50, 75, 90, 105, 120)}
@@ -72,11 +72,11 @@ def stop_after(lines: int) -> Any:
 
 def test_other_options_do_not_go_on(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        compress(options(dense, tmp_path), say=stop_after(1))
+        compress_model(options(dense, tmp_path), say=stop_after(1))
     with pytest.raises(RunDirectoryError, match="was begun with group_size 32, asked for is 64"):
-        compress(options(dense, tmp_path, group_size=64))
+        compress_model(options(dense, tmp_path, group_size=64))
     with pytest.raises(Stopped):
-        compress(options(dense, tmp_path), say=stop_after(2))
+        compress_model(options(dense, tmp_path), say=stop_after(2))
     assert (tmp_path / "out.unfinished" / "record.json").exists()
 
 
@@ -88,7 +88,7 @@ def test_what_another_version_began_is_refused_in_one_line(
 ) -> None:
     """Its blocks may have other bytes. What this version began goes on, also from before there were days in the record."""
     with pytest.raises(Stopped):
-        compress(options(dense, tmp_path), say=stop_after(lines))
+        compress_model(options(dense, tmp_path), say=stop_after(lines))
     path = tmp_path / "out.unfinished" / "record.json"
     record = json.loads(path.read_text())
     identity = {name: value for name, value in record["identity"].items() if name not in ("form", "template_date")}
@@ -107,7 +107,7 @@ def test_what_another_version_began_is_refused_in_one_line(
 @pytest.mark.parametrize("content", sampled(["", "[]", "{}", '{"identity": []}', '{"identity": null, "blocks": []}']))
 def test_a_damaged_record_is_refused_in_one_line(content: str, dense: Path, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
-        compress(options(dense, tmp_path), say=stop_after(1))
+        compress_model(options(dense, tmp_path), say=stop_after(1))
     (tmp_path / "out.unfinished" / "record.json").write_text(content)
     with pytest.raises(RunDirectoryError, match=r"is damaged .* begin again"):
         run(dense, tmp_path)

@@ -22,10 +22,10 @@ from headrace.compress import quantiser as quantisers
 from headrace.compress import room
 from headrace.compress import run as compression
 from headrace.compress.calibration import CalibrationData, open_calibration
-from headrace.compress.coded_files import digest_of
+from headrace.compress.coded_files import file_digest
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.run import Compressed, result_table
-from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
+from headrace.compress.schedule import BlockFigures, MatrixGroup, ProgramFigures, build_block
 from headrace.flow.run.execute import interpreter_of
 from headrace.model import Chain, Checkpoint
 from headrace.plan.schedules.ledger import Snapshot
@@ -138,7 +138,7 @@ def test_what_is_not_coded_has_its_bytes(dense: Path, dense_int4: Any) -> None:
 def test_the_note_has_digests_and_errors(dense_int4: Any) -> None:
     folder, result = dense_int4
     note = json.loads((folder / "out" / COMPRESSION_NOTE_NAME).read_text())
-    assert {name: digest_of(folder / "out" / name) for name in note["digests"]} == note["digests"]
+    assert {name: file_digest(folder / "out" / name) for name in note["digests"]} == note["digests"]
     assert len(note["matrices"]) == 3 * 7
     assert all(each["error"] < each["rounding_error"] for each in note["matrices"])
     assert not (folder / "out.unfinished").exists()
@@ -242,13 +242,13 @@ def test_memory_for_few_sums_changes_no_byte(
 
 
 def test_a_block_of_which_nothing_is_coded_is_written_after_the_look_that_found_so() -> None:
-    program, _ = build_block(Rounds(blocks=[BlockFigures()], calibrating=2, held_out=1), 0, Snapshot())
+    program, _ = build_block(ProgramFigures(blocks=[BlockFigures()], calibrating=2, held_out=1), 0, Snapshot())
     (look,), (keep,) = ([op for op in program.ops if op.verb is verb] for verb in (Verb.CATCH, Verb.KEEP))
     assert look.index in keep.after
 
 
 def test_a_block_is_read_while_the_one_before_is_rounded() -> None:
-    rounds = Rounds(blocks=[BlockFigures(groups=[Group()])] * 3, calibrating=2, held_out=1, ahead=True)
+    rounds = ProgramFigures(blocks=[BlockFigures(groups=[MatrixGroup()])] * 3, calibrating=2, held_out=1, ahead=True)
     first, left = build_block(rounds, 0, Snapshot())
     second, _ = build_block(rounds, 1, left)
     fetches, compute = [op for op in first.ops if op.verb is Verb.FETCH], first.lane(Lane.COMPUTE)

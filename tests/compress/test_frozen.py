@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.ask.answer import plan_model
-from headrace.compress.decompression import decompress
+from headrace.compress.decompression import decompress_model
 from headrace.engine import Engine, Seams
 from headrace.engine.seams import seams_of
 from headrace.runs.engines import why_not_packed
@@ -61,7 +61,7 @@ def stock_loss(model: Path) -> float:
 def test_the_loss_is_that_of_the_decoded_weights(kind: str, device_memory: str | None, tmp_path: Path) -> None:
     coded, expected = write_coded(tmp_path, kind)
     loss, stored, done = evaluated(coded, tmp_path / "run", device_memory=device_memory)
-    plain = decompress(coded, tmp_path / "plain")
+    plain = decompress_model(coded, tmp_path / "plain")
     # FP8 is rounded to bfloat16 in a directory of 16 bits; the engine in float32 is not.
     assert loss == pytest.approx(stock_loss(plain), rel=1e-3 if kind.startswith("fp8") else 2e-6)
     dense = sum(tensor.numel() for key, tensor in expected.items() if ".layers.0." in key)
@@ -72,7 +72,7 @@ def test_the_loss_is_that_of_the_decoded_weights(kind: str, device_memory: str |
 
 def test_what_was_compressed_has_the_loss_that_was_said(dense_int4: Any, tmp_path: Path) -> None:
     loss, _, _ = evaluated(dense_int4[0] / "out", tmp_path / "run")
-    plain = decompress(dense_int4[0] / "out", tmp_path / "plain")
+    plain = decompress_model(dense_int4[0] / "out", tmp_path / "plain")
     assert loss == pytest.approx(stock_loss(plain), rel=2e-6)
     assert loss == evaluated(plain, tmp_path / "other")[0], "decoded by the way, or before: the same bits"
     assert decoded(dense_int4[0] / "out")
@@ -122,13 +122,13 @@ def adapted(model: Path, run: Path, adapter: str = "lora:rank=4", *, parted: boo
 def test_adapters_upon_published_codes_are_those_upon_decoded_weights(kind: str, tmp_path: Path) -> None:
     """Forward, recompute and gradients of inputs see the decoded bits, so adapters end with the same ones."""
     coded, _ = write_coded(tmp_path, kind)
-    plain = decompress(coded, tmp_path / "plain")
+    plain = decompress_model(coded, tmp_path / "plain")
     assert adapted(coded, tmp_path / "run") == adapted(plain, tmp_path / "other")
 
 
 @pytest.mark.wide
 def test_adapters_upon_what_was_compressed_are_those_upon_decoded_weights(dense_int4: Any, tmp_path: Path) -> None:
-    plain = decompress(dense_int4[0] / "out", tmp_path / "plain")
+    plain = decompress_model(dense_int4[0] / "out", tmp_path / "plain")
     assert why_not_packed(dense_int4[0] / "out", 24) == "", "asked first by the command"
     assert adapted(dense_int4[0] / "out", tmp_path / "run") == adapted(plain, tmp_path / "other")
 
@@ -137,7 +137,7 @@ def test_adapters_upon_what_was_compressed_are_those_upon_decoded_weights(dense_
 def test_adapters_upon_ternary_experts_are_those_upon_decoded_weights(mixture: Path, tmp_path: Path) -> None:
     run_to_words(mixture, tmp_path)
     coded = tmp_path / "out"
-    assert adapted(coded, tmp_path / "run") == adapted(decompress(coded, tmp_path / "plain"), tmp_path / "other")
+    assert adapted(coded, tmp_path / "run") == adapted(decompress_model(coded, tmp_path / "plain"), tmp_path / "other")
 
 
 @pytest.mark.wide

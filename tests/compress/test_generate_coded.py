@@ -22,14 +22,14 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 from headrace.cli import main
-from headrace.compress.decompression import decompress
+from headrace.compress.decompression import decompress_model
 from headrace.engine.merging import merge_adapters
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.micro_batches import Generated, SeatRows
 from headrace.generate.passes.planner import plan_generation
 from headrace.generate.passes.whose_weights import open_generator
 from headrace.generate.plan.plan import GenerationPlan, generation_buffers
-from headrace.generate.uses.evaluating import evaluate
+from headrace.generate.uses.evaluating import evaluate_model
 from headrace.machine.cpu import CpuMachine
 from headrace.model.kernels.products import WideProducts
 from headrace.terms.errors import ConfigError
@@ -60,7 +60,7 @@ def generated(
     with Generator.open(directory, Budget(host="4GiB", device=device), **options) as generator:
         plan = with_whole_blocks(generator, generator.plan_only(2, 9, 4))
         generator.use(replace(plan, **SMALL) if experts is None else with_banks(generator, plan, **experts))
-        (done,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(9, None, SETTINGS))])
+        (done,) = generator.run([SeatRows(0, ROWS, 1, generator.model.settings(9, None, SETTINGS))])
         return done, plan
 
 
@@ -100,13 +100,13 @@ def test_int4(dtype: str, device: str | None, dense_int4: Any, tmp_path: Path, m
     """On a device, what a block is decoded from comes in as many pages as there may be seats."""
     monkeypatch.setattr("headrace.plan.value.placement.LEAST_PAGE_BYTES", PAGE_BYTES)
     coded = dense_int4[0] / "out"
-    check_against_stock(coded, decompress(coded, tmp_path / "plain"), dtype, device)
+    check_against_stock(coded, decompress_model(coded, tmp_path / "plain"), dtype, device)
 
 
 @pytest.mark.wide
 def test_experts_int4(mixture_int4: Any, tmp_path: Path) -> None:
     coded = mixture_int4[0] / "out"
-    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", apart=[KEPT])
+    check_against_stock(coded, decompress_model(coded, tmp_path / "plain"), "float32", apart=[KEPT])
 
 
 @pytest.mark.wide
@@ -114,7 +114,7 @@ def test_experts_int4(mixture_int4: Any, tmp_path: Path) -> None:
 def test_experts_ternary(device: str | None, mixture: Path, tmp_path: Path) -> None:
     run(mixture, tmp_path, to="ternary", experts_only=True)
     coded = tmp_path / "out"
-    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", device, apart=[ROUTED, KEPT])
+    check_against_stock(coded, decompress_model(coded, tmp_path / "plain"), "float32", device, apart=[ROUTED, KEPT])
 
 
 @pytest.mark.wide
@@ -122,7 +122,7 @@ def test_experts_ternary(device: str | None, mixture: Path, tmp_path: Path) -> N
 def test_published_codes(kind: str, tmp_path: Path) -> None:
     coded, _ = write_coded(tmp_path, kind)
     apart = [ROUTED] if kind in ("fp8 experts", "mxfp4") else []
-    check_against_stock(coded, decompress(coded, tmp_path / "plain"), "float32", apart=apart)
+    check_against_stock(coded, decompress_model(coded, tmp_path / "plain"), "float32", apart=apart)
 
 
 @pytest.mark.wide
@@ -186,7 +186,7 @@ def test_an_adapter_trained_upon_codes_answers_beside_them(dense_int4: Any, tmp_
     small = ("--host-memory", "4GiB", "--compute-dtype", "float32")
     sizes = ("--sequence-length", 32, "--tokens-per-step", 64, "--max-steps", 4, "--no-measure")
     called("train", coded, data, "--output", run, "--adapter", "lora:rank=4", "--learning-rate", "3e-2", *sizes, *small)
-    merge_adapters(decompress(coded, tmp_path / "plain"), run / "final", tmp_path / "merged", {})
+    merge_adapters(decompress_model(coded, tmp_path / "plain"), run / "final", tmp_path / "merged", {})
     capfd.readouterr()
     answer = ("--prompt", "9 is what 3", "--max-new-tokens", 8, "--temperature", 0, "--raw", *small)
     texts = []
@@ -206,9 +206,9 @@ def test_held_out_loss_is_that_of_the_decoded_directory(dense_int4: Any, tmp_pat
     coded = dense_int4[0] / "out"
     (tmp_path / "a.jsonl").write_text('{"text": "water and turbine"}\n{"text": "a river"}\n', encoding="utf-8")
     losses = []
-    for place in (coded, decompress(coded, tmp_path / "plain")):
+    for place in (coded, decompress_model(coded, tmp_path / "plain")):
         given = {"data": [str(tmp_path / "a.jsonl")], "cache": tmp_path, "host_memory": "4GiB", "sequence_length": 32}
-        losses.append(evaluate(place, EvalOptions.of({**given, "compute_dtype": "float32"})).loss)
+        losses.append(evaluate_model(place, EvalOptions.of({**given, "compute_dtype": "float32"})).loss)
     assert losses[0] == losses[1]
 
 

@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import LlamaConfig
 
 from headrace.model import Checkpoint
-from headrace.model.gguf.gguf_directory import gguf_directory, read_config
+from headrace.model.gguf.gguf_directory import gguf_directory, read_gguf_config
 from headrace.model.gguf.gguf_rotations import FACTORS, llama3_factors, rotation_of
 from headrace.model.gguf.gguf_words import WordsOf
 from headrace.model.gguf.gguf_writing import refuse_unwritable, write_gguf
@@ -176,7 +176,7 @@ def test_factors_are_those_of_transformers_and_are_read_back(theta: float, facto
 def test_a_file_whose_frequencies_are_changed_otherwise_is_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", rope_parameters=LLAMA3)
     write_gguf(model, tmp_path / "model.gguf")
-    assert read_config(tmp_path / "model.gguf").rope_parameters == LLAMA3
+    assert read_gguf_config(tmp_path / "model.gguf").rope_parameters == LLAMA3
     factors = next(each for each in GGUFReader(tmp_path / "model.gguf").tensors if each.name == FACTORS)
     content = bytearray((tmp_path / "model.gguf").read_bytes())
     other = np.array([1, 2, 3, 1, 5, 6, 7, 8], np.float32).tobytes()

@@ -19,7 +19,7 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from headrace.cli import main
-from headrace.compress.decompression import decompress
+from headrace.compress.decompression import decompress_model
 from headrace.generate.passes.generator import Generator
 from headrace.model import Checkpoint
 from headrace.model.gguf.gguf_directory import gguf_directory
@@ -42,7 +42,7 @@ def test_weights_are_those_of_transformers_own_reader(kind: str, dense: Path, tm
     expected = write_gguf(dense, tmp_path / "model.gguf", kind)
     directory = gguf_directory(tmp_path / "model.gguf", tmp_path / "cache")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).state_dict()
-    found = load_file(decompress(directory, tmp_path / "plain") / "model.safetensors")
+    found = load_file(decompress_model(directory, tmp_path / "plain") / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor.float(), expected[name]), name

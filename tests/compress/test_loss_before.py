@@ -16,7 +16,7 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from headrace.codec.targets import Int4Target
 from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.quantiser import Quantiser
-from headrace.compress.verbs import Rows
+from headrace.compress.verbs import DataRows
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.uses.evaluator import Evaluator
 from headrace.machine.cpu import CpuMachine
@@ -31,10 +31,10 @@ CASES = [(name, dtype) for name in CONFIGS for dtype in ("bfloat16", "float32") 
 QUICK = [("mamba2", "bfloat16"), ("llama", "bfloat16"), ("lfm2", "float32")]
 
 
-def rows(seed: int, *, held_out: bool) -> Rows:
+def rows(seed: int, *, held_out: bool) -> DataRows:
     ids = torch.randint(3, 90, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
     batch = MicroBatch(ids, ids.clone(), None, torch.arange(LENGTH).expand(2, LENGTH))
-    return Rows(batch, torch.ones_like(ids, dtype=torch.bool), held_out)
+    return DataRows(batch, torch.ones_like(ids, dtype=torch.bool), held_out)
 
 
 @pytest.mark.parametrize(("name", "dtype"), sampled(CASES, QUICK))

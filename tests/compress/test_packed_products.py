@@ -18,14 +18,16 @@ from headrace.ask.place import multiplies
 from headrace.codec import Parts
 from headrace.codec.published import PackQuantized
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.model.kernels import packed
 from headrace.model.kernels.packed import PackedMatrix
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.budget import Budget
 
-needs_kernel = pytest.mark.skipif(not packed.has_kernel(), reason="torch has no product with four bits for this processor")
+needs_kernel = pytest.mark.skipif(
+    not packed.has_packed_kernel(), reason="torch has no product with four bits for this processor"
+)
 ROWS = (tuple(range(7, 10)), tuple(range(40, 43)))
 SETTINGS = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": 2}
 JOB: dict[str, Any] = {"compute_dtype": "bfloat16", "max_new_tokens": 16}
@@ -43,7 +45,7 @@ def logits_of(directory: Path, packed_products: bool | None, interpreter: str = 
         directory, budget, compute_dtype="bfloat16", rows=2, interpreter=interpreter, packed_products=packed_products
     ) as generator:
         generator.use(replace(plan_of(generator), **changes))
-        (done,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(3, None, {**SETTINGS, **LOGITS}))])
+        (done,) = generator.run([SeatRows(0, ROWS, 1, generator.model.settings(3, None, {**SETTINGS, **LOGITS}))])
         return torch.stack(done.raw.logits)
 
 
@@ -145,7 +147,7 @@ def test_plans_count_their_bytes_and_choose(dense_int4: Any) -> None:
         assert "packed once" in asked.explain()
         assert generator.plan_only(2, 3, 2).packed_rows == 0, "too few passes"
         generator.use(asked)
-        (_,) = generator.run([MicroBatch(0, ROWS, 1, generator.model.settings(3, None, SETTINGS))])
+        (_,) = generator.run([SeatRows(0, ROWS, 1, generator.model.settings(3, None, SETTINGS))])
         assert generator._pass is not None
         assert generator._pass.packed is not None
         kept = generator._pass.packed.num_bytes
@@ -155,7 +157,7 @@ def test_plans_count_their_bytes_and_choose(dense_int4: Any) -> None:
 
 
 def test_where_there_is_no_kernel_none_is_used(dense_int4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "has_kernel", lambda: False)
+    monkeypatch.setattr(packed, "has_packed_kernel", lambda: False)
     with Generator.open(dense_int4[0] / "out", Budget(host="4GiB"), compute_dtype="bfloat16") as generator:
         assert generator.plan_only(2, 3, 64).packed_rows == 0
         with pytest.raises(ConfigError, match="packed_products: asked for"):

@@ -22,9 +22,9 @@ from tiers import sampled
 from tiny_architectures import CONFIGS
 from tiny_wholes import WHOLES, make_whole
 
-from headrace.compress.decompression import decompress
+from headrace.compress.decompression import decompress_model
 from headrace.compress.recoding import Recoded, recode
-from headrace.compress.run import compress
+from headrace.compress.run import compress_model
 from headrace.compress.work import RECORD
 from headrace.generate.passes.sources import ShardSource
 from headrace.machine.host_memory import huge_page_buffer
@@ -75,7 +75,7 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 def test_every_bit_comes_back(kind: str, tmp_path: Path) -> None:
     model = with_odd_numbers(write_model(tmp_path / "model", "llama" if kind in ("odd", "tied") else kind, **KINDS[kind]))
     result = recoded(model, tmp_path)
-    out = decompress(tmp_path / "out", tmp_path / "plain")
+    out = decompress_model(tmp_path / "out", tmp_path / "plain")
     assert bits(tensors_of(out)) == bits(tensors_of(model))
     assert json.loads((out / "config.json").read_text()) == json.loads((model / "config.json").read_text())
     assert {path.name for path in out.iterdir()} == {path.name for path in model.iterdir()}
@@ -203,8 +203,8 @@ def test_what_cannot_be_coded_is_refused(whole: Path, tmp_path: Path) -> None:
 
 def test_codes_that_round_need_data(dense: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data: int4 rounds weights for the inputs of real data; give --data FILE"):
-        compress(options(dense, tmp_path, data=[]))
-    for wrong, other in ((compress, TO), (recode, "int4")):
+        compress_model(options(dense, tmp_path, data=[]))
+    for wrong, other in ((compress_model, TO), (recode, "int4")):
         with pytest.raises(ConfigError, match=f"to: {other} "):
             wrong(options(dense, tmp_path, to=other))
 
@@ -233,7 +233,7 @@ def test_parts_that_are_damaged_or_missing_are_refused(whole: Path, tmp_path: Pa
             weights[f"{key}_{name}"] = part
         save_file(weights, file, {"format": "pt"})
         with pytest.raises(ModelError) as refused:
-            decompress(coded, tmp_path / "plain")
+            decompress_model(coded, tmp_path / "plain")
         assert "\n" not in str(refused.value), (name, what)
 
 
@@ -265,7 +265,7 @@ def test_every_architecture_has_its_bits(name: str, tmp_path: Path) -> None:
     """As a directory, and as passes read it."""
     model, _ = save(tmp_path, name)
     recoded(model, tmp_path)
-    assert bits(tensors_of(decompress(tmp_path / "out", tmp_path / "plain"))) == bits(tensors_of(model))
+    assert bits(tensors_of(decompress_model(tmp_path / "out", tmp_path / "plain"))) == bits(tensors_of(model))
     assert slots_of(tmp_path / "out") == slots_of(model)
 
 
@@ -274,5 +274,5 @@ def test_every_part_of_a_larger_model_has_its_bits(name: str, tmp_path: Path) ->
     """The parts that see and hear, too."""
     make_whole(name).to(torch.bfloat16).save_pretrained(tmp_path / "model")
     recoded(tmp_path / "model", tmp_path)
-    assert bits(tensors_of(decompress(tmp_path / "out", tmp_path / "plain"))) == bits(tensors_of(tmp_path / "model"))
+    assert bits(tensors_of(decompress_model(tmp_path / "out", tmp_path / "plain"))) == bits(tensors_of(tmp_path / "model"))
     assert slots_of(tmp_path / "out") == slots_of(tmp_path / "model")

@@ -16,7 +16,7 @@ from headrace.codec.grids import Int4Grid
 from headrace.compress.forecast import Block, Job, Matrices, side_by_side, terms
 from headrace.compress.planner import plan_compression
 from headrace.compress.rounding import BlockRounder
-from headrace.compress.schedule import BlockFigures, Group, Rounds, build_block
+from headrace.compress.schedule import BlockFigures, MatrixGroup, ProgramFigures, build_block
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Verb
@@ -94,7 +94,7 @@ def test_so_many_scales_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_pass_as_often_as_the_program_lets_them() -> None:
     """The terms count what the lanes' program has: one pass that catches, one of coded weights, two of held-out rows."""
     lots, groups = 8, 3
-    plan = Rounds(blocks=[BlockFigures(groups=[Group()] * groups)] * 2, calibrating=lots, held_out=lots // 4)
+    plan = ProgramFigures(blocks=[BlockFigures(groups=[MatrixGroup()] * groups)] * 2, calibrating=lots, held_out=lots // 4)
     passes, before = [], Snapshot()
     for block in range(2):
         program, before = build_block(plan, block, before)

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from test_compression import tensors_of
 from test_generate_coded import check_against_stock
 
-from headrace.compress.decompression import decompress
-from headrace.compress.run import compress
+from headrace.compress.decompression import decompress_model
+from headrace.compress.run import compress_model
 from headrace.terms.errors import ModelError
 
 
@@ -38,7 +38,7 @@ def by_hand(parts: dict[str, torch.Tensor], stem: str) -> torch.Tensor:
 @pytest.mark.wide
 def test_half_of_each_matrix_is_zero_and_comes_back_as_ordinary_weights(pruned: Any, dense: Path, tmp_path: Path) -> None:
     folder, found = pruned
-    before, after = tensors_of(dense), tensors_of(decompress(folder / "out", tmp_path / "plain"))
+    before, after = tensors_of(dense), tensors_of(decompress_model(folder / "out", tmp_path / "plain"))
     assert before.keys() == after.keys()
     coded = {}
     for path in (folder / "out").glob("*.safetensors"):
@@ -58,7 +58,7 @@ def test_half_of_each_matrix_is_zero_and_comes_back_as_ordinary_weights(pruned: 
 @pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_answers_are_those_of_stock_transformers_with_the_decompressed_model(dtype: str, pruned: Any, tmp_path: Path) -> None:
-    decompress(pruned[0] / "out", tmp_path / "plain")
+    decompress_model(pruned[0] / "out", tmp_path / "plain")
     check_against_stock(pruned[0] / "out", tmp_path / "plain", dtype)
 
 
@@ -70,7 +70,7 @@ def test_what_is_damaged_is_refused(pruned: Any, tmp_path: Path) -> None:
     parts[name][0, 0] ^= 1
     save_file(parts, path, {"format": "pt"})
     with pytest.raises(ModelError, match="is not the file that was written"):
-        decompress(tmp_path / "out", tmp_path / "plain")
+        decompress_model(tmp_path / "out", tmp_path / "plain")
 
 
 class Stopped(Exception):
@@ -83,8 +83,8 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(pruned: Any, dense: Pa
             raise Stopped
 
     with pytest.raises(Stopped):
-        compress(options(dense, tmp_path, to="sparse50"), say=stop)
+        compress_model(options(dense, tmp_path, to="sparse50"), say=stop)
     said: list[str] = []
-    compress(options(dense, tmp_path, to="sparse50"), say=said.append)
+    compress_model(options(dense, tmp_path, to="sparse50"), say=said.append)
     assert any(line.startswith("going on after block") for line in said)
     assert files_of(tmp_path) == files_of(pruned[0])

@@ -11,7 +11,7 @@ from tiers import sampled
 from tiny_architectures import CONFIGS
 from transformers import AutoModelForCausalLM
 
-from headrace.compress.decompression import decompress
+from headrace.compress.decompression import decompress_model
 from headrace.model.stored.safetensors_file import read_header
 from headrace.terms.errors import ModelError
 
@@ -64,7 +64,7 @@ def test_each_architecture_is_loaded_as_it_is_decompressed(name: str, tmp_path: 
     kind, values = ARCHITECTURES[name]
     model = write_model(tmp_path / "model", kind, **{"hidden_size": 32, **values, "vocab_size": 320})
     run(model, tmp_path / "run", group_size=64 if "uneven" in name else 32)
-    decompress(tmp_path / "run" / "out", tmp_path / "decompressed")
+    decompress_model(tmp_path / "run" / "out", tmp_path / "decompressed")
     assert torch.equal(logits_of(tmp_path / "run" / "out"), logits_of(tmp_path / "decompressed"))
 
 

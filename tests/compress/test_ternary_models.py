@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from test_compression import tensors_of
 
 import headrace
-from headrace.compress.decompression import decompress
+from headrace.compress.decompression import decompress_model
 from headrace.engine import Engine, Seams
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.terms.errors import ModelError, StepFailed
 from headrace.terms.options.budget import Budget
 from headrace.testing import RowWire
@@ -58,7 +58,7 @@ def decoded(parts: dict[str, torch.Tensor], stem: str, unit: int) -> np.ndarray[
 @pytest.mark.wide
 def test_experts_are_three_values_a_row_and_come_back_as_ordinary_weights(ternary: Any, mixture: Path, tmp_path: Path) -> None:
     folder, _ = ternary
-    before, after = tensors_of(mixture), tensors_of(decompress(folder / "out", tmp_path / "plain"))
+    before, after = tensors_of(mixture), tensors_of(decompress_model(folder / "out", tmp_path / "plain"))
     assert before.keys() == after.keys()
     seen = 0
     for unit, path in enumerate(sorted((folder / "out").glob("*.safetensors"))):
@@ -95,11 +95,11 @@ def test_a_dictionary_that_was_changed_is_refused(ternary: Any, tmp_path: Path) 
     parts[name][77, 0] ^= 1 << 6
     save_file(parts, path, {"format": "pt"})
     with pytest.raises(ModelError, match=r"has the digest .*, expected was .*: it is damaged"):
-        decompress(tmp_path / "out", tmp_path / "plain")
+        decompress_model(tmp_path / "out", tmp_path / "plain")
     del parts[name]
     save_file(parts, path, {"format": "pt"})
     with pytest.raises(ModelError, match=r"\.index\.json, not in the file"):
-        decompress(tmp_path / "out", tmp_path / "plain")
+        decompress_model(tmp_path / "out", tmp_path / "plain")
 
 
 def test_words_that_do_not_make_their_rows_are_refused_where_a_block_is_decoded(ternary: Any, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_words_that_do_not_make_their_rows_are_refused_where_a_block_is_decoded(
                 parts[name][-1, 0] = 243
         save_file(parts, path, {"format": "pt"})
     with Generator.open(tmp_path / "out", Budget(host="4GiB"), compute_dtype="float32") as generator:
-        batch = MicroBatch(0, (tuple(range(7, 16)),), 1, generator.model.settings(9, None, {"max_new_tokens": 2}))
+        batch = SeatRows(0, (tuple(range(7, 16)),), 1, generator.model.settings(9, None, {"max_new_tokens": 2}))
         generator.use(generator.plan_only(1, 9, 2))
         with pytest.raises(StepFailed, match=r"ternary weights: row \d+ of \d+ is damaged, its code does not make"):
             list(generator.run([batch]))
@@ -134,7 +134,7 @@ def trained(model: Path, run: Path, device_memory: str | None) -> tuple[list[flo
 @pytest.mark.wide
 def test_training_upon_ternary_weights_is_training_upon_what_they_stand_for(ternary: Any, tmp_path: Path) -> None:
     """Bit for bit, by way of the drive, and of a device; a frozen base has a fraction of the bytes there."""
-    plain = decompress(ternary[0] / "out", tmp_path / "plain")
+    plain = decompress_model(ternary[0] / "out", tmp_path / "plain")
     losses, weights, dense = trained(plain, tmp_path / "upon-plain", None)
     assert losses[-1] < losses[0]
     for name, device_memory in (("host", None), ("device", "512MiB")):

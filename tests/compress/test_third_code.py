@@ -15,7 +15,7 @@ from headrace.cli.app import main
 from headrace.codec.table import CODES
 from headrace.codec.targets import Int4Target
 from headrace.compress.planner import plan_compression
-from headrace.compress.run import compress
+from headrace.compress.run import compress_model
 from headrace.generate.passes.planner import plan_generation
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
@@ -37,7 +37,7 @@ COUNTS = {"prompts": 1, "prompt_length": 8, "new_tokens": 4}
 
 
 def of_compress(model: Path, folder: Path, name: str) -> None:
-    compress(options(model, folder, to=name))
+    compress_model(options(model, folder, to=name))
 
 
 def of_plan(model: Path, folder: Path, name: str) -> None:

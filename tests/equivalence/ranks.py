@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 from headrace.engine.seams import Seams
 from headrace.engine.shared.fleet import Fleet
 from headrace.engine.shared.line import LANES, Line
-from headrace.engine.shared.sharded import ShardedEngine, join
+from headrace.engine.shared.sharded import ShardedEngine, join_as_rank
 from headrace.engine.shared.staged import StagedEngine
 from headrace.net import Ranks
 from headrace.plan.value.plan import Plan
@@ -78,7 +78,7 @@ def _run(
             fleet = meet[rank](store, rank)
             folder = output.parent / f"{output.name}-rank-{rank}"
             by_run = not fleet.by_stages
-            with join(
+            with join_as_rank(
                 fleet, lambda told: fleet.folder_of(told, rank) if by_run else folder, lambda event: None, kind
             ) as engine:
                 engine.follow()

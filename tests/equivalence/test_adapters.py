@@ -23,7 +23,7 @@ from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.whose_weights import open_model
+from headrace.generate.passes.whose_weights import open_whose_model
 from headrace.terms.errors import ConfigError, InputError, ModelError, RunDirectoryError
 from headrace.terms.families import STATES, TRAINED, WEIGHTS, Durability
 from headrace.terms.options.adapter import adapter_of
@@ -194,7 +194,7 @@ def test_merged_experts_give_the_logits_of_adapted_ones(
     model, ids = merged_like_adapted(path, tmp_path, f"lora:rank=4,alpha=8,target_modules={modules}")
     with torch.no_grad():
         want = model.generate(ids, max_new_tokens=6, do_sample=False)[:, LENGTH:].tolist()
-    given = partial(open_model, adapter=tmp_path / "adapter")
+    given = partial(open_whose_model, adapter=tmp_path / "adapter")
     with Generator.open(path, Budget(host="4GiB"), compute_dtype="float32", opened=given) as generator:
         found = dict(generator.generate(ids.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
     assert [list(found[row]) for row in range(2)] == want
@@ -295,9 +295,9 @@ def test_a_merged_model_gives_the_logits_of_the_adapted_one(name: str, model_dir
     with torch.no_grad():
         want = model.generate(ids, max_new_tokens=6, do_sample=False)[:, LENGTH:].tolist()
     # The directory of adapters names its model; the run is unfinished; a directory and adapters are given.
-    given = partial(open_model, adapter=tmp_path / "adapter")
+    given = partial(open_whose_model, adapter=tmp_path / "adapter")
     places: list[tuple[Path, Any]] = [
-        (tmp_path / "adapter", open_model),
+        (tmp_path / "adapter", open_whose_model),
         (tmp_path / "run", GenerationModel.of_store),
         (path, given),
     ]

@@ -12,7 +12,7 @@ from plain import LENGTH, ROWS, batch_of
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.runs.node import asked_of, refuse_another, serve
+from headrace.runs.node import deciding_options, refuse_another, serve
 from headrace.store import RunLock
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
@@ -54,7 +54,7 @@ def test_workers_that_cannot_take_part_are_not_waited_for(model_dir: Callable[..
 def test_a_worker_s_file_must_be_of_the_node_s_run(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     """Keys that decide numbers are compared; budgets are each process's own."""
     path, batches = model_dir("llama", "bfloat16"), [batch_of(ROWS, LENGTH, 0)]
-    same = asked_of({"model": path, "data": "d", "learning_rate": "1e-3", "host_memory": "9GiB"}, "run.yaml")
+    same = deciding_options({"model": path, "data": "d", "learning_rate": "1e-3", "host_memory": "9GiB"}, "run.yaml")
     assert same == {"learning_rate": 1e-3}
     for asked, words in (
         (same, None),

@@ -23,7 +23,7 @@ from headrace.engine.shared.sharded import ShardedEngine
 from headrace.engine.trainer import Engine
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.whose_weights import open_model
+from headrace.generate.passes.whose_weights import open_whose_model
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options.budget import Budget
 
@@ -166,8 +166,8 @@ def test_what_is_saved_loads_with_its_own_module_and_answers(model_dir: Callable
         torch.testing.assert_close(model(ids).logits[:, -1], seen[0], rtol=1e-4, atol=1e-5)
         assert not torch.allclose(base, seen[0], atol=1e-3)
         want = model.generate(ids, max_new_tokens=6, do_sample=False)[:, LENGTH:].tolist()
-    given = partial(open_model, adapter=folder)
-    places: list[tuple[Path, Any]] = [(folder, open_model), (tmp_path / "run", GenerationModel.of_store), (path, given)]
+    given = partial(open_whose_model, adapter=folder)
+    places: list[tuple[Path, Any]] = [(folder, open_whose_model), (tmp_path / "run", GenerationModel.of_store), (path, given)]
     for place, opened in places:
         with Generator.open(place, Budget(host="4GiB"), compute_dtype="float32", opened=opened) as generator:
             found = dict(generator.generate(ids.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
@@ -249,8 +249,8 @@ def test_tables_of_another_model_are_refused(model_dir: Callable[..., Path], tmp
     folder = tmp_path / "table"
     trained(model_dir("llama"), tmp_path / "run", export=folder)
     with pytest.raises(ModelError, match=r"model\.layers\.\d\.mlp is no part of a block of GPT2LMHeadModel; give the model"):
-        open_model(model_dir("gpt2-dropout"), Budget(host="4GiB"), None, None, adapter=folder)
+        open_whose_model(model_dir("gpt2-dropout"), Budget(host="4GiB"), None, None, adapter=folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"top": None}))
     with pytest.raises(ModelError, match=r"expected tables of one shape and their `top`, found .*None"):
-        open_model(model_dir("llama"), Budget(host="4GiB"), None, None, adapter=folder)
+        open_whose_model(model_dir("llama"), Budget(host="4GiB"), None, None, adapter=folder)

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.model.blocks.sample_groups import groups_of
+from headrace.model.blocks.sample_groups import sample_groups_of
 from headrace.model.trials.probe import probe
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.events import Event, StepResult
@@ -124,7 +124,7 @@ def test_only_where_it_decides_numbers_groups_are_of_one_length(kind: str, value
 @settings(max_examples=40, deadline=None)
 def test_exact_groups_hold_samples_of_one_length_and_every_position_once(lengths: list[int], rows: int) -> None:
     positions = torch.cat([torch.arange(length) for length in (*lengths, 1)]).repeat(rows, 1)
-    groups = groups_of(positions, exact=True)
+    groups = sample_groups_of(positions, exact=True)
     assert all(bool(group.real.all()) for group in groups)
     places = torch.cat([group.places.flatten() for group in groups]).sort().values
     assert torch.equal(places, torch.arange(positions.numel()))

@@ -16,9 +16,9 @@ from torch.distributed import HashStore
 
 from headrace.engine.seams import Seams
 from headrace.engine.shared.line import LANES, Line
-from headrace.engine.shared.sharded import join
+from headrace.engine.shared.sharded import join_as_rank
 from headrace.engine.shared.staged import StagedEngine
-from headrace.net import Lane, Ranks
+from headrace.net import Channel, Ranks
 from headrace.terms.errors import PeerLost, StepFailed
 
 STRIDE = 5
@@ -45,19 +45,19 @@ class Cut:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        send, receive = Lane.send, Lane.receive
+        send, receive = Channel.send, Channel.receive
 
-        def sent(lane: Lane, data: Any, to: int) -> None:
+        def sent(lane: Channel, data: Any, to: int) -> None:
             self.tick(lane.rank)
             send(lane, data, to)
 
-        def received(lane: Lane, into: Any, source: int) -> float:
+        def received(lane: Channel, into: Any, source: int) -> float:
             self.tick(lane.rank)
             return receive(lane, into, source)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Lane, "send", sent)
-            patch.setattr(Lane, "receive", received)
+            patch.setattr(Channel, "send", sent)
+            patch.setattr(Channel, "receive", received)
             yield
 
 
@@ -72,7 +72,10 @@ def run_until_cut(path: Path, output: Path, cut: Cut, **options: Any) -> None:
     def follow() -> None:
         folder = output.parent / f"{output.name}-rank-1"
         line = meet(1)
-        with suppress(PeerLost, StepFailed), join(line, lambda told: folder, lambda event: None, StagedEngine) as engine:
+        with (
+            suppress(PeerLost, StepFailed),
+            join_as_rank(line, lambda told: folder, lambda event: None, StagedEngine) as engine,
+        ):
             engine.follow()
         line.ranks.close()
 

@@ -15,7 +15,7 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from transformers import AutoModelForCausalLM
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.micro_batches import Generated, SeatRows
 from headrace.terms.events import Event, GenerationPass
 from headrace.terms.options.budget import Budget
 
@@ -44,7 +44,7 @@ def generated(directory: Path, dtype: str, place: dict[str, Any], settings: dict
         plan = generator.plan_only(len(rows), 12, 6)
         generator.use(replace(with_banks(generator, plan, **place), rows=2, seats=2))
         batches = [
-            MicroBatch(number, tuple(map(tuple, rows[2 * number : 2 * number + 2])), 40 + number, whole) for number in range(3)
+            SeatRows(number, tuple(map(tuple, rows[2 * number : 2 * number + 2])), 40 + number, whole) for number in range(3)
         ]
         return sorted(generator.run(batches), key=lambda done: done.batch.number)
 
@@ -108,7 +108,7 @@ def test_of_64_experts_those_are_read_that_tokens_are_sent_to_once_for_all(many:
         assert source.by_experts is not None
         before = source.bytes_read
         settings = generator.model.settings(12, None, {**COMMON, "do_sample": False, "eos_token_id": None, "max_new_tokens": 6})
-        assert len(list(generator.run([MicroBatch(place, (tuple(row),), 0, settings) for place, row in enumerate(rows)]))) == 2
+        assert len(list(generator.run([SeatRows(place, (tuple(row),), 0, settings) for place, row in enumerate(rows)]))) == 2
         read = source.bytes_read - before
         common = sum(plan.stored_bytes(unit) for unit in (1, 2))  # once: both blocks have a place
         sizes = [

@@ -22,7 +22,7 @@ from tiers import sampled
 
 from headrace.files import DirectFile
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.micro_batches import Generated, SeatRows
 from headrace.generate.plan.cache_plan import HOST, SSD, CachePlan, with_inputs
 from headrace.generate.plan.schedule import build_pass
 from headrace.generate.plan.search import make_generation_plan
@@ -52,11 +52,11 @@ WAYS: dict[str, dict[str, Any]] = {
 PLACES = {"drives": ((SSD,), False), "host": ((HOST,), True), "all": (("compute", SSD, HOST), True)}
 
 
-def micro_batches(settings: dict[str, Any], longest: int = 40) -> list[MicroBatch]:
+def micro_batches(settings: dict[str, Any], longest: int = 40) -> list[SeatRows]:
     rows = [row * 4 for row in prompts(5)]
     assert max(map(len, rows)) <= longest
     return [
-        MicroBatch(number, tuple(map(tuple, rows[2 * number : 2 * number + 2])), 40 + number, settings) for number in range(3)
+        SeatRows(number, tuple(map(tuple, rows[2 * number : 2 * number + 2])), 40 + number, settings) for number in range(3)
     ]
 
 

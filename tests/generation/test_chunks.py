@@ -15,7 +15,7 @@ from tiers import sampled
 from tiny_architectures import CONFIGS, make_config
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.passes.planner import GenerationPlanner
 from headrace.generate.plan.cache_plan import CachePlan
 from headrace.generate.plan.plan import GenerationPlan
@@ -46,7 +46,7 @@ def test_chunks_give_the_bits_of_transformers_own(
         tiered = tuple(homes[block % len(homes)] if may else "compute" for block, may in enumerate(plan.costs.tiered))
         caches = CachePlan(homes=tiered, slots=2, page_bytes=PAGE_BYTES)
         generator.use(replace(plan, costs=replace(plan.costs, prefill_chunk=7), caches=caches))
-        batches = [MicroBatch(k, tuple(map(tuple, rows[2 * k : 2 * k + 2])), 40 + k, whole) for k in range(2)]
+        batches = [SeatRows(k, tuple(map(tuple, rows[2 * k : 2 * k + 2])), 40 + k, whole) for k in range(2)]
         done = list(generator.run(batches))
     assert whole["generation_config"].prefill_chunk_size is None
     for each in done:

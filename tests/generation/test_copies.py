@@ -19,7 +19,7 @@ from headrace.generate.passes.copying import why_no_copy
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.planner import plan_generation
 from headrace.generate.plan.peaks import with_peaks
-from headrace.generate.uses.evaluating import evaluate
+from headrace.generate.uses.evaluating import evaluate_model
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.store.copied_files import WeightFiles
@@ -275,8 +275,8 @@ def test_answers_are_those_of_weights_in_place(name: str, directory_of: Callable
 def test_a_loss_is_measured_by_a_copy(model: Path, drives: list[Path], tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "water flows downhill, and turbines turn"}\n', encoding="utf-8")
     given = {"data": [str(tmp_path / "a.jsonl")], "cache": tmp_path, "host_memory": "4GiB", "sequence_length": 64}
-    in_place = evaluate(model, EvalOptions.of(given))
-    copied = evaluate(model, EvalOptions.of({**given, "ssd": [str(drive) for drive in drives], "copy_weights": True}))
+    in_place = evaluate_model(model, EvalOptions.of(given))
+    copied = evaluate_model(model, EvalOptions.of({**given, "ssd": [str(drive) for drive in drives], "copy_weights": True}))
     assert copied.loss == in_place.loss
     assert all(list(drive.glob(PREFIX + "*")) for drive in drives)
 

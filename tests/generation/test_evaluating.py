@@ -16,7 +16,7 @@ import headrace
 from headrace.cli import main
 from headrace.engine.merging import merge_adapters
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.uses.evaluating import evaluate
+from headrace.generate.uses.evaluating import evaluate_model
 from headrace.generate.uses.evaluator import Continuations, Evaluator
 from headrace.model.seats import scoring
 from headrace.terms.errors import ConfigError, DataError, ModelError
@@ -57,7 +57,7 @@ def text_samples(model: Path) -> list[tuple[list[int], list[bool]]]:
 
 @pytest.mark.parametrize(("packing", "device"), [(None, None), (False, "64MiB")])
 def test_texts_have_the_loss_of_transformers(packing: bool | None, device: str | None, model: Path, tmp_path: Path) -> None:
-    found = evaluate(model, options(texts(tmp_path / "a.jsonl"), tmp_path, packing=packing, device_memory=device, rows=2))
+    found = evaluate_model(model, options(texts(tmp_path / "a.jsonl"), tmp_path, packing=packing, device_memory=device, rows=2))
     loss, tokens = own_loss(model, text_samples(model))
     assert found.tokens == tokens
     assert found.loss == pytest.approx(loss, rel=1e-6)
@@ -107,7 +107,7 @@ def test_a_run_is_measured_as_its_export_is(model: Path, tmp_path: Path) -> None
     (run / "config.yaml").write_text("", encoding="utf-8")  # by which a run is known
     data = texts(tmp_path / "a.jsonl")
     loss, _ = own_loss(tmp_path / "out", text_samples(model))
-    assert evaluate(run, options(data, tmp_path)).loss == pytest.approx(loss, rel=1e-6)
+    assert evaluate_model(run, options(data, tmp_path)).loss == pytest.approx(loss, rel=1e-6)
 
 
 @pytest.mark.wide
@@ -124,22 +124,22 @@ def test_adapters_are_measured_as_the_model_that_is_merged_with_them(
     data = texts(tmp_path / "a.jsonl")
     loss, _ = own_loss(tmp_path / "merged", text_samples(model))
     base, _ = own_loss(model, text_samples(model))
-    found = evaluate(model, options(data, tmp_path, adapter=tmp_path / "adapter"))
+    found = evaluate_model(model, options(data, tmp_path, adapter=tmp_path / "adapter"))
     assert found.loss == pytest.approx(loss, rel=1e-5)
     assert abs(loss - base) > 1e-4
     assert found.to_json()["adapter"] == str(tmp_path / "adapter")
     # A directory of adapters names its model; given as a model, another adapter cannot lie beside it.
-    assert evaluate(tmp_path / "adapter", options(data, tmp_path)).loss == found.loss
+    assert evaluate_model(tmp_path / "adapter", options(data, tmp_path)).loss == found.loss
     with pytest.raises(ConfigError, match="is an adapter itself"):
-        evaluate(tmp_path / "adapter", options(data, tmp_path, adapter=tmp_path / "adapter"))
+        evaluate_model(tmp_path / "adapter", options(data, tmp_path, adapter=tmp_path / "adapter"))
 
 
 def test_what_cannot_be_measured_is_said(model: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(DataError, match="empty"):
-        evaluate(model, options(str(tmp_path / "empty.jsonl"), tmp_path))
+        evaluate_model(model, options(str(tmp_path / "empty.jsonl"), tmp_path))
     with pytest.raises(ConfigError, match="64 positions"):
-        evaluate(model, options(texts(tmp_path / "a.jsonl"), tmp_path, sequence_length=65))
+        evaluate_model(model, options(texts(tmp_path / "a.jsonl"), tmp_path, sequence_length=65))
 
 
 @pytest.mark.parametrize("positions", sampled([None, 5]))
@@ -186,10 +186,10 @@ def test_token_ids_need_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: p
     rows = [[1 + (7 * row + 3 * place) % 250 for place in range(20 + row % 20)] for row in range(60)]
     data = write(tmp_path / "ids.jsonl", [{"input_ids": row} for row in rows])
     loss, tokens = own_loss(bare, [(row, [True] * len(row)) for row in rows])
-    found = evaluate(bare, options(data, tmp_path / "cache"))
+    found = evaluate_model(bare, options(data, tmp_path / "cache"))
     assert (found.loss, found.tokens) == (pytest.approx(loss, rel=1e-6), tokens)
     with pytest.raises(ModelError, match="the tokenizer is missing"):
-        evaluate(bare, options(texts(tmp_path / "texts.jsonl"), tmp_path / "cache"))
+        evaluate_model(bare, options(texts(tmp_path / "texts.jsonl"), tmp_path / "cache"))
     asked = ["compress", str(bare), str(tmp_path / "out"), "--to", "int4", "--data", data, "--sequence-length", "64"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(SystemExit) as ended:
@@ -250,7 +250,7 @@ def test_a_sample_has_its_own_loss_beside_a_longer_one_that_changes_the_rotary_t
     assert min(len(ids) for ids, _ in samples) < 12 < max(len(ids) for ids, _ in samples)
     loss, tokens = own_loss(long, samples)
     for packing in (False, None):
-        found = evaluate(long, options(texts(tmp_path / "a.jsonl"), tmp_path / "cache", packing=packing, rows=7))
+        found = evaluate_model(long, options(texts(tmp_path / "a.jsonl"), tmp_path / "cache", packing=packing, rows=7))
         assert (found.loss, found.tokens) == (pytest.approx(loss, rel=1e-6), tokens)
     longest = max(len(ids) for ids, _ in samples)
     ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids, _ in samples])

@@ -10,7 +10,7 @@ from tiny_architectures import CONFIGS, make_config, make_plain
 from tiny_sizes import SIZES
 from transformers import PreTrainedTokenizerFast
 
-from headrace.generate.uses.evaluating import evaluate
+from headrace.generate.uses.evaluating import evaluate_model
 from headrace.terms.errors import ModelError
 
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 2}
@@ -49,7 +49,7 @@ def saved(case: tuple[str, dict[str, Any]], model: Path, out: Path) -> Path:
 @pytest.mark.parametrize("name", sampled(APART, ["longrope"]))
 def test_samples_that_run_by_themselves(name: str, packing: bool | None, model: Path, tmp_path: Path) -> None:
     directory = saved(APART[name], model, tmp_path / "model")
-    found = evaluate(directory, options(texts(tmp_path / "a.jsonl"), tmp_path, packing=packing, rows=2))
+    found = evaluate_model(directory, options(texts(tmp_path / "a.jsonl"), tmp_path, packing=packing, rows=2))
     loss, tokens = own_loss(directory, text_samples(model))
     assert found.tokens == tokens
     assert found.loss == pytest.approx(loss, rel=2e-6)
@@ -59,7 +59,7 @@ def test_samples_that_run_by_themselves(name: str, packing: bool | None, model: 
 @pytest.mark.parametrize("name", sampled(CONFIGS, ["bloom"]))
 def test_every_architecture_is_measured(name: str, model: Path, tmp_path: Path) -> None:
     directory = saved(CONFIGS[name], model, tmp_path / "model")
-    found = evaluate(directory, options(texts(tmp_path / "a.jsonl"), tmp_path))
+    found = evaluate_model(directory, options(texts(tmp_path / "a.jsonl"), tmp_path))
     loss, _ = own_loss(directory, text_samples(model))
     assert found.loss == pytest.approx(loss, rel=2e-6)
 
@@ -69,4 +69,4 @@ def test_a_model_whose_code_asks_for_values_is_refused_in_one_line(model: Path, 
     values = {**SIZES, "kv_channels": 8, "num_local_experts": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
     directory = saved(("jetmoe", values), model, tmp_path / "model")
     with pytest.raises(ModelError, match="a measurement of its loss cannot be planned: it fails on shapes alone: Data"):
-        evaluate(directory, options(texts(tmp_path / "a.jsonl"), tmp_path))
+        evaluate_model(directory, options(texts(tmp_path / "a.jsonl"), tmp_path))

@@ -19,14 +19,14 @@ from test_jobs import LINES, WRONG, answer, options_for, write
 
 from headrace.generate.uses import job_ranks
 from headrace.generate.uses.job_ranks import Helpers, answer_for
-from headrace.generate.uses.job_tasks import Answers, Shape, Task
+from headrace.generate.uses.job_tasks import Answers, JobShape, JobTask
 from headrace.net import Ranks
 from headrace.terms.errors import PeerLost, PlanInfeasible, StorageError
 from headrace.terms.options.generate_options import GenerateOptions
 
 LIMIT_SECONDS = 200.0
-TASKS = [Task(number, ((number, 2),), number, {"seed": number}) for number in range(7)]
-SHAPE = Shape(2, 4, 1, {"rows": 1})
+TASKS = [JobTask(number, ((number, 2),), number, {"seed": number}) for number in range(7)]
+SHAPE = JobShape(2, 4, 1, {"rows": 1})
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class Double:
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers follow from the task alone."""
 
-    def answered(generator: Any, options: Any, tokenizer: Any, tasks: Sequence[Task]) -> Iterator[tuple[int, Answers]]:
+    def answered(generator: Any, options: Any, tokenizer: Any, tasks: Sequence[JobTask]) -> Iterator[tuple[int, Answers]]:
         for each in tasks:
             yield each.number, [{"completion": f"{each.number} {each.rows} {each.seed} {each.settings}"}]
 
@@ -110,7 +110,7 @@ class Shared:
 
 
 @pytest.mark.parametrize("tasks", [TASKS, TASKS[:1], []])
-def test_each_task_is_answered_once(tasks: list[Task]) -> None:
+def test_each_task_is_answered_once(tasks: list[JobTask]) -> None:
     found: dict[int, Answers] = {}
     with met(3) as ranks:
         shared, helpers = Shared(ranks), Helpers(ranks[0])

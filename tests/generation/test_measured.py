@@ -13,9 +13,9 @@ from tiers import sampled
 from headrace.flow.weights.expert_source import ExpertSource
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.measured import Measured
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.plan.cache_plan import SSD, CachePlan
-from headrace.serve.figures import Figures
+from headrace.serve.figures import ServerFigures
 from headrace.terms.events import Event, GenerationPass
 from headrace.terms.options.budget import Budget
 from headrace.terms.sizes import PAGE_BYTES
@@ -25,7 +25,7 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_
 
 def test_bytes_of_caches_are_not_counted_as_weights(directory_of: Callable[..., Path], tmp_path: Path) -> None:
     """By passes, and by the figures that a server shows."""
-    events, figures = list[Event](), Figures()
+    events, figures = list[Event](), ServerFigures()
     places: dict[str, Any] = {"rows": 1, "seats": 2, "compute_dtype": "float32", "sink": events.append}
     with Generator.open(directory_of("llama"), Budget(host="4GiB", ssd=tmp_path), **places) as own:
         plan = own.prepare(2, 106, 6)  # of 100 tokens some pages are full
@@ -34,7 +34,7 @@ def test_bytes_of_caches_are_not_counted_as_weights(directory_of: Callable[..., 
         before = own.model.source.bytes_read
         settings = own.model.settings(106, None, GREEDY)
         rows = (tuple(range(start, start + 100)) for start in (3, 5))
-        list(own.run([MicroBatch(place, (row,), 0, settings) for place, row in enumerate(rows)]))
+        list(own.run([SeatRows(place, (row,), 0, settings) for place, row in enumerate(rows)]))
         weights, file = own.model.source.bytes_read - before, own._cache_file
         assert file is not None
         caches = file.bytes_read
@@ -67,7 +67,7 @@ def test_experts_that_are_wanted_and_not_found_are_read(
         plan = with_banks(generator, generator.plan_only(2, 12, 6), ahead_share=1.0, cached=cached)
         generator.use(replace(plan, rows=1, seats=2, host_slots=plan.num_blocks, device_slots=plan.num_blocks))
         settings = generator.model.settings(12, None, GREEDY)
-        list(generator.run([MicroBatch(place, (tuple(row),), 0, settings) for place, row in enumerate(prompts(2))]))
+        list(generator.run([SeatRows(place, (tuple(row),), 0, settings) for place, row in enumerate(prompts(2))]))
     passes = [event for event in events if isinstance(event, GenerationPass)]
     wanted, found = sum(each.wanted for each in passes), sum(each.found for each in passes)
     assert len(read) == wanted - found

@@ -12,7 +12,7 @@ from test_generation_search import question
 from tiers import sampled
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.plan.cache_plan import SSD, CachePlan, with_inputs
 from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
 from headrace.generate.plan.seconds import seconds_of_all_tokens, with_forecast
@@ -123,7 +123,7 @@ def test_a_pass_reads_the_bytes_that_are_planned(directory_of: Callable[..., Pat
         generator.use(plan)
         rows = tuple(tuple(3 + (row + place) % 90 for place in range(96)) for row in range(32))
         whole = generator.model.settings(96, None, {**COMMON, **WAYS["greedy"], "max_new_tokens": 9})
-        list(generator.run([MicroBatch(0, rows, 0, whole)]))
+        list(generator.run([SeatRows(0, rows, 0, whole)]))
     assert plan.forecast is not None
     # Halfway through the answers: four tokens came after the prompt. The weights of the tiny model stay in memory.
     assert seen[5].bytes_read == pytest.approx(plan.forecast.read_bytes, rel=0.02)

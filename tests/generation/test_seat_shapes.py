@@ -22,7 +22,7 @@ from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
 from headrace.generate.uses import jobs
-from headrace.generate.uses.job_tasks import Shape
+from headrace.generate.uses.job_tasks import JobShape
 from headrace.model import Chain
 from headrace.model.seats.generation_check import ready_to_generate
 from headrace.model.seats.generation_costs import generation_costs
@@ -194,5 +194,5 @@ def test_a_killed_job_of_mixed_prompts_ends_with_the_same_bytes(
 
 @pytest.mark.wide
 def test_what_a_job_fixes_reaches_other_ranks() -> None:
-    shape = Shape(12, NEW, 0, {"few_rows": FewRows(packed=False, narrow=True), "attention": "device", "shapes": SHAPES})
-    assert Shape.from_json(json.loads(json.dumps(shape.to_json()))) == shape
+    shape = JobShape(12, NEW, 0, {"few_rows": FewRows(packed=False, narrow=True), "attention": "device", "shapes": SHAPES})
+    assert JobShape.from_json(json.loads(json.dumps(shape.to_json()))) == shape

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from headrace.integrations.transformers import HeadraceTrainer, arguments
 from headrace.integrations.transformers.arguments import check_arguments
 from headrace.migrate import trl as files
-from headrace.migrate.source import Source
+from headrace.migrate.source import MigratedFile
 from headrace.terms.errors import ConfigError
 
 trl = pytest.importorskip("trl")
@@ -108,8 +108,8 @@ VALUES: dict[str, Any] = {
 }
 
 
-def _translated(name: str, key: str, value: Any) -> Source:
-    source = Source({"model_name_or_path": "m", "dataset_name": "d", **OF_FILES[name], key: value})
+def _translated(name: str, key: str, value: Any) -> MigratedFile:
+    source = MigratedFile({"model_name_or_path": "m", "dataset_name": "d", **OF_FILES[name], key: value})
     files.translate(source)
     return source
 
@@ -121,7 +121,10 @@ def test_migrate_says_of_each_field_what_becomes_of_it(name: str) -> None:
             with pytest.raises(ConfigError, match=rf"^{key}: "):
                 _translated(name, key, OTHERWISE[name][key])
         elif key in TAKEN[name]:
-            source, without = _translated(name, key, VALUES[key]), Source({"model_name_or_path": "m", "dataset_name": "d"})
+            source, without = (
+                _translated(name, key, VALUES[key]),
+                MigratedFile({"model_name_or_path": "m", "dataset_name": "d"}),
+            )
             without.values = {**without.values, **OF_FILES[name]}
             files.translate(without)
             assert source.options != without.options, key

@@ -18,7 +18,7 @@ from headrace.data.batches.open_data import open_stream
 from headrace.engine.local.outer import OuterState
 from headrace.files.number_file import NumberFile
 from headrace.runs.engines import state_of
-from headrace.runs.local_steps.broker import Broker, Work
+from headrace.runs.local_steps.broker import Broker, LearnerWork
 from headrace.runs.local_steps.ledger import Journal, read_journal
 from headrace.runs.local_steps.rounds import ByQuorum, Replayed, Rounds
 from headrace.runs.protocols import StateKind
@@ -56,14 +56,14 @@ def units(broker: Broker, seed: int, scale: float = 1e-3) -> Iterator[NDArray[An
     return (broker._travel.encode(torch.randn(count, generator=dice) * scale) for count in counts)
 
 
-def given(broker: Broker, peer: str, held: int | None, lot: int | None = None) -> Work | None:
+def given(broker: Broker, peer: str, held: int | None, lot: int | None = None) -> LearnerWork | None:
     """Return what a learner is given now; None if it has to wait."""
     asked = iter([False, True])
     with broker.learner(peer) as number, broker.work(number, held, lot, lambda: next(asked, True)) as work:
         return work
 
 
-def push(broker: Broker, work: Work | None, seed: int = 0, scale: float = 1e-3) -> str | None:
+def push(broker: Broker, work: LearnerWork | None, seed: int = 0, scale: float = 1e-3) -> str | None:
     assert work is not None, "it was given rows"
     lot = work.lot
     return broker.why_not(lot.learner, lot.number) or broker.take(lot.number, units(broker, seed, scale), {"loss": 1.0})

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tiers import sampled
 
-from headrace.net import Address, Lane
+from headrace.net import Address, Channel
 from headrace.runs.loop import train
 from headrace.runs.node import serve, work
 from headrace.terms.errors import ConfigError
@@ -120,13 +120,13 @@ def test_a_learner_moves_few_bytes_for_each_number_in_each_round(
     options: Callable[..., NodeOptions],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    moved, real = [0], Lane.send
+    moved, real = [0], Channel.send
 
-    def send(lane: Lane, data: Any, to: int) -> None:
+    def send(lane: Channel, data: Any, to: int) -> None:
         moved[0] += data.size
         real(lane, data, to)
 
-    monkeypatch.setattr(Lane, "send", send)
+    monkeypatch.setattr(Channel, "send", send)
     taken = dict[int, int]()
     for merges in (2, 6):
         moved[0] = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from headrace.runs.local_steps.ledger import Journal, Ledger, Lot, read_journal
+from headrace.runs.local_steps.ledger import Journal, Lot, LotLedger, read_journal
 from headrace.runs.local_steps.node import Waiting
 from headrace.runs.local_steps.rounds import ByQuorum, Replayed
 from headrace.terms.errors import ConfigError
@@ -27,7 +27,7 @@ def lot(number: int, learner: int, base: int = 0) -> Lot:
 
 def test_a_merge_waits_for_the_quorum_and_then_for_the_grace() -> None:
     clock = Clock()
-    rounds, ledger = ByQuorum(2, 30.0, clock), Ledger()
+    rounds, ledger = ByQuorum(2, 30.0, clock), LotLedger()
     assert rounds.due(ledger, [lot(1, 1)], others=True) == ()
     clock.now = 100.0
     two = [lot(1, 1), lot(0, 2)]
@@ -46,12 +46,12 @@ def test_older_pushes_weigh_less() -> None:
 
 
 def test_a_ledger_survives_json_and_names_what_is_lost() -> None:
-    ledger = Ledger(data={"epoch": 0}).with_learner("a").with_learner("b").with_learner("a")
+    ledger = LotLedger(data={"epoch": 0}).with_learner("a").with_learner("b").with_learner("a")
     assert ledger.learners == {"a": 1, "b": 2}
     ledger = ledger.with_lot(lot(0, 1)).with_lot(lot(1, 2)).with_lot(lot(2, 1))
     ledger = ledger.losing([lot(2, 1)], "stale")
     plain = json.dumps(ledger.to_json())
-    assert json.dumps(Ledger.from_json(json.loads(plain)).to_json()) == plain
+    assert json.dumps(LotLedger.from_json(json.loads(plain)).to_json()) == plain
     merged = ledger.merged([lot(0, 1).named()], norm=1.0)
     assert merged.version == 1
     assert set(merged.lots) == {1}
@@ -74,11 +74,11 @@ def test_the_journal_follows_from_the_ledger_after_any_kill(tmp_path: Path) -> N
 
 
 def test_a_replay_deals_and_merges_as_the_journal_says() -> None:
-    first = Ledger().with_lot(lot(0, 1)).with_lot(lot(1, 2)).with_lot(lot(2, 3))
+    first = LotLedger().with_lot(lot(0, 1)).with_lot(lot(1, 2)).with_lot(lot(2, 3))
     second = first.merged([lot(0, 1).named(), lot(1, 2).named()])
     third = second.with_lot(lot(3, 1, 1)).losing([lot(2, 3)], "stale").merged([lot(3, 1, 1).named()])
     rounds = Replayed([dict(each.line or {}) for each in (second, third)])
-    begun = Ledger()
+    begun = LotLedger()
     assert [rounds.next_rows(learner, begun) for learner in (1, 2, 3, 4)] == [(0, 0), (1, 8), (2, 16), None]
     begun = begun.with_lot(lot(0, 1)).with_lot(lot(1, 2))
     assert rounds.due(begun, [lot(0, 1), lot(1, 2)], others=False) == (), "the third lot begins with this version, too"
@@ -94,7 +94,7 @@ def test_a_replay_deals_and_merges_as_the_journal_says() -> None:
 
 
 def test_a_quorum_says_how_many_learners_it_waits_for() -> None:
-    rounds, ledger = ByQuorum(2, 0.0), Ledger()
+    rounds, ledger = ByQuorum(2, 0.0), LotLedger()
     assert (
         rounds.waits_for(ledger, [], ()) == "merge 1 waits for 2 more learners: 0 of the quorum's 2 have sent what they learned"
     )
@@ -103,14 +103,14 @@ def test_a_quorum_says_how_many_learners_it_waits_for() -> None:
 
 
 def test_a_replay_says_for_which_learner_of_the_journal_it_waits() -> None:
-    line = Ledger().with_lot(lot(0, 1)).with_lot(lot(1, 2)).merged([lot(0, 1).named(), lot(1, 2).named()]).line
+    line = LotLedger().with_lot(lot(0, 1)).with_lot(lot(1, 2)).merged([lot(0, 1).named(), lot(1, 2).named()]).line
     rounds = Replayed([dict(line or {})])
-    begun = Ledger().with_lot(lot(0, 1))
+    begun = LotLedger().with_lot(lot(0, 1))
     words = "replay: merge 1 waits for learner 2, who took lot 1; learners that are here: 1"
     assert rounds.waits_for(begun, [lot(0, 1)], (1,)) == words
     begun = begun.with_lot(lot(1, 2))
     assert rounds.waits_for(begun, [lot(0, 1), lot(1, 2)], (1, 2)) == ""
-    assert rounds.waits_for(Ledger(), [], ()).endswith(
+    assert rounds.waits_for(LotLedger(), [], ()).endswith(
         "learner 1, who took lot 0, learner 2, who took lot 1; learners that are here: none"
     )
 
@@ -136,17 +136,17 @@ def test_who_is_waited_for_is_said_once_and_only_where_it_lasts() -> None:
 
 
 def test_norms_of_accepted_pushes_and_what_was_thrown_out_are_kept() -> None:
-    ledger = Ledger()
+    ledger = LotLedger()
     for number in range(40):
         ledger = ledger.with_lot(lot(number, 1)).merged([lot(number, 1).named(norms=[float(number)])])
     for number in (50, 51):
         ledger = ledger.with_lot(lot(number, 2)).losing([lot(number, 2)], "its numbers are not finite", thrown=True)
     ledger = ledger.with_lot(lot(52, 2)).losing([lot(52, 2)], "stale")
-    ledger = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+    ledger = LotLedger.from_json(json.loads(json.dumps(ledger.to_json())))
     assert [each[0] for each in ledger.accepted] == list(range(8, 40)), "the last 32"
     assert ledger.thrown == {"2": 2}
     old = {key: value for key, value in ledger.to_json().items() if key not in ("accepted", "thrown")}
-    assert Ledger.from_json(old).thrown == {}, "of a run that began before they were kept"
+    assert LotLedger.from_json(old).thrown == {}, "of a run that began before they were kept"
 
 
 def test_options_of_local_steps_are_refused_where_they_mean_nothing() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.machine import near_limit
 from headrace.machine.control_groups import quota_cores
-from headrace.machine.limits import available_memory_bytes, control_group_limit_bytes, default_host_bytes, pinnable_memory_bytes
+from headrace.machine.limits import available_memory_bytes, control_group_limit_bytes, pinnable_memory_bytes, usual_host_bytes
 from headrace.machine.near_limit import NearLimit
 from headrace.terms.events import Event, Notice
 from headrace.terms.options.budget import default_bytes
@@ -202,14 +202,14 @@ class TestResourceLimits:
 
 class TestDefaults:
     def test_seventy_per_cent_of_what_is_available(self, machine: Machine) -> None:
-        assert default_host_bytes(machine.root, pins=True) == default_host_bytes(machine.root, pins=False) == 8 * GIB * 7 // 10
+        assert usual_host_bytes(machine.root, pins=True) == usual_host_bytes(machine.root, pins=False) == 8 * GIB * 7 // 10
 
     def test_under_wsl_half_of_memory_can_be_pinned(self, tmp_path: Path) -> None:
         version = "Linux version 5.15.146.1-microsoft-standard-WSL2"
         machine = Machine(tmp_path, available=15 * GIB, total=16 * GIB, version=version)
         assert pinnable_memory_bytes(machine.root) == 8 * GIB
-        assert default_host_bytes(machine.root, pins=True) == 8 * GIB
-        assert default_host_bytes(machine.root, pins=False) == 15 * GIB * 7 // 10
+        assert usual_host_bytes(machine.root, pins=True) == 8 * GIB
+        assert usual_host_bytes(machine.root, pins=False) == 15 * GIB * 7 // 10
 
     def test_elsewhere_no_cap_is_known(self, machine: Machine) -> None:
         assert pinnable_memory_bytes(machine.root) is None

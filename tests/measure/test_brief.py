@@ -14,8 +14,8 @@ import pytest
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
-from headrace.measure.brief import LEAST_HOST_BYTES, Room, look_at_products, measure_briefly
-from headrace.measure.drives import Drive, remove_leftovers
+from headrace.measure.brief import LEAST_HOST_BYTES, MeasuringRoom, look_at_products, measure_briefly
+from headrace.measure.drives import DriveFile, remove_leftovers
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.sizes import MIB
@@ -23,7 +23,7 @@ from headrace.terms.sizes import MIB
 
 def measured_at(folder: Path) -> tuple[Ceilings, int]:
     """What a hurried measurement finds on two directories in a folder, and the memory that it took."""
-    asked = CpuMachine(), (folder / "one", folder / "two"), "bfloat16", Room(host_bytes=LEAST_HOST_BYTES)
+    asked = CpuMachine(), (folder / "one", folder / "two"), "bfloat16", MeasuringRoom(host_bytes=LEAST_HOST_BYTES)
     measure_briefly(*asked, seconds=0.05)  # kernels are compiled, libraries loaded
     before = anonymous_bytes()
     with MemoryMeter() as meter:
@@ -60,9 +60,9 @@ def test_it_stays_inside_its_room_and_leaves_no_file(measured: tuple[Ceilings, i
 
 def test_where_there_is_no_room_or_no_directory_nothing_is_measured(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1 MiB of memory are left, 64 MiB are needed"):
-        measure_briefly(CpuMachine(), (tmp_path,), "bfloat16", Room(host_bytes=MIB))
+        measure_briefly(CpuMachine(), (tmp_path,), "bfloat16", MeasuringRoom(host_bytes=MIB))
     with pytest.raises(StorageError, match="no such directory"):
-        measure_briefly(CpuMachine(), (tmp_path / "nowhere",), "bfloat16", Room(host_bytes=LEAST_HOST_BYTES))
+        measure_briefly(CpuMachine(), (tmp_path / "nowhere",), "bfloat16", MeasuringRoom(host_bytes=LEAST_HOST_BYTES))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -71,7 +71,7 @@ def test_a_look_at_products_gives_a_rate(dtype: str) -> None:
 
 
 def test_a_drive_that_is_slow_is_filled_in_part_and_read_there_only(tmp_path: Path) -> None:
-    with Drive(tmp_path, 64 * MIB) as drive:
+    with DriveFile(tmp_path, 64 * MIB) as drive:
         drive.fill(0.0, MIB)
         assert drive.filled_bytes == 4 * MIB
         assert drive.transfer_seconds() > 0
@@ -88,7 +88,7 @@ def test_what_a_killed_measurement_left_goes_with_the_next_but_not_what_is_in_us
     descriptor = os.open(living, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with Drive(tmp_path, 64 * MIB):
+        with DriveFile(tmp_path, 64 * MIB):
             assert not dead.exists()
             assert (living / "data").exists()
     finally:

@@ -15,8 +15,8 @@ from headrace.codec.table import CODES
 from headrace.machine.cpu import CpuMachine
 from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
-from headrace.measure.drives import Drive, DriveLoad, best_setting, try_settings
-from headrace.measure.loads import in_order, interleaved, rate_of, rates_together, seconds_of
+from headrace.measure.drives import DriveFile, DriveLoad, best_setting, try_settings
+from headrace.measure.loads import in_order, interleaved, rate_of, rates_together, seconds_taken
 from headrace.measure.machine import measure_machine
 from headrace.measure.memory_loads import DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
 from headrace.model import profile
@@ -138,7 +138,7 @@ def test_the_first_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         now += next(waits)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    assert seconds_of(work, 3) == 2.0
+    assert seconds_taken(work, 3) == 2.0
 
 
 def test_a_block_counts_forward_recompute_and_backward() -> None:
@@ -214,7 +214,7 @@ def test_the_update_is_measured_on_numbers_as_training_has_them() -> None:
 
 
 def test_a_drive_is_read_and_written_and_left_clean(tmp_path: Path) -> None:
-    with Drive(tmp_path, 64 << 20) as drive:
+    with DriveFile(tmp_path, 64 << 20) as drive:
         drive.fill()
         assert list(tmp_path.iterdir()) == []  # so that a killed process leaves nothing
         assert drive.capacity_bytes > 64 << 20
@@ -267,7 +267,7 @@ def test_further_rounds_need_time_and_the_first_is_always_done() -> None:
 
 
 def test_a_drive_is_tuned_and_measured_with_its_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Drive(tmp_path, 64 << 20) as drive:
+    with DriveFile(tmp_path, 64 << 20) as drive:
         drive.fill()
         assert drive.cpu_seconds_per_gigabyte > 0
         told: list[InFlight] = []
@@ -283,7 +283,7 @@ def test_a_drive_is_tuned_and_measured_with_its_setting(tmp_path: Path, monkeypa
 
 
 def test_a_load_keeps_as_much_under_way_as_the_setting_asks_for(tmp_path: Path) -> None:
-    with Drive(tmp_path, 256 << 20) as drive:
+    with DriveFile(tmp_path, 256 << 20) as drive:
         drive.setting = setting(8, 16)
         assert DriveLoad([drive], write=True).unit() == 128 << 20
         drive.setting = setting(1, 4)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.cli import main
 from headrace.files.yaml_options import from_yaml
 from headrace.migrate import TOOLS, migrate
-from headrace.migrate.source import Source
+from headrace.migrate.source import MigratedFile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.run_options import RunOptions
 
@@ -293,7 +293,7 @@ KEYS = sorted(
 @given(st.dictionaries(st.sampled_from(KEYS), SCALARS), st.sampled_from(sorted(TOOLS)))
 def test_each_key_becomes_an_option_a_reason_or_a_refusal(values: dict[str, Any], tool: str) -> None:
     """Whatever stands there; keys that are off or empty may be passed over."""
-    source = Source(values)
+    source = MigratedFile(values)
     try:
         TOOLS[tool].translate(source)
     except (ConfigError, TypeError, ValueError, KeyError, AttributeError):  # `migrate` says these in one line

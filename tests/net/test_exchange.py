@@ -15,7 +15,7 @@ from net_peers import at_once, joined, listening
 from tiers import sampled
 
 from headrace.net import Generation, exchange
-from headrace.net.lane import Lane
+from headrace.net.lane import Channel
 from headrace.terms.errors import PeerLost
 from headrace.terms.options.summing import SEQUENTIAL, order_of
 
@@ -25,13 +25,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     """Count bytes by direction of a transfer and rank."""
     moved: Counter[tuple[str, int]] = Counter()
     for name, word in (("start_send", "tx"), ("start_receive", "rx")):
-        real = getattr(Lane, name)
+        real = getattr(Channel, name)
 
-        def call(lane: Lane, data: torch.Tensor, peer: int, *, real: Any = real, word: str = word) -> Any:
+        def call(lane: Channel, data: torch.Tensor, peer: int, *, real: Any = real, word: str = word) -> Any:
             moved[word, lane.rank] += data.numel() * data.element_size()
             return real(lane, data, peer)
 
-        monkeypatch.setattr(Lane, name, call)
+        monkeypatch.setattr(Channel, name, call)
     return moved
 
 

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from headrace.net.lane import PIECE_BYTES, Lane
+from headrace.net.lane import PIECE_BYTES, Channel
 from headrace.terms.errors import PeerLost
 
 PIECE_SECONDS = 2.0
 
 
-def lanes(piece_seconds: float = PIECE_SECONDS) -> list[Lane]:
+def lanes(piece_seconds: float = PIECE_SECONDS) -> list[Channel]:
     """Return both ends of a lane over loopback."""
     store, names = HashStore(), ("one", "other")
 
-    def made(rank: int) -> Lane:
-        return Lane(store, "lane", host="127.0.0.1", rank=rank, names=names, why=lambda: None, piece_seconds=piece_seconds)
+    def made(rank: int) -> Channel:
+        return Channel(store, "lane", host="127.0.0.1", rank=rank, names=names, why=lambda: None, piece_seconds=piece_seconds)
 
     with ThreadPoolExecutor(2) as threads:
         return list(threads.map(made, range(2)))
@@ -35,7 +35,7 @@ def test_who_is_in_the_middle_of_a_first_piece_hears_of_a_loss(sends: bool) -> N
         mine, its = lanes(piece_seconds=0.1)
         own, other = (np.zeros(PIECE_BYTES, np.uint8) for _ in range(2))
 
-        def moved(lane: Lane = mine, data: np.ndarray = own) -> None:
+        def moved(lane: Channel = mine, data: np.ndarray = own) -> None:
             (lane.send if sends else lane.receive)(data, 1)
 
         with ThreadPoolExecutor(2) as threads:

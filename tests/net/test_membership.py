@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from net_peers import VERSION, Clock, at_once, joined, listening
 
-from headrace.net import Address, Lane, Listener, Member
+from headrace.net import Address, Channel, Listener, Member
 from headrace.net.proof import is_proof, proof
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.options.muster import Muster
@@ -250,7 +250,7 @@ def test_an_end_wakes_all_also_when_one_peer_has_gone_before() -> None:
     with listening() as listener:
         node, members, workers = joined(listener, 2)
 
-        def waits(lane: Lane, peer: int) -> None:
+        def waits(lane: Channel, peer: int) -> None:
             with pytest.raises(PeerLost):
                 lane.receive(np.empty(10, np.uint8), peer)
 

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from headrace.net.lane import Lane
+from headrace.net.lane import Channel
 from headrace.net.relay import Relay
 
 
-class Broken(Lane):
+class Broken(Channel):
     """A lane whose receives fail in a way that nobody expects."""
 
     def __init__(self) -> None:

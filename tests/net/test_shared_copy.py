@@ -17,7 +17,7 @@ import torch
 from torch.distributed import HashStore
 
 from headrace.machine.shared_memory import SharedMemory
-from headrace.net import Lane, Ranks, SharedCopy, ranks
+from headrace.net import Channel, Ranks, SharedCopy, ranks
 from headrace.terms.errors import PeerLost
 
 Pair = tuple[Ranks, SharedCopy]
@@ -55,13 +55,13 @@ MACHINES = [((0, 1),), ((0, 1), (2, 3)), ((0, 1, 2), (3,))]
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """Count bytes by sender and receiver."""
     moved: Counter[tuple[int, int]] = Counter()
-    real = Lane.start_send
+    real = Channel.start_send
 
-    def call(lane: Lane, data: torch.Tensor, to: int) -> Any:
+    def call(lane: Channel, data: torch.Tensor, to: int) -> Any:
         moved[lane.rank, to] += data.numel() * data.element_size()
         return real(lane, data, to)
 
-    monkeypatch.setattr(Lane, "start_send", call)
+    monkeypatch.setattr(Channel, "start_send", call)
     return moved
 
 

@@ -10,7 +10,7 @@ from net_peers import at_once
 from test_lane import lanes
 
 from headrace.net import exchange
-from headrace.net.lane import Lane
+from headrace.net.lane import Channel
 from headrace.terms.errors import Unlike
 
 WANTED = np.zeros(100, np.float32)
@@ -92,5 +92,5 @@ def test_a_node_and_a_worker_of_other_units_are_told(way: str) -> None:
         lane.close()
 
 
-def take_in(lane: Lane, into: np.ndarray) -> None:
+def take_in(lane: Channel, into: np.ndarray) -> None:
     exchange.take_in(lane, into)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from headrace.data.chat.prompts import Prompts
 from headrace.serve import desk
-from headrace.serve.reading import Asked, Limits, Reader, Refused
+from headrace.serve.reading import GenerationRequest, Limits, Refused, RequestReader
 from headrace.serve.shapes import CHAT, TEXT
 from headrace.terms.errors import ConfigError, PlanInfeasible
 
@@ -106,8 +106,8 @@ KEYS = ("model", "messages", "prompt", "stop", "seed", "stream", "stream_options
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=ANY | st.dictionaries(st.sampled_from(KEYS), ANY | st.just(TALK), max_size=4), chat=st.booleans())
 def test_any_body_is_read_or_refused(body: Any, chat: bool, model: Path) -> None:
-    reader = Reader("tiny", Prompts(_tokenizer(model)), Limits(96, 128, 64))
-    found: Asked | None = None
+    reader = RequestReader("tiny", Prompts(_tokenizer(model)), Limits(96, 128, 64))
+    found: GenerationRequest | None = None
     with contextlib.suppress(Refused):
         found = reader.read(CHAT if chat else TEXT, json.dumps(body).encode())
     assert found is None or found.ids

@@ -15,7 +15,7 @@ from headrace.update.rules.lion import Lion
 from headrace.update.rules.rule import Chunk
 from headrace.update.rules.sgd import SGD
 from headrace.update.rules.table import rule_of
-from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows, Rows
+from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows, StateRows
 
 WIDTH = 24
 
@@ -31,7 +31,7 @@ class Table:
 
     def gathered(self, ids):
         weight, *states = (plane.reshape(self.num_rows, -1)[ids] for plane in (self.sparse[0], *self.sparse[1]))
-        return Rows(weight, tuple(states), self.seen[ids])
+        return StateRows(weight, tuple(states), self.seen[ids])
 
     def write(self, ids, rows):
         for plane, new in zip((self.sparse[0], *self.sparse[1]), (rows.weight, *rows.states), strict=True):

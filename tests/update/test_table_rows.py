@@ -17,7 +17,7 @@ from headrace.update import StepScalars
 from headrace.update.rules.norm import BLOCK_ELEMENTS, square_sum
 from headrace.update.rules.rule import Chunk
 from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows
-from headrace.update.tables.table_rows import Table, TableRows, row_layout
+from headrace.update.tables.table_rows import OpenTable, TableRows, row_layout
 
 ROWS, WIDTH, DECAY, SCALE = 60, 16, 0.1, 0.5
 
@@ -43,7 +43,7 @@ def opened(file, rule, record=None, **more):
     """Rows as they are after what a record says."""
     record = json.loads(json.dumps(record)) if record else {"learning_rates": (), "histories": {"3": ()}}
     history = tuple((session, update) for session, update in record["histories"]["3"])
-    table = Table.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, history)
+    table = OpenTable.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, history)
     return TableRows({3: table}, AppliedUpdates(record["learning_rates"]), **more)
 
 
@@ -112,7 +112,7 @@ def test_rows_that_begin_as_a_file_has_them_have_the_bits_of_dense_adamw(dtype):
     dense.planes[0][:] = start.reshape(-1)
     file, kind = new_file(rule), getattr(torch, dtype)
     more = {"first": first, "gradient_dtype": kind}
-    table = Table.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, **more)
+    table = OpenTable.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, **more)
     rows = TableRows({3: table}, AppliedUpdates())
     for update in range(1, 51):
         ids, gradients, step = zipf_step(dice, update)
@@ -131,7 +131,7 @@ def test_rows_that_begin_as_a_file_has_them_have_the_bits_of_dense_adamw(dtype):
         if update == 24:
             record = json.loads(json.dumps(record))
             history = tuple((session, last) for session, last in record["histories"]["3"])
-            table = Table.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, history, **more)
+            table = OpenTable.on(file, LazyRows(rule, DECAY, SCALE), ROWS, WIDTH, history, **more)
             rows = TableRows({3: table}, AppliedUpdates(record["learning_rates"]))
     found = table.read(np.arange(ROWS), rows.applied)
     for own, other in zip((found.weight, *found.states), dense.planes, strict=True):
@@ -143,7 +143,7 @@ def test_rows_that_begin_as_a_file_has_them_have_the_bits_of_dense_adamw(dtype):
 def test_the_norm_of_few_rows_of_a_large_table_is_that_of_the_whole_gradient():
     """In blocks that rows share, and over several pieces of blocks."""
     rule, dice, width, count = adamw("float32"), np.random.default_rng(13), 1500, 3000
-    table = Table.on(MemoryFile(row_layout(count, width, rule.planes).file_bytes), LazyRows(rule), count, width)
+    table = OpenTable.on(MemoryFile(row_layout(count, width, rule.planes).file_bytes), LazyRows(rule), count, width)
     rows, ids = TableRows({3: table}, AppliedUpdates()), np.unique(dice.choice(count, 1700))
     gradient, whole = dice.standard_normal((ids.size, width)).astype(np.float32), np.zeros((count, width), np.float32)
     rows.gather(3, ids)
@@ -162,7 +162,7 @@ def test_the_norm_of_a_unit_with_a_table_in_it_is_that_of_its_whole_gradient(pla
     whole = lay_out("unit", [*named[:place], ("table", (count, width), (1.0, 0.0)), *named[place:]])
     rest = realigned(whole, PARAMETER_ALIGNMENT, frozenset({"table"}))
     file = MemoryFile(row_layout(count, width, rule.planes).file_bytes)
-    table = Table.on(file, LazyRows(rule), count, width, whole=whole, name="table")
+    table = OpenTable.on(file, LazyRows(rule), count, width, whole=whole, name="table")
     rows, ids = TableRows({3: table}, AppliedUpdates()), np.unique(dice.choice(count, 90))
     gradient = dice.standard_normal((ids.size, width)).astype(np.float32)
     rows.gather(3, ids)
@@ -220,7 +220,7 @@ def test_a_power_cut_between_gather_and_write_leaves_the_last_commit(tmp_path_fa
 
 def test_without_replay_rows_are_those_of_torchs_sparse_adam():
     rule, dice = adamw("float32"), np.random.default_rng(9)
-    table = Table.on(new_file(rule), LazyRows(rule, replay=False), ROWS, WIDTH)
+    table = OpenTable.on(new_file(rule), LazyRows(rule, replay=False), ROWS, WIDTH)
     rows, whole = TableRows({3: table}, AppliedUpdates()), torch.nn.Parameter(torch.zeros(ROWS, WIDTH))
     plain = torch.optim.SparseAdam([whole], lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     for update in range(1, 31):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.codec.codec import Parts
 from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 
 _LARGEST = 448.0
 
@@ -36,11 +36,11 @@ class Fp8Blocks:
         """Return whether it is a matrix at all: the last blocks may be smaller."""
         return rows > 0 and columns > 0
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return codes and scales."""
         blocks = -(-rows // self.block_rows), -(-columns // self.block_columns)
         size = getattr(torch, self.scales).itemsize
-        return Part("weight", "float8_e4m3fn", 1, (rows, columns)), Part("weight_scale_inv", self.scales, size, blocks)
+        return CodePart("weight", "float8_e4m3fn", 1, (rows, columns)), CodePart("weight_scale_inv", self.scales, size, blocks)
 
     def encode(self, weights: Tensor) -> Parts:
         """Scale each block so that its largest weight becomes the largest number of the code, and round.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headrace.codec.codec import Parts
 from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 from headrace.terms.errors import ModelError
 
 _BYTES_OF_AN_ELEMENT = 32
@@ -41,11 +41,11 @@ class GgufBlocks:
         """Return whether rows are whole blocks."""
         return columns % BLOCKS[self.kind].numbers == 0
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return the blocks, and the order of rows."""
         block = BLOCKS[self.kind]
-        blocks = Part("blocks", "uint8", 1, (rows, columns // block.numbers * block.num_bytes))
-        return (blocks, Part("order", "int32", 4, (rows,))) if self.ordered else (blocks,)
+        blocks = CodePart("blocks", "uint8", 1, (rows, columns // block.numbers * block.num_bytes))
+        return (blocks, CodePart("order", "int32", 4, (rows,))) if self.ordered else (blocks,)
 
     def encode(self, weights: Tensor) -> Parts:
         """Round as the package `gguf` does.
@@ -148,7 +148,7 @@ def _f32(blocks: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockFormat:
     """So many numbers in so many bytes. `values` gives those of blocks (blocks, bytes) uint8, as float32 (blocks, numbers)."""
 
     numbers: int
@@ -157,12 +157,12 @@ class Block:
 
 
 BLOCKS = {
-    "Q8_0": Block(32, 34, _q8_0),
-    "Q4_0": Block(32, 18, _q4_0),
-    "Q4_K": Block(256, 144, _q4_k),
-    "Q5_K": Block(256, 176, _q5_k),
-    "Q6_K": Block(256, 210, _q6_k),
-    "F16": Block(1, 2, _half),
-    "BF16": Block(1, 2, _bf16),
-    "F32": Block(1, 4, _f32),
+    "Q8_0": BlockFormat(32, 34, _q8_0),
+    "Q4_0": BlockFormat(32, 18, _q4_0),
+    "Q4_K": BlockFormat(256, 144, _q4_k),
+    "Q5_K": BlockFormat(256, 176, _q5_k),
+    "Q6_K": BlockFormat(256, 210, _q6_k),
+    "F16": BlockFormat(1, 2, _half),
+    "BF16": BlockFormat(1, 2, _bf16),
+    "F32": BlockFormat(1, 4, _f32),
 }

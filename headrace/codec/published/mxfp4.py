@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.codec.codec import Parts
 from headrace.codec.row_pieces import piece_bytes, refuse_no_numbers
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 
 _GROUP, _BIAS = 32, 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -37,10 +37,10 @@ class Mxfp4:
         """Return whether these are whole experts of whole groups."""
         return rows % self.inputs == 0 and self.inputs % _GROUP == 0
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return codes and exponents."""
         shape = rows // self.inputs, columns, self.inputs // _GROUP
-        return Part("blocks", "uint8", 1, (*shape, _GROUP // 2)), Part("scales", "uint8", 1, shape)
+        return CodePart("blocks", "uint8", 1, (*shape, _GROUP // 2)), CodePart("scales", "uint8", 1, shape)
 
     def encode(self, weights: Tensor) -> Parts:
         """Round to the nearest float under the exponent of the group's largest weight (OCP, section 6.3).

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headrace.codec.codec import Parts
 from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 
 # QLoRA, appendix E.
 # fmt: off
@@ -46,19 +46,19 @@ class Nf4:
         """Return whether the number of weights is even: two lie in a byte."""
         return rows * columns % 2 == 0
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return codes, scales and tables."""
         number = rows * columns
         blocks = -(-number // self.block)
-        found = [Part("weight", "uint8", 1, (number // 2, 1)), Part("quant_map", "float32", 4, (16,))]
+        found = [CodePart("weight", "uint8", 1, (number // 2, 1)), CodePart("quant_map", "float32", 4, (16,))]
         if not self.nested:
-            return (*found, Part("absmax", "float32", 4, (blocks,)))
+            return (*found, CodePart("absmax", "float32", 4, (blocks,)))
         return (
             *found,
-            Part("absmax", "uint8", 1, (blocks,)),
-            Part("nested_quant_map", "float32", 4, (256,)),
-            Part("nested_absmax", "float32", 4, (-(-blocks // self.nested_block),)),
-            Part("nested_offset", "float32", 4, (1,)),
+            CodePart("absmax", "uint8", 1, (blocks,)),
+            CodePart("nested_quant_map", "float32", 4, (256,)),
+            CodePart("nested_absmax", "float32", 4, (-(-blocks // self.nested_block),)),
+            CodePart("nested_offset", "float32", 4, (1,)),
         )
 
     def encode(self, weights: Tensor) -> Parts:

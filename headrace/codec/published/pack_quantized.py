@@ -20,7 +20,7 @@ from headrace.codec.on_device import int4_to_bfloat16, triton_kernels
 from headrace.codec.rounding import nearest
 from headrace.codec.row_pieces import on_all_cores, piece_bytes, pieces, refuse_no_numbers
 from headrace.machine.jit import compiled
-from headrace.terms.coding import Part
+from headrace.terms.coding import CodePart
 
 _CODES_IN_A_WORD, _BITS, _ZERO = 8, 4, 8
 
@@ -45,15 +45,15 @@ class PackQuantized:
         """Return whether the columns are whole groups, of an even number of columns each."""
         return columns % (self.group or columns) == 0 and (self.group or columns) % 2 == 0
 
-    def places(self, rows: int, columns: int) -> tuple[Part, ...]:
+    def places(self, rows: int, columns: int) -> tuple[CodePart, ...]:
         """Return words, scales, and words of zero points."""
         groups = columns // (self.group or columns)
         found = [
-            Part("weight_packed", "int32", 4, (rows, -(-columns // _CODES_IN_A_WORD))),
-            Part("weight_scale", self.scales, getattr(torch, self.scales).itemsize, (rows, groups)),
+            CodePart("weight_packed", "int32", 4, (rows, -(-columns // _CODES_IN_A_WORD))),
+            CodePart("weight_scale", self.scales, getattr(torch, self.scales).itemsize, (rows, groups)),
         ]
         if not self.symmetric:
-            found.append(Part("weight_zero_point", "int32", 4, (-(-rows // _CODES_IN_A_WORD), groups)))
+            found.append(CodePart("weight_zero_point", "int32", 4, (-(-rows // _CODES_IN_A_WORD), groups)))
         return tuple(found)
 
     def encode(self, weights: Tensor) -> Parts:

@@ -283,7 +283,7 @@ def note_of_epochs(config: RunOptions, stream: Batches) -> str:
     )
 
 
-def tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
+def step_tensors_of(batch: Batch) -> dict[str, torch.Tensor]:
     """Return the arrays of `batch` as the tensors `Engine.step` takes, without copying."""
     arrays = {
         "input_ids": batch.input_ids,

@@ -26,7 +26,7 @@ _BUFFER = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BufferPlace:
     """Where a buffer begins, and what was read and left out before it. `buffer` counts those of an epoch."""
 
     epoch: int = 0
@@ -39,15 +39,15 @@ class Place:
     dropped: int = 0
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> "Place":
+    def of(cls, found: Mapping[str, Any]) -> "BufferPlace":
         """Return the place in a saved position. Raises as `int` and as mappings do."""
         return cls(**{field.name: int(found[field.name]) for field in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    begin: Place
-    end: Place
+    begin: BufferPlace
+    end: BufferPlace
     tokens: TokenSet
     rows: EpochRows
 
@@ -167,7 +167,7 @@ class StreamedBatches:
                     f"{value!r}. Give the same data, tokenizer and data options, or start a new run"
                 )
         try:
-            place, row_index, steps = Place.of(state["place"]), int(state["row_index"]), int(state["steps"])
+            place, row_index, steps = BufferPlace.of(state["place"]), int(state["row_index"]), int(state["steps"])
             digest = str(state["digest"])
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the position in the data is damaged ({error!r}), found {dict(state)}; start a new run") from error
@@ -198,10 +198,10 @@ class StreamedBatches:
 
     def _current(self) -> _Buffer:
         if self._buffer is None:
-            self._buffer = self._filled(Place())
+            self._buffer = self._filled(BufferPlace())
         return self._buffer
 
-    def _filled(self, place: Place) -> _Buffer:
+    def _filled(self, place: BufferPlace) -> _Buffer:
         """Return the next buffer with something to train, from `place` on.
 
         Raises:
@@ -216,7 +216,7 @@ class StreamedBatches:
             pad_id = pad_id_of(self._tokenizer)
             tokens = held_tokens(samples, sequence_length=spec.sequence_length, pad_id=pad_id, remarks=samples.remarks)
             info, (source, row) = tokens.info, reached[0]
-            end = Place(
+            end = BufferPlace(
                 epoch=place.epoch,
                 buffer=place.buffer + 1,
                 source=source,
@@ -248,7 +248,7 @@ class StreamedBatches:
             if first is None and row:
                 reached[0] = (number + 1, 0)
                 continue
-            part = _Part(chain([] if first is None else [first], islice(rows, left - 1)))
+            part = _ReadRows(chain([] if first is None else [first], islice(rows, left - 1)))
             if row and number not in self._firsts:
                 self._firsts[number] = next(source.read(), None)
             yield replace(source, read=part, first=self._firsts.get(number))
@@ -257,7 +257,7 @@ class StreamedBatches:
             self._open = (reached[0], rows)
 
 
-class _Part:
+class _ReadRows:
     """Rows that are read once, and how many they were."""
 
     def __init__(self, rows: Iterator[Row]) -> None:

@@ -28,7 +28,7 @@ _ROLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RowForm:
     """The `columns` that every row of this form has, its name, and the function that turns a row into one with `messages`."""
 
     name: str
@@ -98,8 +98,8 @@ def _with_messages(row: Row, turns: list[Mapping[str, Any]]) -> Row:
 
 
 FORMS = (
-    Form("ShareGPT", ("conversations",), _share_gpt),
-    Form("Alpaca", ("instruction", "output"), _alpaca),
+    RowForm("ShareGPT", ("conversations",), _share_gpt),
+    RowForm("Alpaca", ("instruction", "output"), _alpaca),
 )
 # What says in TRL's data which of `input_ids` are trained.
 MASKS = ("completion_mask", "assistant_masks")

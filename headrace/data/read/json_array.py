@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from headrace.data.read.long_lines import INSIDE, MOST_STRINGS, shortened
+from headrace.data.read.long_lines import INSIDE, MOST_STRINGS, shortened_json
 from headrace.terms.errors import DataError
 
 # Whole strings, and characters that are no marks. Inside an element a comma is no mark, because token ids have many.
@@ -35,7 +35,7 @@ def elements(name: str, pieces: Iterable[bytes], most_bytes: int) -> Iterator[El
     index, depth, line = 0, 0, 1
     text, left_out = bytearray(), 0
     is_over = False
-    for made, less in shortened(pieces, most_bytes):
+    for made, less in shortened_json(pieces, most_bytes):
         begin = at = 0
         while not is_over and (at := _next_mark(made, at, depth)) < len(made):
             mark, at = made[at : at + 1], at + 1

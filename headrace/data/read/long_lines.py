@@ -24,7 +24,7 @@ def cut_strings(pieces: Iterable[bytes], most_bytes: int) -> tuple[bytes, int]:
         ValueError: it is still longer than four such strings.
     """
     line, left_out = bytearray(), 0
-    for made, less in shortened(pieces, most_bytes):
+    for made, less in shortened_json(pieces, most_bytes):
         line += made
         left_out += less
         if len(line) > MOST_STRINGS * most_bytes:
@@ -32,7 +32,7 @@ def cut_strings(pieces: Iterable[bytes], most_bytes: int) -> tuple[bytes, int]:
     return bytes(line), left_out
 
 
-def shortened(pieces: Iterable[bytes], most_bytes: int) -> Iterator[tuple[bytes, int]]:
+def shortened_json(pieces: Iterable[bytes], most_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield the JSON in `pieces`, with at most `most_bytes` of each string, and how many bytes of the last string were left
     out.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from headrace.data.chat.columns import Columns
-from headrace.data.chat.forms import FORMS, Form
+from headrace.data.chat.forms import FORMS, RowForm
 from headrace.data.read.csv_files import read_csv
 from headrace.data.read.json_array import elements
 from headrace.data.read.long_lines import cut_strings
@@ -181,7 +181,7 @@ def _noting_others(row: Row, *, used: tuple[str, ...]) -> Row:
     return replace(row, remarks=(*row.remarks, f"{' + '.join(used)} is used, {words} beside it is not"))
 
 
-def _renamed(row: Row, *, form: Form) -> Row:
+def _renamed(row: Row, *, form: RowForm) -> Row:
     renamed = form.renamed(row)
     return replace(renamed, remarks=(*row.remarks, f"{' + '.join(form.columns)} ({form.name}) is read as messages"))
 

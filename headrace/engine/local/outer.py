@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.ask.planner import WaysToPlan
-from headrace.engine.beginning import Run, Whole, begin, resume
+from headrace.engine.beginning import Run, WholeRun, begin_run, resume_run
 from headrace.engine.saving import Saver
 from headrace.files.number_file import NumberFile
 from headrace.flow.weights.masters import Masters
@@ -92,12 +92,12 @@ class OuterState(Closing):
     @classmethod
     def begin(cls, model: Path, options: Options, sink: Sink, *, final: Path) -> "OuterState":
         """Import the model; `final` is where the finished one will be. Raises as `Engine.open`."""
-        return cls(begin(model.resolve(), options, sink, WaysToPlan(), whole=Whole(final=final)))
+        return cls(begin_run(model.resolve(), options, sink, WaysToPlan(), whole=WholeRun(final=final)))
 
     @classmethod
     def resume(cls, run_directory: Path, sink: Sink) -> "OuterState":
         """Open a run at its last merge. Raises as `Engine.resume`."""
-        return cls(resume(run_directory, sink, WaysToPlan(), verify=True, check=lambda options: None, seams=None))
+        return cls(resume_run(run_directory, sink, WaysToPlan(), verify=True, check=lambda options: None, seams=None))
 
     @property
     def record(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.engine.node.lane_diary import ops_of
-from headrace.flow.step.serve import Report, Task, task_message
+from headrace.flow.step.serve import Report, StepTask, task_message
 from headrace.machine.host_memory import Bytes
 from headrace.net import Generation, Listener
 from headrace.net.exchange import NODE, spread_out, take_sum
@@ -86,7 +86,7 @@ class Setup:
         return cls(**{**words, "grouping": grouping, "buffers": buffers})
 
 
-def digest_of(layouts: Sequence[UnitLayout]) -> str:
+def layouts_digest(layouts: Sequence[UnitLayout]) -> str:
     """Return a digest of a model's layouts."""
     return hashlib.blake2b(repr(tuple(layouts)).encode(), digest_size=16).hexdigest()
 
@@ -193,7 +193,7 @@ class Crowd:
             raise PeerLost("there are no workers")
         return self._generation
 
-    def announce(self, task: Task) -> None:
+    def announce(self, task: StepTask) -> None:
         """Tell each worker its share of a step."""
         generation, num_micro = self.generation, len(task.batch.micro_batches)
         if num_micro < generation.num_workers:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import torch
 
-from headrace.engine.node.crowd import Crowd, Setup, digest_of
+from headrace.engine.node.crowd import Crowd, Setup, layouts_digest
 from headrace.engine.trainer import Engine
 from headrace.flow.step.step_batch import with_idle_rows
-from headrace.flow.step.steps import Schedule, Steps
+from headrace.flow.step.steps import ProgramBuilders, Steps
 from headrace.model import persistent_buffers
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.serve import build_scoring, build_serving, build_serving_tail
@@ -66,7 +66,7 @@ class NodeEngine(Engine):
             def score(plan: Plan, num_micro_batches: int, before: Snapshot) -> tuple[Program, Snapshot]:
                 return build_scoring(plan, terms.scoring_turns, before)
 
-            self._schedule = Schedule(serve, build_serving_tail, score)
+            self._schedule = ProgramBuilders(serve, build_serving_tail, score)
             self._steps = self._build_steps(plan)
             # A lane that failed sends no more, so workers push no more: who waits for them must be told.
             self._steps.heed(lambda failure: self._crowd.break_off(f"the node's step failed: {failure}"))
@@ -102,7 +102,7 @@ class NodeEngine(Engine):
             sequences=plan.batch.tokens_per_step // plan.batch.sequence_length,
             length=plan.batch.sequence_length,
             grouping=grouping_of(plan),
-            layouts=digest_of(self.chain.layouts),
+            layouts=layouts_digest(self.chain.layouts),
             total_steps=self.options.max_steps or 0,
             buffers=persistent_buffers(self.chain.model),
             most=self._crowd.muster.most,

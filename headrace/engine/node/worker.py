@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.ask.planner import PlannedModel, RunPlanner, WaysToPlan
-from headrace.engine.node.crowd import Setup, digest_of
+from headrace.engine.node.crowd import Setup, layouts_digest
 from headrace.engine.node.lane_diary import LaneDiary
 from headrace.engine.open_model import run_on
 from headrace.engine.seams import Seams, forms_of
@@ -113,7 +113,7 @@ class Worker(Closing):
             self._options = options = replace(options, gradient_dtype="float32")
         config = config_from(setup.config)
         self.chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.figures.parameter_alignment)
-        if digest_of(self.chain.layouts) != setup.layouts:
+        if layouts_digest(self.chain.layouts) != setup.layouts:
             raise ModelError("the model has other parameters here than on the node; install the node's version of transformers")
         set_buffers(self.chain.model, setup.buffers)
         self.machine = this_machine(options.budget.device_bytes)

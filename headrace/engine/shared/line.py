@@ -35,7 +35,7 @@ _CUTS = "cuts"
 
 
 class Line(Fleet):
-    """The stages that meet over `ranks`. See `flow.step.stages.Line`."""
+    """The stages that meet over `ranks`. See `flow.step.stages.Stages`."""
 
     by_stages = True
     peer = Peer.STAGE

@@ -25,7 +25,7 @@ from headrace.engine.trainer import Engine
 from headrace.engine.tuning import tune
 from headrace.flow.step.step_batch import StepBatch, checked_batch, with_idle_rows
 from headrace.flow.step.step_state import StepState
-from headrace.flow.step.steps import Schedule, Steps
+from headrace.flow.step.steps import ProgramBuilders, Steps
 from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail
 from headrace.plan.value.plan import Plan
@@ -41,7 +41,7 @@ class ShardedEngine(Engine):
 
     _has_all_rows = False
     _keeps_plan = "ranks and stages keep the plan on which they agreed"
-    _schedule = Schedule(
+    _schedule = ProgramBuilders(
         partial(build_program, shared=True), partial(build_tail, shared=True), partial(build_forward, shared=True)
     )
 
@@ -230,7 +230,7 @@ class ShardedEngine(Engine):
                     return False
 
 
-def join(
+def join_as_rank(
     fleet: Fleet,
     place: Callable[[Mapping[str, Any]], Path],
     sink: Sink,

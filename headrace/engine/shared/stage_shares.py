@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.plan.clock.pipeline import bound
+from headrace.plan.clock.pipeline import most_busy_share
 
 
 @dataclass
@@ -39,7 +39,7 @@ class StageShares:
         own = [each / max(1, self.steps - 1) / groups for each in self.busy]
         group_seconds, utilisation = max(own), max(self.busy) / self.seconds
         # Times vary, and `transfer_seconds` is that of the slowest link: what was measured was possible.
-        most = max(utilisation, bound(own, self.transfer_seconds, groups)) if group_seconds else None
+        most = max(utilisation, most_busy_share(own, self.transfer_seconds, groups)) if group_seconds else None
         return {
             "groups": groups,
             "busy_shares": [round(each / self.seconds, 4) for each in self.busy],

@@ -16,7 +16,7 @@ from headrace.engine.shared.sharded import ShardedEngine
 from headrace.engine.trainer import Engine
 from headrace.flow.step.stages import StagedSteps
 from headrace.flow.step.step_batch import StepBatch, checked_batch
-from headrace.flow.step.steps import Schedule
+from headrace.flow.step.steps import ProgramBuilders
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import DataError, PeerLost, StepFailed
 from headrace.terms.events import Evaluation, StepResult
@@ -31,7 +31,7 @@ class StagedEngine(ShardedEngine):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._said: Sequence[Mapping[str, float]] = ()
-        self._schedule = Schedule(tail=partial(StagedSteps.finish, line=self._line))
+        self._schedule = ProgramBuilders(tail=partial(StagedSteps.finish, line=self._line))
         self._closers.callback(self._line.close)
 
     _check = staticmethod(refuse_in_stages)

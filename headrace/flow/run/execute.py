@@ -53,13 +53,13 @@ class _Completion:
 
 
 @dataclass
-class Run:
+class ProgramRun:
     """One program under way."""
 
     program: Program
     perform: Perform
     step: int
-    previous: "Run | None"
+    previous: "ProgramRun | None"
     done: list[_Completion] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -74,7 +74,7 @@ class Run:
 class _Issued:
     """An operation in the queue of a lane of the device, between two events."""
 
-    run: Run
+    run: ProgramRun
     op: Op
     begin: DeviceEvent
     end: DeviceEvent
@@ -86,12 +86,12 @@ class Interpreter:
     def __init__(self, machine: Machine, sink: Sink | None = None) -> None:
         self._machine, self._sink = machine, sink
         self._watch = None if sink is None else Watch(sink)
-        self._last: Run | None = None
+        self._last: ProgramRun | None = None
         self._issued: dict[Lane, deque[_Issued]] = {lane: deque() for lane in Lane}  # each is used by its lane's thread alone
         self.failure: BaseException | None = None
         self.on_failure: Callable[[BaseException], None] = lambda failure: None  # called by the thread that failed
 
-    def run(self, program: Program, perform: Perform, step: int) -> Run:
+    def run(self, program: Program, perform: Perform, step: int) -> ProgramRun:
         """Start `program` after the last one; return when this thread's part (compute) is issued and successful."""
         raise NotImplementedError
 
@@ -116,17 +116,17 @@ class Interpreter:
         if self._watch is not None:
             self._watch.close()
 
-    def _begin(self, program: Program, perform: Perform, step: int) -> Run:
+    def _begin(self, program: Program, perform: Perform, step: int) -> ProgramRun:
         self.check()
         if self._last is not None and self._last.previous is not None:
             self._last.previous.wait()
             self._last.previous = None
             self.check()
-        run = Run(program, perform, step, self._last, [_Completion() for _ in program.ops])
+        run = ProgramRun(program, perform, step, self._last, [_Completion() for _ in program.ops])
         self._last = run
         return run
 
-    def _execute(self, run: Run, op: Op) -> None:
+    def _execute(self, run: ProgramRun, op: Op) -> None:
         done = run.done[op.index]
         try:
             for completion in self._dependencies(run, op):
@@ -171,13 +171,13 @@ class Interpreter:
             ended.end.synchronize()
             self._account(ended.run, ended.op, ended.begin.reached_seconds(), ended.end.reached_seconds())
 
-    def _dependencies(self, run: Run, op: Op) -> list[_Completion]:
+    def _dependencies(self, run: ProgramRun, op: Op) -> list[_Completion]:
         waits = [run.done[index] for index in op.after]
         if op.after_previous and run.previous is not None:
             waits += [run.previous.done[index] for index in op.after_previous]
         return waits
 
-    def _account(self, run: Run, op: Op, start: float, stop: float) -> None:
+    def _account(self, run: ProgramRun, op: Op, start: float, stop: float) -> None:
         if self._sink is not None:
             self._sink(
                 OpDone(
@@ -198,7 +198,7 @@ class Interpreter:
 class PlainInterpreter(Interpreter):
     """Runs every operation in program order on the calling thread."""
 
-    def run(self, program: Program, perform: Perform, step: int) -> Run:
+    def run(self, program: Program, perform: Perform, step: int) -> ProgramRun:
         """Perform all operations; nothing is under way afterwards."""
         run = self._begin(program, perform, step)
         for op in program.ops:
@@ -217,7 +217,7 @@ class OverlappedInterpreter(Interpreter):
 
     def __init__(self, machine: Machine, sink: Sink | None = None) -> None:
         super().__init__(machine, sink)
-        self._queues: dict[Lane, SimpleQueue[tuple[Run, Op] | None]] = {}
+        self._queues: dict[Lane, SimpleQueue[tuple[ProgramRun, Op] | None]] = {}
         self._threads: list[threading.Thread] = []
         for lane in Lane:
             if lane is Lane.COMPUTE:
@@ -228,7 +228,7 @@ class OverlappedInterpreter(Interpreter):
                 thread.start()
                 self._threads.append(thread)
 
-    def run(self, program: Program, perform: Perform, step: int) -> Run:
+    def run(self, program: Program, perform: Perform, step: int) -> ProgramRun:
         """Queue the other lanes' operations and perform compute's here; the others may go on after the return."""
         run = self._begin(program, perform, step)
         num_queued = 0

@@ -20,7 +20,7 @@ from headrace.terms.forms import Form
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op
 from headrace.update.wires import DenseWire
-from headrace.update.wires.wire import Caught, Gradients, Moment, Proposal, Sink, Wire
+from headrace.update.wires.wire import Catching, Moment, Proposal, Sink, UnitGradients, Wire
 
 # The ordinal of what experts made, where they are parts: below those of operators.
 OF_EXPERTS = -1
@@ -228,7 +228,7 @@ def prologue_backward(state: StepState, op: Op) -> None:
 
 
 @contextmanager
-def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> Iterator[None]:
+def bound(state: StepState, op: Op, unit: int, found: Catching | None = None) -> Iterator[None]:
     """Have a unit's parameters be views of the slot that compute reads. Their gradients go where they are caught."""
     if unit >= len(state.plan.units):
         yield
@@ -258,7 +258,7 @@ def bound(state: StepState, op: Op, unit: int, found: Caught | None = None) -> I
             chain.release(unit)
 
 
-def _coming(state: StepState, op: Op, unit: int, found: Caught | None) -> AbstractContextManager[None]:
+def _coming(state: StepState, op: Op, unit: int, found: Catching | None) -> AbstractContextManager[None]:
     """Have the parts of a unit come from host memory as modules compute with them, if it has any."""
     cut, buffers = state.parts.cut, state.parts.buffers
     if cut is None or not cut.parts[unit]:
@@ -273,7 +273,7 @@ def _coming(state: StepState, op: Op, unit: int, found: Caught | None) -> Abstra
     return buffers.part_slots.coming(cut.parts[unit], flat, catch)
 
 
-def _is_wanted(form: Form, found: Caught, spec: ParameterSpec) -> bool:
+def _is_wanted(form: Form, found: Catching, spec: ParameterSpec) -> bool:
     return spec.name not in form.left and found.wanted(spec)
 
 
@@ -285,7 +285,7 @@ def catching(state: StepState, op: Op, unit: int) -> Iterator[None]:
 
 
 @contextmanager
-def caught(state: StepState, op: Op, unit: int) -> Iterator[Caught | None]:
+def caught(state: StepState, op: Op, unit: int) -> Iterator[Catching | None]:
     """Make the context in which the wire takes a unit's gradients and adds them to the step's; None if nothing is trained."""
     parts = state.parts
     if unit >= len(state.plan.units) or not state.plan.units[unit].is_trained:
@@ -296,9 +296,9 @@ def caught(state: StepState, op: Op, unit: int) -> Iterator[Caught | None]:
     leaving = parts.buffers.leaving_gradients if unit not in state.plan.ends and form.in_place else ()
     with state.sums.leaf(op, unit, trained) as (total, delivered):
         if leaving:
-            gradients: Gradients = LeavingGradients(trained, total, delivered, leaving, parts.machine)
+            gradients: UnitGradients = LeavingGradients(trained, total, delivered, leaving, parts.machine)
         else:
-            gradients = Gradients(trained, total, delivered, moment)
+            gradients = UnitGradients(trained, total, delivered, moment)
         with wire.catch(unit, form.layout, flat, gradients) as found:
             yield found
         gradients.finish()

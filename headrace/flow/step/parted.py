@@ -21,11 +21,11 @@ from headrace.flow.step.step_state import Package, StepState
 from headrace.flow.weights.expert_loads import ExpertLoads
 from headrace.flow.weights.trained_experts import TrainedExperts
 from headrace.model.parts.banks import Weights
-from headrace.model.parts.parted_experts import PartedExperts, Recompute, Visit, Walk, alone
+from headrace.model.parts.parted_experts import PartedExperts, Recompute, Visit, Walk, stacked_alone
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import ParameterSpec
 from headrace.terms.program import Op, Verb
-from headrace.update.wires.wire import Caught, Sink
+from headrace.update.wires.wire import Catching, Sink
 
 
 @dataclass
@@ -85,7 +85,7 @@ def visit(state: StepState, op: Op) -> None:
     """Take all micro-batches that wait through some experts."""
     for expert, weights in _weights(state, op).items():
         for walk in state.at_experts.walks.values():
-            walk.visit.forward(expert, alone(weights))
+            walk.visit.forward(expert, stacked_alone(weights))
 
 
 def recompute(state: StepState, op: Op) -> None:
@@ -116,7 +116,7 @@ def _recomputed(state: StepState, op: Op, package: Package, gradients: Sequence[
     """Return a block with its graph, and what stands for its experts there."""
     again, sink = Recompute(package.kept[OF_EXPERTS][1]), _Later()
     unit = state.plan.units[op.unit]
-    found = Caught(sink, lambda spec: unit.in_place) if unit.is_trained else None
+    found = Catching(sink, lambda spec: unit.in_place) if unit.is_trained else None
     hidden = package.hidden.detach().requires_grad_()
     seed(state, op.unit, op.micro)
     with torch.enable_grad(), bound(state, op, op.unit, found), _parts(state).visited_by(again):
@@ -131,12 +131,12 @@ def revisit(state: StepState, op: Op) -> None:
     """
     for expert, weights in _weights(state, op).items():
         for each in state.at_experts.recomputed.values():
-            gradients = each.visit.backward(expert, alone(weights))
+            gradients = each.visit.backward(expert, stacked_alone(weights))
             if gradients:
                 _trained(state).add(op, expert, gradients)
 
 
-def drain(state: StepState, op: Op) -> None:
+def drain_experts(state: StepState, op: Op) -> None:
     """Bring the gradients of a round of experts into the drained gradient of their unit."""
     _trained(state).drain(op, _wanted(state, op))
 
@@ -187,5 +187,5 @@ OF_ROUNDS: Mapping[Verb, Callable[[StepState, Op], None]] = {
     Verb.MAKE: lambda state, op: _loads(state).make(op),
     Verb.PARK: lambda state, op: _trained(state).park(op, _wanted(state, op)),
     Verb.UNPARK: lambda state, op: _trained(state).unpark(op),
-    Verb.DRAIN: drain,
+    Verb.DRAIN: drain_experts,
 }

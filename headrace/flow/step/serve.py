@@ -16,7 +16,7 @@ from headrace.update import square_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class StepTask:
     """What workers are told of a step: its number, what the loss is multiplied by beside the mean, and its micro-batches. The
     learning rate is only for them to show. Where it `learns`, they push gradients; else they only score.
     """
@@ -44,7 +44,7 @@ class Workers(Protocol):
     turns.
     """
 
-    def announce(self, task: Task) -> None:
+    def announce(self, task: StepTask) -> None:
         """Tell each worker its share of a step."""
 
     def send(self, unit: int, weights: Bytes) -> None:
@@ -62,7 +62,7 @@ def announce(state: StepState, op: Op) -> None:
     scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
     verdict = state.verdict
     step, rate = verdict.step, verdict.learning_rate
-    task = Task(step=step, loss_scale=scale, learning_rate=rate, batch=state.batch, learns=state.learns)
+    task = StepTask(step=step, loss_scale=scale, learning_rate=rate, batch=state.batch, learns=state.learns)
     _workers(state).announce(task)
 
 
@@ -93,7 +93,7 @@ def _workers(state: StepState) -> Workers:
     return workers
 
 
-def task_message(task: Task, micros: range, rows: int) -> tuple[Mapping[str, Any], torch.Tensor]:
+def task_message(task: StepTask, micros: range, rows: int) -> tuple[Mapping[str, Any], torch.Tensor]:
     """Return what a worker is told about its share of a step, as a JSON value, and the rows, int64 (keys, sequences, length).
 
     `micros` are the share's micro-batches, of up to `rows` sequences.

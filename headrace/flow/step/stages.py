@@ -15,15 +15,15 @@ from headrace.flow.step.step_state import StepState, Verdict
 from headrace.flow.step.steps import Steps
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.stage import (
-    Group,
+    StageGroup,
     StagePart,
     build_back,
     build_closing,
     build_onward,
     build_opening,
-    build_pass,
+    build_stage_pass,
     build_verdict,
-    groups_of,
+    stage_groups_of,
 )
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import StageChoices
@@ -32,7 +32,7 @@ from headrace.terms.lanes import Lane
 from headrace.terms.program import Program
 
 
-class Line(Protocol):
+class Stages(Protocol):
     """The stages of a run, as one of them sees them. `begin_step` comes first; a step ends in all or in none."""
 
     rank: int
@@ -101,7 +101,7 @@ class StagedSteps(Steps):
             back = onward if part.is_last else back + (kind == "back")
         self._run_built(state, lambda left: build_verdict(self.parts.plan, part, left, last))
 
-    def _onward(self, state: StepState, part: StagePart, group: Group, *, commits: bool) -> Program:
+    def _onward(self, state: StepState, part: StagePart, group: StageGroup, *, commits: bool) -> Program:
         line, plan = self.parts.line, self.parts.plan
         if not part.is_first:
             self._put(state, part, group, line.take("onward"))
@@ -112,7 +112,7 @@ class StagedSteps(Steps):
             self._return(state, group)
         return program
 
-    def _back(self, state: StepState, part: StagePart, group: Group) -> Program:
+    def _back(self, state: StepState, part: StagePart, group: StageGroup) -> Program:
         line = self.parts.line
         state.hidden_gradients.update(zip(group.micros, self._brought(line.take("back")), strict=True))
         if any(tier not in ("device", AWAY) for tier in self.parts.plan.stash.tiers):
@@ -122,7 +122,7 @@ class StagedSteps(Steps):
             self._return(state, group)
         return program
 
-    def _return(self, state: StepState, group: Group) -> None:
+    def _return(self, state: StepState, group: StageGroup) -> None:
         """Send the gradients of a group's hidden states to the stage before."""
         self.parts.line.give("back", [state.hidden_gradients.pop(micro) for micro in group.micros])
         for micro in group.micros:
@@ -141,19 +141,19 @@ class StagedSteps(Steps):
                 if not part.is_first:
                     line.next_kind(onward=True, back=False)
                     self._put(state, part, group, line.take("onward"))
-            self._run_built(state, lambda left: build_pass(self.parts.plan, part, left))
+            self._run_built(state, lambda left: build_stage_pass(self.parts.plan, part, left))
             for group in groups if not part.is_last else ():
                 line.give("onward", [state.inputs.pop((part.blocks.stop, micro)) for micro in group.micros])
             self._interpreter.wait()
         return state
 
-    def _begin_line(self, state: StepState, *, back: bool) -> tuple[Line, list[Group]]:
-        line: Line = self.parts.line
+    def _begin_line(self, state: StepState, *, back: bool) -> tuple[Stages, list[StageGroup]]:
+        line: Stages = self.parts.line
         found = _stage_of(self.parts.plan).groups_of(len(state.batch.micro_batches))
         width, batches = self.parts.chain.hidden_size, state.batch.micro_batches
         shapes = [[(*batches[micro].input_ids.shape, width) for micro in micros] for micros in found]
         line.begin_step(shapes, self.parts.buffers.dtype, back=back)
-        return line, groups_of(found)
+        return line, stage_groups_of(found)
 
     def _part(self, num_micro: int, *, durable: bool) -> StagePart:
         line, num_blocks = self.parts.line, self.parts.plan.num_blocks
@@ -170,7 +170,7 @@ class StagedSteps(Steps):
         run_step(program, state, self._interpreter)
         return program
 
-    def _put(self, state: StepState, part: StagePart, group: Group, came: Sequence[torch.Tensor]) -> None:
+    def _put(self, state: StepState, part: StagePart, group: StageGroup, came: Sequence[torch.Tensor]) -> None:
         brought = zip(group.micros, self._brought(came), strict=True)
         state.inputs.update({(part.blocks.start, micro): hidden for micro, hidden in brought})
 
@@ -198,8 +198,8 @@ class StagedSteps(Steps):
         line.send_table(table) if line.rank == 0 else line.receive_table(table)
 
     @staticmethod
-    def finish(plan: Plan, before: Snapshot, *, line: Line) -> tuple[Program, Snapshot]:
-        """Return the program that finishes what a step left pending (`Schedule.tail`)."""
+    def finish(plan: Plan, before: Snapshot, *, line: Stages) -> tuple[Program, Snapshot]:
+        """Return the program that finishes what a step left pending (`ProgramBuilders.tail`)."""
         part = StagePart(
             blocks=line.blocks(plan.num_blocks), num_micro=0, is_first=line.rank == 0, is_last=line.rank == line.size - 1
         )

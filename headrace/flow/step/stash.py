@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headrace.flow.step.step_state import HOLE, Package, StepState
-from headrace.flow.weights.places import Place, in_memory_order, places_of
+from headrace.flow.weights.places import TensorPlace, in_memory_order, places_of
 from headrace.machine.host_memory import Bytes
 from headrace.plan.value.buffer_sizes import hidden_pages, stash_offset, stash_slot_bytes
 from headrace.terms.lanes import Lane
@@ -72,11 +72,11 @@ def _deliver(state: StepState, op: Op, memory: torch.Tensor) -> None:
     state.recalled[op.unit, op.micro] = skeleton.like(lambda _: next(tensors))
 
 
-def _note(state: StepState, op: Op, package: Package, places: list[Place]) -> None:
+def _note(state: StepState, op: Op, package: Package, places: list[TensorPlace]) -> None:
     state.layouts[op.unit, op.micro] = (package.like(lambda tensor: HOLE), places)
 
 
-def _laid_out(state: StepState, package: Package) -> tuple[list[torch.Tensor], list[Place]]:
+def _laid_out(state: StepState, package: Package) -> tuple[list[torch.Tensor], list[TensorPlace]]:
     """Return the tensors of a package, and where they lie in its buffer."""
     tensors = _tensors(package)
     return tensors, places_of(tensors, hidden_pages(state.plan) if state.plan.hosted else 0)

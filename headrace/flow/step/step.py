@@ -25,7 +25,7 @@ other. Same bits.
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from headrace.flow.run.execute import Interpreter, Run
+from headrace.flow.run.execute import Interpreter, ProgramRun
 from headrace.flow.step import commit, compute, drain, hosted, parked, parted, serve, shards, stash, update
 from headrace.flow.step.step_state import StepState
 from headrace.flow.weights.weights import WEIGHT_VERBS
@@ -81,7 +81,7 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
 }
 
 
-def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Run:
+def run_step(program: Program, state: StepState, interpreter: Interpreter) -> ProgramRun:
     """Run one step's program. On return the loss and the norm are known; updates and commit may still be under way."""
 
     def perform(op: Op) -> None:

@@ -13,7 +13,7 @@ from headrace.flow.weights.buffers import Buffers
 from headrace.flow.weights.coming_head import ComingHead
 from headrace.flow.weights.expert_loads import ExpertLoads
 from headrace.flow.weights.gradient_sums import SequentialSums, sums_of
-from headrace.flow.weights.places import Place
+from headrace.flow.weights.places import TensorPlace
 from headrace.flow.weights.trained_experts import TrainedExperts
 from headrace.flow.weights.weights import WeightSource
 from headrace.losses import Outcome, TokenLoss
@@ -54,7 +54,7 @@ class Parts:
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
     workers: Any = None  # at a node (`flow.step.serve.Workers`)
     peers: Any = None  # where ranks share out every unit (`flow.step.shards.Peers`)
-    line: Any = None  # where stages have blocks of their own (`flow.step.stages.Line`)
+    line: Any = None  # where stages have blocks of their own (`flow.step.stages.Stages`)
     token_loss: TokenLoss | None = None  # a loss of the whole step
     rows: TableRows | None = None  # of tables that are updated row by row
     experts: ExpertLoads | TrainedExperts | None = None  # brings experts that are parts
@@ -232,7 +232,7 @@ class StepState:
         return AtExperts()
 
     @cached_property
-    def on_host(self) -> dict[tuple[int, int], Place]:
+    def on_host(self) -> dict[tuple[int, int], TensorPlace]:
         """How hidden states lie in host memory, by unit and micro-batch (`flow.step.hosted`)."""
         return {}
 

@@ -29,7 +29,7 @@ class _Build(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ProgramBuilders:
     """How the program of a step is built, and the program that finishes what a step left pending."""
 
     program: _Build = build_program
@@ -37,7 +37,7 @@ class Schedule:
     scoring: Callable[[Plan, int, Snapshot], tuple[Program, Snapshot]] = build_forward
 
 
-_TRAINING = Schedule()
+_TRAINING = ProgramBuilders()
 # If fewer of the last steps than this share needed no clipping, a step that can be run again is not begun on that guess.
 _GUESSING_PAYS = 0.25
 
@@ -49,7 +49,7 @@ class Steps:
     decides the policy where the plan has two.
     """
 
-    def __init__(self, parts: Parts, interpreter: Interpreter, hits: HitRate, schedule: Schedule = _TRAINING) -> None:
+    def __init__(self, parts: Parts, interpreter: Interpreter, hits: HitRate, schedule: ProgramBuilders = _TRAINING) -> None:
         self.parts, self.hits, self._schedule = parts, hits, schedule
         self._interpreter = interpreter
         self._programs: dict[tuple[int, Snapshot, bool], tuple[Program, Snapshot]] = {}

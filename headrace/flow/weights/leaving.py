@@ -12,11 +12,11 @@ from torch import Tensor
 from headrace.machine.protocol import DeviceEvent, Machine
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import UnitLayout
-from headrace.update.wires.wire import Gradients
+from headrace.update.wires.wire import UnitGradients
 
 
-class LeavingGradients(Gradients):
-    """As `Gradients`, of one operation; `flat` is in host memory, and so are the `slots`, which have the dtype of gradients."""
+class LeavingGradients(UnitGradients):
+    """As `UnitGradients`, of one operation; `flat` is in host memory, and so are the `slots`, in the dtype of gradients."""
 
     def __init__(
         self, trained: UnitLayout, flat: Tensor, delivered: set[str], slots: Sequence[Tensor], machine: Machine

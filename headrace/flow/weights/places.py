@@ -10,7 +10,7 @@ from headrace.terms.sizes import round_up
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor lies in a buffer, and how to restore its shape."""
 
     start: int
@@ -34,15 +34,15 @@ class Place:
         return self.of(memory).as_strided(self.size, self.stride).data
 
 
-def places_of(tensors: Sequence[torch.Tensor], first_bytes: int = 0) -> list[Place]:
+def places_of(tensors: Sequence[torch.Tensor], first_bytes: int = 0) -> list[TensorPlace]:
     """Return where each tensor lies in a buffer: one after the other, each on a cache line. The first has `first_bytes`, or
     what it takes.
     """
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     for tensor in tensors:
         start = round_up(max(places[-1].stop, first_bytes), TENSOR_ALIGNMENT_BYTES) if places else 0
         num_bytes = tensor.numel() * tensor.element_size()
-        places.append(Place(start, num_bytes, tensor.dtype, tuple(tensor.shape), _strides(tensor)))
+        places.append(TensorPlace(start, num_bytes, tensor.dtype, tuple(tensor.shape), _strides(tensor)))
     return places
 
 

@@ -7,7 +7,7 @@ from headrace.terms.events import Flushed
 from headrace.update.tables.table_rows import TableRows
 
 
-class Reader(Protocol):
+class DriveReader(Protocol):
     """What else reads the drives."""
 
     @property
@@ -21,7 +21,7 @@ class Traffic:
     Before the first one it is since this object was made.
     """
 
-    def __init__(self, store: StateStore, rows: TableRows | None, *others: Reader) -> None:
+    def __init__(self, store: StateStore, rows: TableRows | None, *others: DriveReader) -> None:
         self._store, self._rows, self._others = store, rows, others
         self._before = self._now()
 

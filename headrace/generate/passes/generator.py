@@ -20,7 +20,7 @@ from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.expert_flow import ExpertFlow
 from headrace.generate.passes.measured import PromptProgress
-from headrace.generate.passes.micro_batches import Generated, MicroBatch, Together, kept_copies
+from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, kept_copies
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.passes.padded_rows import padded, until_end
 from headrace.generate.passes.planner import GenerationPlanner, GenerationUnits
@@ -208,15 +208,15 @@ class Generator(Closing):
         rows = plan.rows if plan.shapes is None else plan.room
         batches = composed(lengths, [0] * len(prompts), 1 if is_assisted(whole) else rows)
 
-        def batch(number: int, members: Sequence[int]) -> MicroBatch:
+        def batch(number: int, members: Sequence[int]) -> SeatRows:
             rows = tuple(tuple(prompts[index]) for index in members)
-            return MicroBatch(number, rows, seed + number, settings(max(map(len, rows))))
+            return SeatRows(number, rows, seed + number, settings(max(map(len, rows))))
 
         for done in self.run([batch(number, members) for number, members in enumerate(batches)]):
             members = [index for index in batches[done.batch.number] for _ in range(config.num_return_sequences)]
             yield from zip(members, done.tokens, strict=True)
 
-    def run(self, batches: Iterable[MicroBatch | None], *, contain: bool = False) -> Iterator[Generated]:
+    def run(self, batches: Iterable[SeatRows | None], *, contain: bool = False) -> Iterator[Generated]:
         """Yield micro-batches as they are completed; they enter in order, as many together as planned. For None see `through`.
 
         With `contain` an error of one micro-batch's `generate` is its result, and ends no other.
@@ -247,7 +247,7 @@ class Generator(Closing):
                     while len(live) < self.plan.seats and (item := next(waiting, None)) is not None:
                         seat = sit(item)
                         live[seat] = item
-                        self._prompts.enters(seat, item.length if isinstance(item, MicroBatch) else 0)
+                        self._prompts.enters(seat, item.length if isinstance(item, SeatRows) else 0)
                         self._first_turn(seat)
                         if (found := self._cache_of(seat, item, caches.values())) is not None:
                             caches[seat] = found
@@ -275,7 +275,7 @@ class Generator(Closing):
         """Return the parts of a seat's cache that are not where compute is; None where all of it stays."""
         assert self._pass is not None, "prepared"
         plan = self._pass.plan
-        if not ((plan.caches.moves or plan.costs.coded) and isinstance(item, MicroBatch) and isinstance(seat, Seat)):
+        if not ((plan.caches.moves or plan.costs.coded) and isinstance(item, SeatRows) and isinstance(seat, Seat)):
             return None
         if seat.done or kept_copies(item.settings):
             return None
@@ -338,7 +338,7 @@ class Generator(Closing):
         stack.enter_context(self.model.chain.arithmetic())
         return stack
 
-    def _call(self, batch: MicroBatch) -> Callable[[], Any]:
+    def _call(self, batch: SeatRows) -> Callable[[], Any]:
         check_call(batch.settings, len(batch.rows))
         ids, mask = padded(batch.rows, batch.settings["generation_config"].pad_token_id)
         device = self.model.machine.device
@@ -347,7 +347,7 @@ class Generator(Closing):
         settings = {**batch.settings, **switched_off(config), "generation_config": config}
         return lambda: self.model.chain.model.generate(**inputs, **settings)
 
-    def _in_chunks(self, batch: MicroBatch) -> Any:
+    def _in_chunks(self, batch: SeatRows) -> Any:
         """Return the configuration of a micro-batch, with the plan's chunks of prompts unless it has some of its own."""
         assert self.plan is not None, "prepared"
         config, chunk = batch.settings["generation_config"], self.plan.most_costs.prefill_chunk
@@ -356,7 +356,7 @@ class Generator(Closing):
             config.prefill_chunk_size = chunk
         return config
 
-    def _generated(self, batch: MicroBatch, raw: Any) -> Generated:
+    def _generated(self, batch: SeatRows, raw: Any) -> Generated:
         if isinstance(raw, Exception):
             return Generated(batch, (), None, raw)
         sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences

@@ -14,7 +14,7 @@ class Together(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
+class SeatRows:
     """Rows of token ids that are generated together; `settings` are arguments of transformers' `generate`.
 
     `number` belongs to the caller. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`.
@@ -38,7 +38,7 @@ class Generated:
     `error` is what it raised instead, where errors are contained.
     """
 
-    batch: MicroBatch
+    batch: SeatRows
     tokens: tuple[tuple[int, ...], ...]
     raw: Any
     error: Exception | None = None

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from headrace.ask.model_config import position_limit
-from headrace.ask.place import Place, runtime_here
+from headrace.ask.place import RunPlace, runtime_here
 from headrace.data.batches.open_data import open_tokenizer, tokenizer_for_data
 from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
 from headrace.files.model_directory import GENERATION_CONFIG, has_tokenizer
@@ -25,7 +25,7 @@ from headrace.model import Chain, WeightMap
 from headrace.model.adapters.beside_reading import read_beside
 from headrace.model.blocks.beside import StoredBeside
 from headrace.model.seats.generation_check import check_generation, ready_to_generate
-from headrace.model.seats.generation_keys import SettingError, check_file, resolved, try_settings
+from headrace.model.seats.generation_keys import SettingError, check_file, resolved, try_generation_settings
 from headrace.store.model_here import ModelHere, directory_at, lone_configuration
 from headrace.terms.errors import ConfigError, DataError, ModelError, in_one_line, shortened
 from headrace.terms.events import Event, Sink
@@ -80,7 +80,7 @@ class GenerationModel:
             stored = adapters(chain, weights) if adapters is not None else None
             if stored is not None:
                 closers.enter_context(chain.adapted(stored.adapters))
-            hardware = Place.here(machine, runtime_here(), torch.get_num_threads())
+            hardware = RunPlace.here(machine, runtime_here(), torch.get_num_threads())
             without_tables(chain, weights, hardware, budget)
             notes = without_embedding(chain, weights, hardware, budget)
             source = ShardSource(chain, weights, sink or _silent, on_cpu=not machine.separate_device, adapters=stored)
@@ -209,7 +209,7 @@ class GenerationModel:
                 own.pad_token_id = min(end_tokens(own), default=0)  # no answer shows it
             key = repr((sorted(vars(own).items()), sorted((name, id(value)) for name, value in rest.items())))
             if key != self._tried:
-                try_settings(self.chain.model, own, rest, self.chain.vocabulary)
+                try_generation_settings(self.chain.model, own, rest, self.chain.vocabulary)
                 self._tried = key
         except SettingError as error:
             if error.key in changes or (config is not None and getattr(config, error.key, None) is not None):

@@ -14,11 +14,11 @@ from typing import TypedDict, Unpack
 import torch
 
 from headrace.ask.model_config import open_coded, read_parts
-from headrace.ask.place import Place, multiplies, runtime_here
+from headrace.ask.place import RunPlace, multiplies, runtime_here
 from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
 from headrace.generate.passes.coded import units_if_compressed, units_of_files
-from headrace.generate.plan.block_tables import notes_on, without_tables
+from headrace.generate.plan.block_tables import notes_on_tables, without_tables
 from headrace.generate.plan.embedding import without_embedding
 from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.generate.plan.plan_notes import of_copying, of_twice, why_not
@@ -90,13 +90,13 @@ class Fixed(TypedDict, total=False):
 
 
 class GenerationPlanner:
-    """Plans generations of `chain`, which is ready for them, under `options`, on `machine`, or in a `Place` elsewhere."""
+    """Plans generations of `chain`, which is ready for them, under `options`, on `machine`, or in a `RunPlace` elsewhere."""
 
     def __init__(
         self,
         chain: Chain,
         units: GenerationUnits,
-        machine: Machine | Place,
+        machine: Machine | RunPlace,
         options: GenerateOptions,
         passes: Passes | None = None,
     ) -> None:
@@ -106,7 +106,7 @@ class GenerationPlanner:
         self._budget, self._chunks, self._most_rows = options.budget, passes.chunks, passes.most_rows
         self._code = CACHE_CODES.get(options.cache_dtype or "")
         self._costs = cache(partial(passes.costs, chain, **({"code": self._code} if self._code is not None else {})))
-        self._has_drives = bool(self._budget.ssd) or (isinstance(machine, Place) and machine.has_drives)
+        self._has_drives = bool(self._budget.ssd) or (isinstance(machine, RunPlace) and machine.has_drives)
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -188,7 +188,7 @@ class GenerationPlanner:
             notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
-        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on(plan.costs), *notes))
+        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on_tables(plan.costs), *notes))
 
     def _check_code(self, costs: GenerationCosts, kept_copies: int, not_tiered: str) -> None:
         """Refuse a code of caches that was asked for where it cannot be had.
@@ -262,11 +262,11 @@ class GenerationPlanner:
 
     def _allowance(self, warm_up: Callable[[], object]) -> Allowance:
         ssd_bytes = default_ssd_bytes(self._ceilings, self._budget.ssd) if self._has_drives else None
-        if isinstance(self._machine, Place):
+        if isinstance(self._machine, RunPlace):
             return self._machine.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
         warm_up()
         gc.collect()
-        place = Place.here(self._machine, runtime_here(), torch.get_num_threads())
+        place = RunPlace.here(self._machine, runtime_here(), torch.get_num_threads())
         return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 
@@ -311,7 +311,7 @@ def plan_generation(
     ).removeprefix("torch.")
     chain = Chain.from_config(config, dtype, Optimizer())
     ready_to_generate(chain.model)
-    place = Place.of(ceilings, here=here)
+    place = RunPlace.of(ceilings, here=here)
     has_device = place.device_bytes is not None or options.device_memory is not None
     if not has_device and not multiplies(dtype, ceilings, here=here):
         chain.multiply_wide()

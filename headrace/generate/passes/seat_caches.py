@@ -14,7 +14,7 @@ from torch import nn
 
 from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import DirectFile, ThreadEngine, Volume, measured_weights
-from headrace.generate.plan.cache_plan import COMPUTE, HOST, SSD, drive_bytes, resident_blocks, tail_bytes, whole_bytes
+from headrace.generate.plan.cache_plan import COMPUTE, HOST, SSD, cache_drive_bytes, resident_blocks, tail_bytes, whole_bytes
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
@@ -267,7 +267,7 @@ def _starts(plan: GenerationPlan) -> tuple[dict[int, int], int]:
     starts, end = {}, 0
     for block in plan.caches.blocks(SSD):
         starts[block] = end
-        end += drive_bytes(plan.caches, plan.most_costs, plan.new_tokens, block)
+        end += cache_drive_bytes(plan.caches, plan.most_costs, plan.new_tokens, block)
     return starts, end
 
 

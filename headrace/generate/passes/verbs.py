@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headrace.flow.run.execute import Interpreter, Run
+from headrace.flow.run.execute import Interpreter, ProgramRun
 from headrace.flow.weights.weights import WEIGHT_VERBS, load_residents, make
 from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.expert_flow import ExpertFlow
@@ -46,7 +46,7 @@ class Pass:
     caches: Sequence[SeatCache | None] = ()
 
 
-def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> Run:
+def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> ProgramRun:
     """Run one pass. On return all its seats have taken their turn; what the next pass needs is being fetched."""
 
     def perform(op: Op) -> None:

@@ -18,7 +18,7 @@ from headrace.terms.options.budget import Budget
 from headrace.terms.options.generate_options import GenerateOptions
 
 
-def open_model(
+def open_whose_model(
     place: Path,
     budget: Budget,
     compute_dtype: str | None,
@@ -46,6 +46,6 @@ def open_model(
 
 
 def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:
-    """Return the generator of the model at `place`. See `open_model`."""
-    opened = partial(open_model, adapter=None if options.adapter is None else Path(options.adapter))
+    """Return the generator of the model at `place`. See `open_whose_model`."""
+    opened = partial(open_whose_model, adapter=None if options.adapter is None else Path(options.adapter))
     return Generator.open(place, options=replace(options, machine=ceilings), sink=sink, opened=opened)

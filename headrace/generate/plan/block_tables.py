@@ -5,27 +5,27 @@ Invariant: a plan without files answers as the run does, and hidden states have 
 
 from dataclasses import replace
 
-from headrace.ask.place import Place
+from headrace.ask.place import RunPlace
 from headrace.generate.plan.embedding import is_short
 from headrace.model import Chain, WeightMap
-from headrace.model.by_rows.block_tables import is_large, tables_of, take_tables
+from headrace.model.by_rows.block_tables import block_tables_of, is_large, take_tables
 from headrace.plan.clock.rates import Rates
 from headrace.terms.costs import GenerationCosts, PassCosts
 from headrace.terms.options.budget import Budget
 
 
-def without_tables(chain: Chain, weights: WeightMap | None, place: Place, budget: Budget) -> None:
+def without_tables(chain: Chain, weights: WeightMap | None, place: RunPlace, budget: Budget) -> None:
     """Leave large tables in blocks of `chain` in their files; all of them if the weights are more than the memory of `place`.
 
     `weights` says where rows lie; None for a plan.
     """
-    found = tables_of(chain, weights)
+    found = block_tables_of(chain, weights)
     take_tables(chain, [each for each in found if is_large(each)])
     if is_short(chain, place, budget):
         take_tables(chain, [each for each in found if not is_large(each)])
 
 
-def with_waits(costs: GenerationCosts, rates: Rates) -> GenerationCosts:
+def costs_with_waits(costs: GenerationCosts, rates: Rates) -> GenerationCosts:
     """Return costs whose passes wait for rows of tables."""
     return replace(costs, first=_waiting(costs.first, rates), next=_waiting(costs.next, rates))
 
@@ -35,7 +35,7 @@ def held_bytes(costs: GenerationCosts) -> int:
     return max((each.held_bytes(1) for each in (*costs.first.tables, *costs.next.tables)), default=0)
 
 
-def notes_on(costs: GenerationCosts) -> tuple[str, ...]:
+def notes_on_tables(costs: GenerationCosts) -> tuple[str, ...]:
     """Return for a person which tables are not in memory, and what a seat's pass over prompts reads of them."""
     return tuple(each.note(1, costs.rows * costs.first_tokens) for each in costs.first.tables)
 

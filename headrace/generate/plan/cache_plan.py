@@ -107,7 +107,7 @@ def with_inputs(caches: CachePlan, costs: GenerationCosts) -> Iterator[CachePlan
         yield replace(caches, inputs=tuple(_spread(smaller, count)))
 
 
-def drive_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
+def cache_drive_bytes(caches: CachePlan, costs: GenerationCosts, new_tokens: int, block: int) -> int:
     """Return how many of these bytes can lie on the drives: full pages."""
     return whole_bytes(costs, new_tokens, block) // caches.page_bytes * caches.page_bytes
 

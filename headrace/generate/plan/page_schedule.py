@@ -6,10 +6,10 @@ such a block is computed, the next of the others is brought.
 
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.plan.schedules.ledger import Snapshot
-from headrace.plan.schedules.pages import Pages
+from headrace.plan.schedules.pages import WeightPages
 
 
-class PagedWeights(Pages):
+class PagedWeights(WeightPages):
     """Emits what brings weights, and chooses which blocks stay."""
 
     def __init__(self, plan: GenerationPlan, before: Snapshot) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from headrace.generate.plan.block_tables import held_bytes
-from headrace.generate.plan.cache_plan import COMPUTE, SSD, drive_bytes, whole_bytes, working_bytes
+from headrace.generate.plan.cache_plan import COMPUTE, SSD, cache_drive_bytes, whole_bytes, working_bytes
 from headrace.generate.plan.plan import GenerationPlan, generation_buffers, weight_buffers
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.results import Results
@@ -58,7 +58,7 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         rows["device"]["libraries"] = allowance.device_overhead_bytes + sum(
             compute[name] // 4 for name in ("cache", "activations", "workspace")
         )
-    if on_drives := sum(drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
+    if on_drives := sum(cache_drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
         rows["ssd"] = {"cache": plan.seats * on_drives}
     return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowance.of(rows), notes=plan.results.notes))
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from headrace.generate.plan.block_tables import with_waits
+from headrace.generate.plan.block_tables import costs_with_waits
 from headrace.generate.plan.cache_plan import cache_choices, with_inputs
 from headrace.generate.plan.expert_search import ways_of_experts, with_cached_experts
 from headrace.generate.plan.peaks import ATTENDING_OPERATIONS, with_peaks, with_weights
@@ -234,7 +234,7 @@ def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> I
     """Yield plans with as many blocks in memory as fit, for each number of rows and seats; some do not fit."""
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
     for seating in seatings:
-        costs = with_waits(seating.costs, rates)
+        costs = costs_with_waits(seating.costs, rates)
         for seats in seating.seats:
             homes = cache_choices(
                 () if question.kept_copies else costs.tiered,

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.data.chat.prompts import Messages, Prompts
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch, kept_copies
+from headrace.generate.passes.micro_batches import Generated, SeatRows, kept_copies
 from headrace.generate.passes.opened import end_tokens
 from headrace.generate.uses.watching import watch_of, watched
 from headrace.model.blocks.building import model_read_from
@@ -37,7 +37,7 @@ class Answer:
     error: str = ""
 
 
-class Talk(Closing):
+class Answerer(Closing):
     """A model that answers prompts one after the other. Use as a context manager."""
 
     def __init__(self, generator: Generator, options: GenerateOptions, sink: Sink | None = None) -> None:
@@ -67,7 +67,7 @@ class Talk(Closing):
         if plan is not None and generator.plan is not before:
             plan(generator.plan)
         rows = (tuple(ids),)
-        batch = MicroBatch(self._count, rows, options.seed + self._count, watched(settings, rows, write))
+        batch = SeatRows(self._count, rows, options.seed + self._count, watched(settings, rows, write))
         self._count += 1
         (done,) = generator.run([batch])
         (answer,) = answers_of(done)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from headrace.data import BatchStream
-from headrace.data.batches.open_data import open_tokens, tensors_of, with_lengths
+from headrace.data.batches.open_data import open_tokens, step_tensors_of, with_lengths
 from headrace.flow.step.step_batch import filled_up
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.whose_weights import open_model
+from headrace.generate.passes.whose_weights import open_whose_model
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.generate.uses.evaluator import Evaluator
 from headrace.model import self_check
@@ -83,7 +83,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class ScoringProgress:
     """The progress of a measurement: `done` of `rows` rows, and their mean loss."""
 
     done: int
@@ -91,14 +91,14 @@ class Scoring:
     loss: float
 
 
-def evaluate(
+def evaluate_model(
     place: Path,
     options: EvalOptions,
     ceilings: Ceilings | None = None,
     *,
     sink: Sink | None = None,
     say: Callable[[str], None] = lambda text: None,
-    progress: Callable[[Scoring], None] = lambda found: None,
+    progress: Callable[[ScoringProgress], None] = lambda found: None,
 ) -> Scored:
     """Return the loss of `options.data` under the model at `place`: a directory, coded or not, or a run, finished or not.
 
@@ -109,7 +109,7 @@ def evaluate(
         PlanInfeasible: it does not fit; nothing has been allocated.
     """
     adapter = None if options.adapter is None else Path(options.adapter)
-    model = open_model(place, options.budget, options.compute_dtype, sink, self_check, adapter=adapter)
+    model = open_whose_model(place, options.budget, options.compute_dtype, sink, self_check, adapter=adapter)
     try:
         data = _Rows(model, options)
         length = data.longest
@@ -127,14 +127,14 @@ def evaluate(
         raise
     with evaluator:
         plan = evaluator.prepare(data.count)
-        for line in (*data.notices, *explain_plan(plan).splitlines()):
+        for line in (*data.notices, *explain_measurement(plan).splitlines()):
             say(line)
         started, total, tokens, done = time.perf_counter(), 0.0, 0, 0
         for rows, loss_sum in evaluator.losses(data.micro_batches(plan.rows)):
             if not math.isfinite(loss_sum):
                 raise _no_number(model)
             total, tokens, done = total + loss_sum, tokens + rows.scored_tokens, done + len(rows.rows)
-            progress(Scoring(done, data.count, total / max(1, tokens)))
+            progress(ScoringProgress(done, data.count, total / max(1, tokens)))
         return Scored(
             model=str(place),
             data=options.data,
@@ -163,7 +163,7 @@ def _no_number(model: GenerationModel) -> ModelError:
     )
 
 
-def explain_plan(plan: GenerationPlan) -> str:
+def explain_measurement(plan: GenerationPlan) -> str:
     """Return the plan of a measurement in words."""
     seats = f"{plan.seats} micro-batch{'es' if plan.seats > 1 else ''} of {plan.rows} row{'s' if plan.rows > 1 else ''}"
     lines = [f"score    {plan.prompts} rows of up to {plan.prompt_length} tokens, {seats} together", *plan.explain_memory()]
@@ -210,7 +210,7 @@ class _Rows:
             left -= number
             batches = [self._stream.next_batch() for _ in range(number)]
             self.tokens += sum(batch.num_tokens for batch in batches)
-            found = [tensors_of(batch) for batch in batches]
+            found = [step_tensors_of(batch) for batch in batches]
             for places in self._together([each["input_ids"].shape[1] for each in found]):
                 part = [found[place] for place in places]
                 longest = max(each["input_ids"].shape[1] for each in part)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.uses.job_tasks import Answers, Shape, Task, answered
+from headrace.generate.uses.job_tasks import Answers, JobShape, JobTask, answered
 from headrace.net import Ranks
 from headrace.terms.errors import HeadraceError
 from headrace.terms.options.generate_options import GenerateOptions
@@ -25,7 +25,7 @@ class Helpers:
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
-    def deal(self, tasks: Sequence[Task], shape: Shape, keep: Callable[[int, Answers], None]) -> Sequence[Task]:
+    def deal(self, tasks: Sequence[JobTask], shape: JobShape, keep: Callable[[int, Answers], None]) -> Sequence[JobTask]:
         """Share out the tasks, and return those of this rank. `keep` gets the others' answers, in threads of their own."""
         for rank in self._ranks.others:
             own = [each.to_json() for each in tasks[rank :: self._ranks.size]]
@@ -71,10 +71,10 @@ def answer_for(generator: Generator, options: GenerateOptions, ranks: Ranks) -> 
     """
     control = ranks.control
     words: dict[str, Any] = control.receive_message(_LEADER)
-    tasks = [Task.from_json(each) for each in words["tasks"]]
+    tasks = [JobTask.from_json(each) for each in words["tasks"]]
     try:
         if tasks:
-            shape, rows = Shape.from_json(words["shape"]), sum(len(each.rows) for each in tasks)
+            shape, rows = JobShape.from_json(words["shape"]), sum(len(each.rows) for each in tasks)
             generator.use(shape.plan(generator, max(rows, int(shape.fixed.get("rows", 1)))))
             tokenizer = generator.model.tokenizer()
             for number, found in answered(generator, options, tokenizer, tasks):

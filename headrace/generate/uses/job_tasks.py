@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.micro_batches import Generated, SeatRows
 from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.generate.plan.seat_shapes import SeatShapes
 from headrace.generate.uses.answering import answers_of, changes_of
@@ -16,7 +16,7 @@ Answers = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class JobTask:
     """A micro-batch: rows of token ids, the `seed` of its random numbers, and the `settings` of its lines."""
 
     number: int
@@ -29,13 +29,13 @@ class Task:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Task":
+    def from_json(cls, values: Mapping[str, Any]) -> "JobTask":
         """Return it from what `to_json` made."""
         return cls(values["number"], tuple(map(tuple, values["rows"])), values["seed"], values["settings"])
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class JobShape:
     """What plans follow from: the longest prompt, the most new tokens, copies of caches, and what is `fixed` for all."""
 
     longest: int
@@ -52,7 +52,7 @@ class Shape:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Shape":
+    def from_json(cls, values: Mapping[str, Any]) -> "JobShape":
         """Return it from what `to_json` made."""
         fixed = dict(values["fixed"])
         if "few_rows" in fixed:
@@ -62,21 +62,23 @@ class Shape:
         return cls(values["longest"], values["new"], values["copies"], fixed)
 
 
-def settings_of(settings: Mapping[str, Any], generator: Generator, changes: Mapping[str, Any], longest: int) -> dict[str, Any]:
+def line_settings_of(
+    settings: Mapping[str, Any], generator: Generator, changes: Mapping[str, Any], longest: int
+) -> dict[str, Any]:
     """Return the arguments of transformers' `generate` for lines with these `settings`."""
     own = {key: value for key, value in settings.items() if key != "seed"}
     return generator.model.settings(longest, None, {**changes, **own})
 
 
 def answered(
-    generator: Generator, options: GenerateOptions, tokenizer: Any, tasks: Sequence[Task]
+    generator: Generator, options: GenerateOptions, tokenizer: Any, tasks: Sequence[JobTask]
 ) -> Iterator[tuple[int, Answers]]:
     """Yield the number of each micro-batch and its rows' answers, as they are done. Raises as `Generator.run` does."""
     changes = changes_of(generator, options, tokenizer)
 
-    def batch(task: Task) -> MicroBatch:
-        settings = settings_of(task.settings, generator, changes, max(map(len, task.rows)))
-        return MicroBatch(task.number, task.rows, task.seed, watched(settings, task.rows))
+    def batch(task: JobTask) -> SeatRows:
+        settings = line_settings_of(task.settings, generator, changes, max(map(len, task.rows)))
+        return SeatRows(task.number, task.rows, task.seed, watched(settings, task.rows))
 
     for done in generator.run(map(batch, tasks)):
         yield done.batch.number, list(_found(done))

@@ -33,7 +33,7 @@ from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes
 from headrace.generate.uses.answering import changes_of
 from headrace.generate.uses.job_ranks import Helpers
-from headrace.generate.uses.job_tasks import Answers, Shape, Task, answered, settings_of
+from headrace.generate.uses.job_tasks import Answers, JobShape, JobTask, answered, line_settings_of
 from headrace.machine.cpu import processor_name
 from headrace.model.seats.generation_keys import is_assisted
 from headrace.terms.errors import (
@@ -94,8 +94,8 @@ def run_job(
     left = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
     work = _Work(folder, {line.number: line for line in left}, answers, progress)
-    tasks: list[Task] = []
-    shape = Shape(0, 0, 0, {})
+    tasks: list[JobTask] = []
+    shape = JobShape(0, 0, 0, {})
     if left:
         begun = _begun(folder, left, generator.model.generation_config.max_length is not None)
         plan, shape = _plan(generator, left, options, changes, begun)
@@ -149,7 +149,7 @@ def _fitting(line: PromptLine, generator: Generator, changes: Mapping[str, Any])
         return line
     try:
         generator.model.check_tokens(line.ids)
-        settings_of(line.settings, generator, changes, len(line.ids))
+        line_settings_of(line.settings, generator, changes, len(line.ids))
     except InputError as error:
         return PromptLine(line.number, line.values, error=f"line {line.number}: {error}")
     return line
@@ -161,13 +161,13 @@ def _plan(
     options: GenerateOptions,
     changes: Mapping[str, Any],
     begun: Mapping[str, Any] | None,
-) -> tuple[GenerationPlan, Shape]:
+) -> tuple[GenerationPlan, JobShape]:
     """Return, and use, a plan whose micro-batches take no longer than may be lost, if there is one; and what it follows from.
 
     Of a job that was `begun` it has the rows, the chunks of prompts, the ways of products, and the place of attention.
     """
     longest = max(len(line.ids) for line in lines)
-    settings = [settings_of(line.settings, generator, changes, len(line.ids)) for line in lines]
+    settings = [line_settings_of(line.settings, generator, changes, len(line.ids)) for line in lines]
     new = max(int(each["generation_config"].max_new_tokens) for each in settings)
     copies = max(map(kept_copies, settings))
     prompts, least = len(lines), 1
@@ -179,7 +179,7 @@ def _plan(
         fixed["attention"] = begun.get("attention", ON_DEVICE)
     elif not copies:
         fixed = {**fixed, "lengths": PromptLengths(tuple(len(line.ids) for line in lines), tuple(_kinds(lines)))}
-    shape = Shape(longest, new, copies, fixed)
+    shape = JobShape(longest, new, copies, fixed)
     plan = shape.plan(generator, prompts)
     while _micro_batch_seconds(plan) > options.most_lost and prompts > least:
         prompts = max(least, plan.rows * plan.seats // 2)
@@ -321,7 +321,7 @@ class _Work:
         self._job: Job = {}
         self._padding, self.refused = 0.0, 0
 
-    def begin(self, job: Job) -> list[Task]:
+    def begin(self, job: Job) -> list[JobTask]:
         """Take the answers that an earlier process has kept, and return the micro-batches that are left."""
         self._job = job
         for number, found in _done(self._folder).items():
@@ -330,7 +330,7 @@ class _Work:
         places = sum(len(members) * max(len(lines[line].ids) for line in members) for members in batches)
         self._padding = 1 - sum(len(line.ids) for line in lines.values()) / places
         return [
-            Task(number, tuple(lines[line].ids for line in members), seed, lines[members[0]].settings)
+            JobTask(number, tuple(lines[line].ids for line in members), seed, lines[members[0]].settings)
             for number, (members, seed) in job.items()
             if members[0] not in self._answers
         ]

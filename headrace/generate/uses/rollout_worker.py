@@ -35,7 +35,7 @@ def opened(adapter: str | Path | None) -> Callable[..., GenerationModel]:
     return found
 
 
-def answer(request: Mapping[str, Any]) -> list[list[int]]:
+def new_tokens_of(request: Mapping[str, Any]) -> list[list[int]]:
     """Return the new tokens of each prompt, in their order, `end` tokens included.
 
     Raises:
@@ -50,7 +50,7 @@ def answer(request: Mapping[str, Any]) -> list[list[int]]:
     return [found[index] for index in range(len(request["prompts"]))]
 
 
-def main() -> None:
+def answer_requests() -> None:
     """Answer requests until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then ends this process
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -58,7 +58,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever prints says it to people
     for line in sys.stdin:
         try:
-            reply: dict[str, Any] = {"tokens": answer(json.loads(line))}
+            reply: dict[str, Any] = {"tokens": new_tokens_of(json.loads(line))}
         except (InputError, StepFailed) as error:
             reply = {"error": str(error)}
         replies.write(json.dumps(reply) + "\n")
@@ -66,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_requests()

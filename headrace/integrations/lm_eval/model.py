@@ -23,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.whose_weights import open_generator, open_model
+from headrace.generate.passes.whose_weights import open_generator, open_whose_model
 from headrace.generate.uses.evaluator import Continuations, Evaluator
 from headrace.model import IGNORED, self_check
 from headrace.terms.closing import Closing
@@ -195,7 +195,7 @@ class HeadraceLM(TemplateLM, Closing):  # type: ignore[misc]
     def _opened(self) -> GenerationModel:
         options = self._options
         adapter = None if options.adapter is None else Path(options.adapter)
-        return open_model(self._place, options.budget, options.compute_dtype, self._sink, self_check, adapter=adapter)
+        return open_whose_model(self._place, options.budget, options.compute_dtype, self._sink, self_check, adapter=adapter)
 
     def _evaluator(self, length: int) -> Evaluator:
         model, self._model = self._model or self._opened(), None

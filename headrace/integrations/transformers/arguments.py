@@ -213,7 +213,7 @@ def fields_of(args: Any) -> set[str]:
     return set(type(args).__dataclass_fields__)
 
 
-def refusal(name: str) -> Callable[..., Any]:
+def refusing_method(name: str) -> Callable[..., Any]:
     """Return a method that refuses what it is called for, as `METHODS_REFUSED` says."""
 
     def refused(self: Any, *given: Any, **more: Any) -> Any:

@@ -16,7 +16,7 @@ from headrace.terms.errors import DataError
 Batch = Mapping[str, torch.Tensor]
 
 
-def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def collated_tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the tensors of a collated batch on the host, where the engine takes them.
 
     Raises:
@@ -32,7 +32,7 @@ def tensors_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(values).cpu() for name, values in batch.items()}
 
 
-def joined(batches: Sequence[Batch], pad_id: int) -> dict[str, torch.Tensor]:
+def joined_batches(batches: Sequence[Batch], pad_id: int) -> dict[str, torch.Tensor]:
     """Return the rows of all `batches`, padded to the longest. Masks are added where padding is."""
     length = max(batch["input_ids"].shape[1] for batch in batches)
     ragged = any(batch["input_ids"].shape[1] < length for batch in batches)

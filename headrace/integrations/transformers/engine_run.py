@@ -22,8 +22,8 @@ from headrace.report import LanesFile, MetricsFile, Reporters
 from headrace.report.metrics import Record
 from headrace.runs.account import Account
 from headrace.runs.counted import for_people
-from headrace.runs.engines import begin as open_engine
-from headrace.runs.engines import resume as resume_engine
+from headrace.runs.engines import opened_engine as open_engine
+from headrace.runs.engines import resumed_engine as resume_engine
 from headrace.runs.measuring import MachineOfRun
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.replanning import PlanInUse

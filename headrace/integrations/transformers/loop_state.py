@@ -97,7 +97,7 @@ def resumed(output: Path, say: Say) -> EngineRun | None:
     return None
 
 
-def cut(output: Path, engine: RunningEngine) -> None:
+def cut_to_commit(output: Path, engine: RunningEngine) -> None:
     """Let `trainer_state.json` end with the newest commit."""
     step, path = engine.step_index, RunDirectory(output).trainer_state
     state = TrainerState()
@@ -110,7 +110,7 @@ def cut(output: Path, engine: RunningEngine) -> None:
     write_whole(path, json.dumps(vars(state), indent=2, sort_keys=True) + "\n")
 
 
-def keep(state: TrainerState, callbacks: Iterable[Any], directory: RunDirectory) -> None:
+def keep_loop_state(state: TrainerState, callbacks: Iterable[Any], directory: RunDirectory) -> None:
     """Write the loop's state, with that of the callbacks which have one."""
     kept: dict[str, Any] = {}
     for each in callbacks:
@@ -125,7 +125,7 @@ def keep(state: TrainerState, callbacks: Iterable[Any], directory: RunDirectory)
         write_whole(directory.trainer_state, json.dumps(vars(state), indent=2, sort_keys=True) + "\n")
 
 
-def check_same(run: EngineRun, asked: RunOptions, identity: dict[str, Any]) -> None:
+def refuse_another_state(run: EngineRun, asked: RunOptions, identity: dict[str, Any]) -> None:
     """Refuse to go on with other data, or with options that the state was not made with.
 
     Raises:

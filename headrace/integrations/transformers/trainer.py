@@ -21,8 +21,8 @@ from transformers.utils import logging
 from headrace.data.batches.open_data import MissingTokenizer, tokenizer_for_data
 from headrace.integrations.transformers import loop_state
 from headrace.integrations.transformers.adapters import with_adapters
-from headrace.integrations.transformers.arguments import check_arguments, check_methods, refusal
-from headrace.integrations.transformers.batches import joined, slices, tensors_of
+from headrace.integrations.transformers.arguments import check_arguments, check_methods, refusing_method
+from headrace.integrations.transformers.batches import collated_tensors_of, joined_batches, slices
 from headrace.integrations.transformers.engine_run import EngineRun, refuse_taken
 from headrace.integrations.transformers.optimizers import options_of, schedule_of
 from headrace.integrations.transformers.options import (
@@ -198,7 +198,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             self._run = self._taken(run) if run is not None else None
             found = str(output) if run is not None else None
             if run is not None:
-                loop_state.cut(output, run.engine)
+                loop_state.cut_to_commit(output, run.engine)
         self._waiting.clear()
         result = super().train(resume_from_checkpoint=found, **given)
         self._opened().sum_up()
@@ -208,7 +208,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._run is not None:
-            loop_state.check_same(self._run, self._options(max_steps), self._identity())
+            loop_state.refuse_another_state(self._run, self._options(max_steps), self._identity())
         run = self._opened(max_steps)
         accumulated = self.args.gradient_accumulation_steps
         batches = len(train_dataloader) if has_length(train_dataloader) else max_steps * accumulated
@@ -231,10 +231,10 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Take a step of the engine with the last micro-batch of a step; the others wait for it, and have a loss of 0."""
-        self._waiting.append(tensors_of(inputs))
+        self._waiting.append(collated_tensors_of(inputs))
         loss = 0.0
         if self.accelerator.sync_gradients:
-            batch, run = joined(self._waiting, self._pad_id), self._opened()
+            batch, run = joined_batches(self._waiting, self._pad_id), self._opened()
             self._waiting.clear()
             rate = float(self.optimizer.param_groups[0]["lr"])
             position = {**self._identity(), **self._counted(inputs)}
@@ -303,9 +303,9 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             if run.adds_router_loss:  # that of a batch is no sum over its rows
                 rows = max(1, self.args.eval_batch_size)
             size = max(1, rows // max(1, self.args.eval_batch_size))
-            while taken := [tensors_of(batch) for batch in islice(left, size)]:
+            while taken := [collated_tensors_of(batch) for batch in islice(left, size)]:
                 samples += sum(len(batch["input_ids"]) for batch in taken)
-                yield from slices(joined(taken, self._pad_id), rows)
+                yield from slices(joined_batches(taken, self._pad_id), rows)
                 for _ in taken:
                     self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
 
@@ -313,8 +313,12 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
         metrics = {f"{metric_key_prefix}_loss": loss}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=samples)
 
-    compute_loss, prediction_step, predict = refusal("compute_loss"), refusal("prediction_step"), refusal("predict")
-    hyperparameter_search, push_to_hub = refusal("hyperparameter_search"), refusal("push_to_hub")
+    compute_loss, prediction_step, predict = (
+        refusing_method("compute_loss"),
+        refusing_method("prediction_step"),
+        refusing_method("predict"),
+    )
+    hyperparameter_search, push_to_hub = refusing_method("hyperparameter_search"), refusing_method("push_to_hub")
 
     # What is written.
 
@@ -336,7 +340,7 @@ class HeadraceTrainer(Trainer):  # type: ignore[misc]
             self._keep_state()
 
     def _keep_state(self) -> None:
-        loop_state.keep(self.state, [*self.callback_handler.callbacks, self.control], self._opened().directory)
+        loop_state.keep_loop_state(self.state, [*self.callback_handler.callbacks, self.control], self._opened().directory)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Do nothing: each step is committed in the run directory. So it is for the next ones."""

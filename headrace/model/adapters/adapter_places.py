@@ -25,7 +25,7 @@ from headrace.model.directory.matching import Index, WeightMap
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AdapterPlace:
     """What a module or parameter that is called `name` in a file belongs to: `product` of `unit`, or `index` of it."""
 
     name: str
@@ -34,7 +34,7 @@ class Place:
     index: Index = ()
 
 
-class Places:
+class AdapterPlaces:
     """The names that files may have for what of a model can have adapters, those of older versions of transformers, too."""
 
     def __init__(self, chain: Chain, weights: WeightMap, config: AdapterConfig) -> None:
@@ -51,11 +51,11 @@ class Places:
         self._rules = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._prefix, self._state = whole.base_model_prefix, whole.state_dict()
         self.adaptable = {own.parameter: (unit, own) for unit, own in _adaptable(chain)}
-        self._by_name: dict[str, Place] = {}
-        self._modules: dict[str, Place] = {}
+        self._by_name: dict[str, AdapterPlace] = {}
+        self._modules: dict[str, AdapterPlace] = {}
         for name, ours in self.stored.items():
             if ours in self.adaptable and name.endswith(".weight"):
-                self._modules[name.removesuffix(".weight")] = Place(name.removesuffix(".weight"), *self.adaptable[ours])
+                self._modules[name.removesuffix(".weight")] = AdapterPlace(name.removesuffix(".weight"), *self.adaptable[ours])
         self._by_parameter(whole)
 
     def _by_parameter(self, whole: nn.Module) -> None:
@@ -65,9 +65,9 @@ class Places:
             chosen = [name for name in names if self._config.targets_parameter(name)]
             for number, name in enumerate(chosen, start=1):
                 if (known := self.adaptable.get(self.stored.get(name, ""))) is not None:
-                    self._by_name[owner + ".base_layer" * (len(chosen) - number)] = Place(name, *known)
+                    self._by_name[owner + ".base_layer" * (len(chosen) - number)] = AdapterPlace(name, *known)
 
-    def of(self, stem: str) -> Place | None:
+    def of(self, stem: str) -> AdapterPlace | None:
         """Return what the adapter of `stem` belongs to, if the configuration chooses it."""
         if (place := self._by_name.get(stem)) is not None:
             return place
@@ -78,7 +78,7 @@ class Places:
         """Return whether `stem` could have an adapter, and the configuration does not choose it."""
         return self._place(stem) is not None
 
-    def _place(self, stem: str) -> Place | None:
+    def _place(self, stem: str) -> AdapterPlace | None:
         """Return what is called `stem`, now or in older versions of transformers: its own rules for weights say it."""
         if (place := self._modules.get(stem)) is not None:
             return place
@@ -94,17 +94,17 @@ class Places:
         if not isinstance(product, Stack) or product.transposed or int(expert[1]) >= product.experts:
             return None
         height, which = product.rows // len(rule.source_patterns), rule.source_patterns.index(pattern)
-        return Place(stem, unit, product, (int(expert[1]), slice(which * height, (which + 1) * height)))
+        return AdapterPlace(stem, unit, product, (int(expert[1]), slice(which * height, (which + 1) * height)))
 
     def lacking(self, found: set[str]) -> str | None:
         """Return a linear module that is chosen, and is not among the `found`."""
         linear = [place.product.name for stem, place in self._modules.items() if self._chosen_linear(stem, place)]
         return next((name for name in linear if name not in found), None)
 
-    def _chosen_linear(self, stem: str, place: Place) -> bool:
+    def _chosen_linear(self, stem: str, place: AdapterPlace) -> bool:
         return not isinstance(place.product, Stack) and self._targets(stem, place)
 
-    def _targets(self, stem: str, place: Place) -> bool:
+    def _targets(self, stem: str, place: AdapterPlace) -> bool:
         return any(self._config.targets(name, self.head) for name in {stem, self._own_names[place.product.parameter]})
 
 

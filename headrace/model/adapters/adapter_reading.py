@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.model.adapters.adapter_config import AdapterConfig
-from headrace.model.adapters.adapter_places import Place, Places
+from headrace.model.adapters.adapter_places import AdapterPlace, AdapterPlaces
 from headrace.model.adapters.adapter_targets import DOWN, MAGNITUDE, UP, Product, Stack
 from headrace.model.adapters.adapters import Adapters
 from headrace.model.adapters.beside_files import PREFIX, WEIGHTS_NAME
@@ -22,7 +22,7 @@ from headrace.model.blocks.beside import StoredBeside
 from headrace.model.blocks.binding import parameter_aliases
 from headrace.model.chain.chain import Chain
 from headrace.model.directory.matching import WeightMap
-from headrace.model.stored.safetensors_file import StoredTensor, read_rows
+from headrace.model.stored.safetensors_file import StoredTensor, read_tensor_rows
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.layout import part
 
@@ -36,7 +36,7 @@ def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredBe
         ModelError: there are none, they are of another kind, or of another model; the message says which tensor.
     """
     config = AdapterConfig.read(directory)
-    places = Places(chain, weights, config)
+    places = AdapterPlaces(chain, weights, config)
     try:
         with safe_open(directory / f"{WEIGHTS_NAME}.safetensors", framework="pt") as file:
             found = _Found(directory, type(chain.model).__name__, file)
@@ -79,19 +79,19 @@ class _Found:
 
     def __init__(self, directory: Path, model: str, file: Any) -> None:
         self._directory, self._model, self._file = directory, model, file
-        self._keys: dict[tuple[int, str], dict[str, tuple[Place, dict[str, str]]]] = {}
+        self._keys: dict[tuple[int, str], dict[str, tuple[AdapterPlace, dict[str, str]]]] = {}
 
     @property
     def names(self) -> set[str]:
         """The names here of what has tensors."""
         return {name for _, name in self._keys}
 
-    def add(self, place: Place, end: str, key: str) -> None:
+    def add(self, place: AdapterPlace, end: str, key: str) -> None:
         """Note that the tensor `key` is one of the adapter of `place`."""
         of_product = self._keys.setdefault((place.unit, place.product.name), {})
         of_product.setdefault(place.name, (place, {}))[1][end] = key
 
-    def read(self, chain: Chain, places: Places, config: AdapterConfig) -> StoredBeside:
+    def read(self, chain: Chain, places: AdapterPlaces, config: AdapterConfig) -> StoredBeside:
         """Return the adapters with their tensors."""
         if not self._keys:
             raise ModelError(f"{self._directory}: it has no tensors for the blocks of {self._model}; give another model")
@@ -152,7 +152,7 @@ class _Part:
 
 
 def _parts_of(
-    directory: Path, product: Product, found: Sequence[tuple[Place, dict[str, str]]] | Any, config: AdapterConfig
+    directory: Path, product: Product, found: Sequence[tuple[AdapterPlace, dict[str, str]]] | Any, config: AdapterConfig
 ) -> list[_Part]:
     """Return the adapters of a product as parts of one: peft makes one of those of gate_proj and up_proj of each expert."""
     pieces = list(found)
@@ -212,7 +212,7 @@ def _check_copy(directory: Path, key: str, parameter: str | None, weights: Weigh
         )
     own, found = weights.checkpoint.tensors[pieces[0].key], file.get_slice(key)
     if own.shape != tuple(found.get_shape()) or not all(
-        torch.equal(_floats_of(own, rows), found[start:stop].float()) for start, stop, rows in read_rows(own)
+        torch.equal(_floats_of(own, rows), found[start:stop].float()) for start, stop, rows in read_tensor_rows(own)
     ):
         raise ModelError(
             f"{directory}: {key}: this adapter has other weights for {parameter} than the model, and peft would replace the "

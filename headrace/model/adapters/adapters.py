@@ -27,7 +27,7 @@ from headrace.model.adapters.adapter_targets import (
     is_refused_by_peft,
     is_taken_for_experts,
 )
-from headrace.model.blocks.beside import Beside
+from headrace.model.blocks.beside import BesideKind
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UnitLayout, lay_out, part
 from headrace.terms.options.adapter import Lora
@@ -37,7 +37,7 @@ _PIECE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapters(Beside):
+class Adapters(BesideKind):
     """The adapters of a model's blocks, and of its head where that is one of the settings' targets.
 
     Their tensors are called `MODULE.lora_A.weight` and so on.

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.model.adapters.adapter_config import CONFIG_NAME
-from headrace.model.blocks.beside import Beside
+from headrace.model.blocks.beside import BesideKind
 from headrace.model.directory.matching import WeightMap
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.model.stored.shard_writer import ShardWriter, shard_file_bytes
@@ -21,14 +21,14 @@ PREFIX, WEIGHTS_NAME = "base_model.model.", "adapter_model"
 _NOT_COPIED = ("config.json", "generation_config.json", COMPRESSION_NOTE_NAME, CONFIG_NAME, "trainer_state.json")
 
 
-def beside_file_bytes(adapters: Beside) -> int:
+def beside_file_bytes(adapters: BesideKind) -> int:
     """Return the bytes of the file that `write_beside` makes, which is larger by longer names in a larger model."""
     return shard_file_bytes([_stored(name, shape) for name, shape in adapters.shapes.items()])
 
 
 def write_beside(
     out: Path,
-    adapters: Beside,
+    adapters: BesideKind,
     keys: Mapping[str, str],
     weights: WeightMap,
     read: Callable[[int], Mapping[str, Iterable[np.ndarray]]],

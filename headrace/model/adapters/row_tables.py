@@ -1,6 +1,6 @@
 """Tables of rows beside the feed-forward parts of some blocks; `row_table` says what one computes.
 
-Keys are bound with their unit. Values are bound, too, or a source gives the rows that a pass touches (`RowSource`).
+Keys are bound with their unit. Values are bound, too, or a source gives the rows that a pass touches (`TableRowSource`).
 
 Invariant: what a block computes with a table bound is what the module that `row_table.load` makes computes.
 """
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headrace.model.adapters.row_table import KEYS, VALUES, WeightedRows, added, different_rows, look_up
-from headrace.model.blocks.beside import Beside
+from headrace.model.blocks.beside import BesideKind
 from headrace.model.blocks.find_blocks import find_blocks
 from headrace.terms.embedding_rows import TableFigures
 from headrace.terms.errors import ConfigError
@@ -32,7 +32,7 @@ _NOTE = (
 )
 
 
-class RowSource(Protocol):
+class TableRowSource(Protocol):
     """Gives the newest rows of tables, and takes their gradients."""
 
     def gather(self, unit: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -46,7 +46,7 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTables(Beside):
+class RowTables(BesideKind):
     """The tables of a model. Their tensors are called `MODULE.table.keys` and `MODULE.table.values`.
 
     Attributes:
@@ -62,7 +62,7 @@ class RowTables(Beside):
     width: int
     by_rows: bool
     groups: Mapping[int, tuple[float, float]]
-    _source: list[RowSource] = field(default_factory=list)
+    _source: list[TableRowSource] = field(default_factory=list)
 
     @classmethod
     def of(cls, model: nn.Module, layouts: Sequence[UnitLayout], settings: Table, seed: int = 0) -> "RowTables":
@@ -136,7 +136,7 @@ class RowTables(Beside):
         }
         return replace(self, layouts=placed, by_rows=False, _source=[], _bound={})
 
-    def serve(self, source: RowSource) -> None:
+    def serve(self, source: TableRowSource) -> None:
         """Take values from `source` from now on."""
         self._source[:] = [source]
 

@@ -18,7 +18,7 @@ from headrace.terms.layout import UnitLayout, part
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside(ABC):
+class BesideKind(ABC):
     """One kind of modules beside those of a model.
 
     Attributes:
@@ -91,7 +91,7 @@ class Beside(ABC):
 class StoredBeside:
     """What is computed beside blocks, and its tensors (float32) by unit, flat as `adapters.layouts` says."""
 
-    adapters: Beside
+    adapters: BesideKind
     flats: Mapping[int, Tensor]
 
     def bind(self, device: torch.device) -> None:

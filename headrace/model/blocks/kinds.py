@@ -70,7 +70,7 @@ def keys_of(model: nn.Module, blocks_name: str) -> dict[str, Key]:
 def find_kinds(model: nn.Module, blocks_name: str, losses: Iterable[Callable[[], torch.Tensor]]) -> Kinds:
     """Return what a tiny instance shows of its parameters, while it computes `losses` and their gradients."""
     model.zero_grad(set_to_none=True)
-    uses = _Uses({name: parameter for name, parameter in model.named_parameters() if parameter.dim() > 1})
+    uses = _ParameterUses({name: parameter for name, parameter in model.named_parameters() if parameter.dim() > 1})
     for loss in losses:
         with uses:
             value = loss()
@@ -97,7 +97,7 @@ def _pattern(model: nn.Module, name: str) -> str:
     return ".".join(found)
 
 
-class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ParameterUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While entered, notes which parameters only multiply element by element (`scales`), and which are used otherwise."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:

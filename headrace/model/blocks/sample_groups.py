@@ -39,7 +39,7 @@ class SampleGroup:
         into.index_copy_(0, self.places_kept, rows.flatten(0, 1)[self.kept])
 
 
-def groups_of(position_ids: torch.Tensor, *, exact: bool = False) -> list[SampleGroup]:
+def sample_groups_of(position_ids: torch.Tensor, *, exact: bool = False) -> list[SampleGroup]:
     """Return the groups of rows (b, T) whose positions begin again at each sample; empty if every row is one sample.
 
     `exact`: samples share a group only if they have one length.

@@ -34,10 +34,10 @@ def _misspelt(values: Mapping[Any, Any]) -> Iterator[str]:
             elif key in ("rope_type", "type"):
                 known = ("default", *ROPE_INIT_FUNCTIONS)
             if known and value not in known:
-                yield f"{key} is {value!r}, which transformers does not know{nearest(value, known)}"
+                yield f"{key} is {value!r}, which transformers does not know{nearest_name(value, known)}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest_name(word: str, known: Iterable[str]) -> str:
     """Return words that name what was probably meant, or all that is known."""
     close = difflib.get_close_matches(word.lower(), known, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(sorted(known))}"

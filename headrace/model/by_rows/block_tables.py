@@ -14,7 +14,7 @@ from transformers.core_model_loading import Concatenate
 
 from headrace.model.blocks.binding import parameter_owners
 from headrace.model.by_rows.learned_rows import LearnedRows
-from headrace.model.by_rows.table_check import is_table, place_of, why_not_trained, why_whole_tables
+from headrace.model.by_rows.table_check import holder_of, is_table, why_not_trained, why_whole_tables
 from headrace.model.chain.chain import Chain
 from headrace.model.directory.matching import WeightMap
 from headrace.model.parts.stored_rows import ROW_DTYPES, StoredRows, rows_within
@@ -66,7 +66,7 @@ def is_large(table: BlockTable) -> bool:
     return table.figures.whole_bytes >= LEAST_BYTES
 
 
-def tables_of(chain: Chain, weights: WeightMap | None) -> tuple[BlockTable, ...]:
+def block_tables_of(chain: Chain, weights: WeightMap | None) -> tuple[BlockTable, ...]:
     """Return the tables in blocks of a chain, whose rows are stored one after another; without `weights` no files are asked.
 
     There are none where blocks do not run by the model's own code, or a tiny instance had other bits with rows.
@@ -89,9 +89,9 @@ def tables_of(chain: Chain, weights: WeightMap | None) -> tuple[BlockTable, ...]
 
 
 def trained_tables_of(chain: Chain, weights: WeightMap | None) -> tuple[BlockTable, ...]:
-    """Return those of `tables_of` that can be trained by rows: of each block the largest. The unit keeps its other ones."""
+    """Return those of `block_tables_of` that can be trained by rows: of each block the largest. Its unit keeps the others."""
     found = dict[int, BlockTable]()
-    for table in sorted(tables_of(chain, weights), key=lambda each: each.figures.whole_bytes):
+    for table in sorted(block_tables_of(chain, weights), key=lambda each: each.figures.whole_bytes):
         specs = {spec.name: spec for spec in chain.layouts[table.unit].parameters}
         module = chain.model.get_submodule(table.name.rpartition(".")[0])
         if specs[table.name].kind != FROZEN and not (module.scale_grad_by_freq or module.sparse):
@@ -112,8 +112,8 @@ def by_rows(chain: Chain) -> tuple[BlockRows, ...]:
 
 def take_as(known: Chain, chain: Chain, weights: WeightMap | None) -> None:
     """Read by rows in `chain` what is so read in `known`, another chain of the model."""
-    found = tables_of(chain, weights)
-    places = [place_of(known.model, table.name) for table in found]
+    found = block_tables_of(chain, weights)
+    places = [holder_of(known.model, table.name) for table in found]
     taken = [parent._modules[attribute] for parent, attribute in places]
     kept = [(table, rows) for table, rows in zip(found, taken, strict=True) if isinstance(rows, StoredRows)]
     take_tables(chain, [replace(table, learns=rows.learns) for table, rows in kept])
@@ -122,7 +122,7 @@ def take_as(known: Chain, chain: Chain, weights: WeightMap | None) -> None:
 def _taken(chain: Chain, table: BlockTable) -> StoredRows:
     """Put rows in the place of a table."""
     layouts, unit = chain.layouts, table.unit
-    parent, attribute = place_of(chain.model, table.name)
+    parent, attribute = holder_of(chain.model, table.name)
     module, whole = parent._modules[attribute], layouts[unit]
     assert isinstance(module, nn.Embedding), "it is a table"
 

@@ -53,7 +53,7 @@ def head_range_bytes(chain: Chain) -> int:
     return round_up(min(chain.head_rows, len(head.weight)) * row_bytes, PAGE_BYTES) + 2 * PAGE_BYTES
 
 
-def rows_of(chain: Chain, weights: WeightMap | None) -> EmbeddingRows | None:
+def embedding_rows_of(chain: Chain, weights: WeightMap | None) -> EmbeddingRows | None:
     """Return figures of the embedding if it has rows (`has_rows`) and is all of its unit; None where it is no such table."""
     if not has_rows(chain, weights) or [spec.name for spec in chain.layouts[0].parameters] != [_name_of(chain)]:
         return None
@@ -75,7 +75,7 @@ def embedding_bytes(chain: Chain) -> int:
     return int(chain.model.get_input_embeddings().weight.numel()) * chain.dtype.itemsize
 
 
-def read_rows(chain: Chain, weights: WeightMap | None) -> StoredRows:
+def read_embedding_rows(chain: Chain, weights: WeightMap | None) -> StoredRows:
     """Read the rows of a chain's embedding as passes need them, from here on: unit 0 is without it. None: nothing is run.
 
     Return what reads them.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional as F
 
-from headrace.model.by_rows.embedding_rows import put_rows, rows_of
+from headrace.model.by_rows.embedding_rows import embedding_rows_of, put_rows
 from headrace.model.chain.chain import Chain
 from headrace.model.parts.stored_rows import StoredRows, rows_within
 from headrace.terms.embedding_rows import TableFigures
@@ -24,7 +24,7 @@ from headrace.terms.layout import UnitLayout
 from headrace.terms.split_master import upper_half
 
 
-class RowSource(Protocol):
+class LearnedRowSource(Protocol):
     """Gives the newest rows of a unit's table, and takes the gradients of rows."""
 
     def gather(self, unit: int, ids: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -51,11 +51,11 @@ class LearnedRows(StoredRows):
         place: tuple[int, str] = (0, ""),
     ) -> None:
         super().__init__(table, None, dtype, whole, taking_back)
-        self._source: RowSource | None = None
+        self._source: LearnedRowSource | None = None
         self._unit, self.name = place
         self._padding = table.padding_idx
 
-    def serve(self, source: RowSource) -> None:
+    def serve(self, source: LearnedRowSource) -> None:
         """Take rows from `source` from here on."""
         self._source = source
 
@@ -100,7 +100,7 @@ class LearnedTable:
         Raises:
             ConfigError: its rows cannot be updated one by one.
         """
-        table, found = chain.model.get_input_embeddings(), rows_of(chain, None)
+        table, found = chain.model.get_input_embeddings(), embedding_rows_of(chain, None)
         if chain.tied:
             raise ConfigError(
                 "gradient: rows: the head has the weights of the embedding, and its gradient is whole; give dense"
@@ -126,7 +126,7 @@ class LearnedTable:
         return found
 
 
-def learn_rows(chain: Chain, source: RowSource) -> LearnedRows:
+def learn_rows(chain: Chain, source: LearnedRowSource) -> LearnedRows:
     """Take the rows of a chain's embedding from `source` from here on: unit 0 is without it. Return what takes them."""
 
     def make(table: nn.Embedding, whole: UnitLayout, taking_back: Callable[[], None]) -> LearnedRows:

@@ -34,7 +34,7 @@ def is_table(module: nn.Module) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None and not hooked
 
 
-def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def holder_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module that holds the module of a parameter, and by which attribute."""
     outer, _, attribute = name.rpartition(".")[0].rpartition(".")
     return model.get_submodule(outer), attribute
@@ -80,7 +80,7 @@ def _differs(model: Any, change: Callable[[], "dict[str, _TriedSource]"]) -> str
 
 def _try_rows(model: nn.Module, names: Sequence[str]) -> "dict[str, _TriedSource]":
     for name in names:
-        parent, attribute = place_of(model, name)
+        parent, attribute = holder_of(model, name)
         parent._modules[attribute] = _TriedRows(cast(nn.Embedding, parent._modules[attribute]))
     return {}
 
@@ -88,7 +88,7 @@ def _try_rows(model: nn.Module, names: Sequence[str]) -> "dict[str, _TriedSource
 def _try_training(model: nn.Module, names: Sequence[str]) -> "dict[str, _TriedSource]":
     sources = dict[str, _TriedSource]()
     for name in names:
-        parent, attribute = place_of(model, name)
+        parent, attribute = holder_of(model, name)
         table = cast(nn.Embedding, parent._modules[attribute])
         rows = LearnedRows(table, table.weight.dtype, lay_out("", []), lambda: None)
         sources[name] = _TriedSource(table.weight.detach())

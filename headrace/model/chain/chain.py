@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace.model.blocks.beside import Beside
+from headrace.model.blocks.beside import BesideKind
 from headrace.model.blocks.binding import Binding, BringRows, GradientSink, RowSink, is_tied
 from headrace.model.blocks.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.blocks.find_blocks import block_of, find_blocks, refuse_shared_between_blocks
@@ -72,7 +72,7 @@ class Chain:
         self.has_dropout = draws_random_numbers(skeleton)
         self.notes: tuple[str, ...] = _packing_notes(traits)
         self.wide_products = self.narrow_products = False
-        self.adapters: Beside | None = None
+        self.adapters: BesideKind | None = None
         self.parts: PartedExperts | None = None  # stands where modules of experts stood
         self._packing_limit = traits.packing_limit
         self.packing_reason = traits.packing_reason
@@ -218,7 +218,7 @@ class Chain:
                     module._buffers[name] = buffer.to(device)
 
     @contextlib.contextmanager
-    def adapted(self, adapters: Beside | None) -> Iterator[None]:
+    def adapted(self, adapters: BesideKind | None) -> Iterator[None]:
         """Have blocks compute with `adapters` in this context; None stands for none."""
         before = self.adapters, self.has_dropout, self.notes, self.head_rows
         undo = adapters.install(self.model) if adapters is not None else lambda: None

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from headrace.model.blocks.replay import REPLAYABLE, is_random, operator_name, overwritten, tensors_in, with_log_sumexp
-from headrace.model.kernels.products import is_narrow, multiplied_wide
+from headrace.model.kernels.products import is_16_bit_product, multiplied_wide
 from headrace.terms.costs import OperatorCosts
 from headrace.terms.sizes import MIB, round_up
 
@@ -66,7 +66,7 @@ class CostMeter(TorchDispatchMode):
             out = self._places_of(args[0])
         elif func is _aten._local_scalar_dense.default and args[0].untyped_storage()._cdata in self._places:
             return 0  # one of the places: any number will do
-        elif self._wide and is_narrow(func, args):
+        elif self._wide and is_16_bit_product(func, args):
             # The pieces are followed for their memory; the operations are those of the product, however it is cut.
             self._inside = True
             with self:

@@ -16,7 +16,7 @@ from headrace.files.model_directory import is_whole_model
 from headrace.model.directory.checkpoint import Checkpoint
 from headrace.model.directory.matching import Conversion, Piece, WeightMap, read_whole, run_conversion
 from headrace.model.stored.encoding import float32_of, put
-from headrace.model.stored.safetensors_file import PIECE_BYTES, WEIGHT_DTYPES, read_header, read_rows
+from headrace.model.stored.safetensors_file import PIECE_BYTES, WEIGHT_DTYPES, read_header, read_tensor_rows
 from headrace.terms.errors import ModelError
 from headrace.terms.layout import ParameterSpec, UnitLayout
 
@@ -78,7 +78,7 @@ def import_workspace_bytes(layouts: Sequence[UnitLayout], weights: WeightMap | N
 
 
 def _piece_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a piece of a stored tensor while it is converted: `read_rows` reads at least one row."""
+    """Return the bytes of a piece of a stored tensor while it is converted: `read_tensor_rows` reads at least one row."""
     elements, row = math.prod(shape), math.prod(shape[1:])
     return min(elements, max(row, PIECE_BYTES // WEIGHT_DTYPES[dtype].itemsize)) * _CONVERTING_BYTES[dtype]
 
@@ -109,7 +109,7 @@ def refuse_not_finite(directory: Path) -> None:
     if not found or is_whole_model(directory):
         found |= Checkpoint.open(directory, decode=True).tensors
     for key, stored in found.items():
-        for start, stop, rows in read_rows(stored) if stored.dtype in WEIGHT_DTYPES else ():
+        for start, stop, rows in read_tensor_rows(stored) if stored.dtype in WEIGHT_DTYPES else ():
             wrong = int((~np.isfinite(float32_of(rows, stored.dtype))).sum())
             if wrong:
                 raise ModelError(f"{stored.path}: {key}: NaN or infinity in {wrong} values of rows {start} to {stop}")
@@ -129,7 +129,7 @@ def _import_piece(
     stored = weights.checkpoint.tensors[piece.key]
     weight = at_least_1d(parameter_view(weight_out, spec)[piece.index])
     master = None if master_out is None else at_least_1d(parameter_view(master_out, spec)[piece.index])
-    for start, stop, rows in read_rows(stored):
+    for start, stop, rows in read_tensor_rows(stored):
         try:
             put(rows, stored.dtype, weight[start:stop], None if master is None else master[start:stop])
         except ModelError as error:
@@ -151,7 +151,7 @@ def _check_copy(weights: WeightMap, copy: Piece, first: Piece) -> None:
     stored, other = (weights.checkpoint.tensors[piece.key] for piece in (copy, first))
     same = stored.dtype == other.dtype and all(
         np.array_equal(float32_of(one, stored.dtype), float32_of(two, stored.dtype))
-        for (_, _, one), (_, _, two) in zip(read_rows(stored), read_rows(other), strict=True)
+        for (_, _, one), (_, _, two) in zip(read_tensor_rows(stored), read_tensor_rows(other), strict=True)
     )
     if not same:
         raise ModelError(

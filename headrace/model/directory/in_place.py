@@ -34,7 +34,7 @@ _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.flo
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SlotPiece:
     """Bytes `[at, at + num_bytes)` of what was read, numbers of `dtype`, are elements from `start` on of a unit's slot."""
 
     at: int
@@ -58,7 +58,7 @@ class StoredUnit:
     layout: UnitLayout
     num_bytes: int
     extents: tuple[Extent, ...] = ()
-    placements: tuple[Placement, ...] = ()
+    placements: tuple[SlotPiece, ...] = ()
     decodings: tuple[Decoding, ...] = ()
 
     @property
@@ -138,7 +138,7 @@ def stored_unit(
             if isinstance(tensor.coded, CodedSource):
                 decodings.append(Decoding.of(tensor.coded, places, start))
             else:
-                placements.append(Placement(places[piece.key], tensor.num_bytes, _STORED_DTYPES[tensor.dtype], start))
+                placements.append(SlotPiece(places[piece.key], tensor.num_bytes, _STORED_DTYPES[tensor.dtype], start))
     return StoredUnit(layout, num_bytes, extents, tuple(placements), tuple(decodings))
 
 

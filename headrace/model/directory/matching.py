@@ -27,7 +27,7 @@ from headrace.model.blocks.binding import parameter_aliases
 from headrace.model.blocks.find_blocks import find_blocks
 from headrace.model.blocks.text_part import names_in_whole
 from headrace.model.directory.checkpoint import Checkpoint
-from headrace.model.stored.safetensors_file import INTEGER_DTYPES, ROW_DTYPES, WEIGHT_DTYPES, StoredTensor, read_rows
+from headrace.model.stored.safetensors_file import INTEGER_DTYPES, ROW_DTYPES, WEIGHT_DTYPES, StoredTensor, read_tensor_rows
 from headrace.terms.errors import ModelError
 
 Index = tuple[int | slice, ...]
@@ -282,7 +282,7 @@ def load_buffers(weights: WeightMap) -> None:
 def read_whole(stored: StoredTensor) -> torch.Tensor:
     """Return a whole tensor of weights or integers in its stored dtype."""
     out = np.empty(stored.shape or (1,), ROW_DTYPES[stored.dtype])
-    for start, stop, rows in read_rows(stored):
+    for start, stop, rows in read_tensor_rows(stored):
         out[start:stop] = rows
     bits = torch.from_numpy(out.view(np.int16) if stored.dtype == "BF16" else out)
     return (bits.view(torch.bfloat16) if stored.dtype == "BF16" else bits).reshape(stored.shape)

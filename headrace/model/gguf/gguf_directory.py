@@ -93,7 +93,7 @@ def _ends(reader: Any, own: int | None) -> int | list[int] | None:
     return ends if len(ends) > 1 else next(iter(ends), None)
 
 
-def read_config(file: Path) -> Any:
+def read_gguf_config(file: Path) -> Any:
     """Return the configuration that a GGUF file says.
 
     Raises:
@@ -151,14 +151,14 @@ def _tensors(file: Path, reader: Any, config: Any) -> Iterator[dict[str, Any]]:
     """
     architecture = str(reader.fields["general.architecture"].contents())
     with refusing(f"{file}: the names of its tensors are not those of {type(config).__name__}"):
-        names, processor = names_of(config, architecture)
+        names, processor = gguf_names_of(config, architecture)
     for tensor in reader.tensors:
         if (name := names.get(tensor.name)) is None:
             continue  # such as frequencies of rotary embeddings; what is missing is found when parameters are matched
         kind, shape = tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape))
         if kind not in BLOCKS:
             raise ModelError(f"{file}: {tensor.name} is of type {kind}; read are {', '.join(BLOCKS)}")
-        order = order_of(processor, tensor.name, shape)
+        order = row_order_of(processor, tensor.name, shape)
         if order is None or (order and len(shape) == 1):
             raise ModelError(
                 f"{file}: {tensor.name} of {architecture} is stored in another form than the model computes; "
@@ -174,7 +174,7 @@ def _tensors(file: Path, reader: Any, config: Any) -> Iterator[dict[str, Any]]:
         }
 
 
-def names_of(config: Any, architecture: str) -> tuple[Mapping[str, str], Any]:
+def gguf_names_of(config: Any, architecture: str) -> tuple[Mapping[str, str], Any]:
     """Return the names of a model's tensors by their names in GGUF, and transformers' code that puts them in form."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -183,7 +183,7 @@ def names_of(config: Any, architecture: str) -> tuple[Mapping[str, str], Any]:
     return get_gguf_hf_weights_map(build_skeleton(config, torch.bfloat16), processor, kind), processor
 
 
-def order_of(processor: Any, name: str, shape: tuple[int, ...]) -> list[int] | None:
+def row_order_of(processor: Any, name: str, shape: tuple[int, ...]) -> list[int] | None:
     """Return which row of the file is which row of the model, [] for the same order; None if more than that is changed.
 
     transformers' own code for the tensor is asked: with the number of each row in the place of its weights.

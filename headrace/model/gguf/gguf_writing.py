@@ -13,7 +13,7 @@ import torch
 
 from headrace.files.durable import appearing_file
 from headrace.model.directory.checkpoint import Checkpoint
-from headrace.model.gguf.gguf_directory import OTHER_NAMES, names_of, order_of, read_config
+from headrace.model.gguf.gguf_directory import OTHER_NAMES, gguf_names_of, read_gguf_config, row_order_of
 from headrace.model.gguf.gguf_rotations import FACTORS, llama3_factors
 from headrace.model.gguf.gguf_words import WordsOf
 from headrace.model.stored.safetensors_file import StoredTensor, read_bytes
@@ -119,7 +119,7 @@ class _Writing:
     def _listed(self) -> Iterator[tuple[str, list[int], StoredTensor, str]]:
         """Yield name, order of rows, stored tensor and type of each tensor, as they will lie."""
         config = self._config
-        names, processor = names_of(config, self._architecture)
+        names, processor = gguf_names_of(config, self._architecture)
         stored = dict(self._checkpoint.tensors)
         for name, own in names.items():
             if own not in stored and own == "lm_head.weight" and config.tie_word_embeddings:
@@ -127,7 +127,7 @@ class _Writing:
             if own not in stored:
                 raise ModelError(f"model: no tensor {own}, which GGUF calls {name}")
             tensor = stored.pop(own)
-            order = order_of(processor, name, tensor.shape)
+            order = row_order_of(processor, name, tensor.shape)
             if order is None or (order and len(tensor.shape) == 1):
                 raise ModelError(f"model: {own} has another form in GGUF files, which is not written; leave .gguf out")
             yield name, order, tensor, self._type_of(tensor)
@@ -176,7 +176,7 @@ class _Writing:
         Raises:
             ModelError: the file says another model.
         """
-        found = read_config(self._place).to_dict()
+        found = read_gguf_config(self._place).to_dict()
         for key, value in self._config.to_dict().items():
             if key not in _ASIDE and key[0] != "_" and not _same(found.get(key), value):
                 raise ModelError(

@@ -130,7 +130,7 @@ def packed_bytes(unit: StoredUnit, dtype: torch.dtype) -> tuple[int, int]:
 
     They are 0 where nothing is packed: no kernel here, or compute in another dtype than bfloat16. The loop takes nothing more.
     """
-    found = packable(unit) if dtype == torch.bfloat16 and has_kernel() else ()
+    found = packable(unit) if dtype == torch.bfloat16 and has_packed_kernel() else ()
     kept = sum(each.rows * each.columns // 2 + 4 * each.rows * (each.columns // _group(each)) for each in found)
     pieces = () if not found or _block_of_loop() else found
     making = max((min(each.rows, _rows_of_a_piece(each.columns)) * each.columns for each in pieces), default=0)
@@ -138,7 +138,7 @@ def packed_bytes(unit: StoredUnit, dtype: torch.dtype) -> tuple[int, int]:
 
 
 @cache
-def has_kernel() -> bool:
+def has_packed_kernel() -> bool:
     """Return whether torch has a fast kernel for this processor: without AVX2 its own is a loop over single numbers."""
     names = ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and all(hasattr(_aten, name) for name in names)

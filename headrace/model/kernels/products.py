@@ -64,10 +64,10 @@ class WideProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        return multiplied_wide(func, args, kwargs or {}) if is_narrow(func, args) else func(*args, **(kwargs or {}))
+        return multiplied_wide(func, args, kwargs or {}) if is_16_bit_product(func, args) else func(*args, **(kwargs or {}))
 
 
-def is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
+def is_16_bit_product(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether this call of an operator is a product of 16-bit numbers on the CPU that is to be computed in float32."""
     if func not in _PRODUCTS or (func is _aten.mm.default and _has_few_rows(*args)):
         return False
@@ -76,7 +76,7 @@ def is_narrow(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def multiplied_wide(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what `func` would return, computed by way of float32, for a call that `is_narrow`."""
+    """Return what `func` would return, computed by way of float32, for a call that `is_16_bit_product`."""
     return _PRODUCTS[func](*args, **kwargs)
 
 

@@ -70,7 +70,7 @@ def needed_by(walkers: Iterable[Walker]) -> tuple[int, ...]:
 _W = TypeVar("_W", bound=Walker)
 
 
-class _Own(threading.local):
+class _BankThread(threading.local):
     """What runs blocks in this thread."""
 
     visitor: Visitor | None = None
@@ -86,7 +86,7 @@ class Banks:
     def __init__(self, experts: Sequence[BlockExperts | None], dtype: torch.dtype, device: torch.device) -> None:
         self.present: dict[int, Weights] = {}
         self._experts, self._dtype, self._device = tuple(each for each in experts if each is not None), dtype, device
-        self._own = _Own()
+        self._own = _BankThread()
         self._hooks: list[Any] = []
 
     def install(self) -> None:

@@ -38,7 +38,7 @@ class Weight:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ModulePart:
     """The weights of a module, which has no modules of its own. `elements` are those that it takes of a slot."""
 
     module: nn.Module
@@ -50,7 +50,7 @@ class Part:
         return max(round_up(each.in_slot + each.spec.num_elements, _ALIGNMENT) for each in self.weights)
 
     @classmethod
-    def of(cls, module: nn.Module, specs: Mapping[str, ParameterSpec]) -> "Part":
+    def of(cls, module: nn.Module, specs: Mapping[str, ParameterSpec]) -> "ModulePart":
         """Return the part of a module whose parameters have these places in their unit."""
         weights, at = [], 0
         for attribute, _ in module.named_parameters(recurse=False):
@@ -63,7 +63,7 @@ class Part:
 class _Saved:
     """What autograd saved of a part, which comes from `flat`."""
 
-    part: Part
+    part: ModulePart
     flat: Tensor
     offset: int
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class _Slot:
     """A slot: the part that it has, and where that comes from; the end of its copy, if compute has not waited for that."""
 
     memory: Tensor
-    part: Part | None = None
+    part: ModulePart | None = None
     flat: Tensor | None = None
     coming: DeviceEvent | None = None
 
@@ -89,11 +89,11 @@ class PartSlots:
     def __init__(self, slots: Sequence[Tensor], machine: Machine) -> None:
         self._slots = [_Slot(memory) for memory in slots]  # the slot that was used longest ago comes first
         self._machine = machine
-        self._next: dict[tuple[str, Part], Part] = {}  # which part followed another, when it was in this phase
-        self._latest: tuple[str, Part, Tensor] | None = None
+        self._next: dict[tuple[str, ModulePart], ModulePart] = {}  # which part followed another, when it was in this phase
+        self._latest: tuple[str, ModulePart, Tensor] | None = None
         self.num_copied = 0
 
-    def bring(self, part: Part, flat: Tensor, phase: str) -> Tensor:
+    def bring(self, part: ModulePart, flat: Tensor, phase: str) -> Tensor:
         """Return the slot that has a part of a unit, whose weights in host memory are `flat`. Bring it, if none has it, and
         begin to bring the one that is expected after it in this `phase`.
         """
@@ -113,7 +113,7 @@ class PartSlots:
             self._copy_ahead(self._slots[0], follows, flat)
         return slot.memory
 
-    def _copy(self, slot: _Slot, part: Part, flat: Tensor) -> None:
+    def _copy(self, slot: _Slot, part: ModulePart, flat: Tensor) -> None:
         slot.part, slot.flat = None, flat
         for each in part.weights:
             into = slot.memory[each.in_slot :][: each.spec.num_elements]
@@ -121,7 +121,7 @@ class PartSlots:
             self.num_copied += each.spec.num_elements
         slot.part = part
 
-    def _copy_ahead(self, slot: _Slot, part: Part, flat: Tensor) -> None:
+    def _copy_ahead(self, slot: _Slot, part: ModulePart, flat: Tensor) -> None:
         """Copy a part beside compute, as soon as that has done with what the slot had."""
         machine, lane = self._machine, Lane.HOST_TO_DEVICE
         if (used := machine.record(Lane.COMPUTE)) is not None:
@@ -157,7 +157,7 @@ class PartSlots:
         return None
 
     @contextmanager
-    def coming(self, parts: Sequence[Part], flat: Tensor, catch: Catch | None = None) -> Iterator[None]:
+    def coming(self, parts: Sequence[ModulePart], flat: Tensor, catch: Catch | None = None) -> Iterator[None]:
         """Have the modules of `parts` compute in this context with weights that come from `flat`, in host memory. Their
         gradients go where `catch` says.
         """
@@ -178,7 +178,7 @@ class PartSlots:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             yield
 
-    def _attend(self, part: Part, flat: Tensor, catch: Catch | None, stack: ExitStack) -> None:
+    def _attend(self, part: ModulePart, flat: Tensor, catch: Catch | None, stack: ExitStack) -> None:
         """Have a part there while its module runs, until `stack` is closed."""
         away = {each.attribute: part.module._parameters[each.attribute] for each in part.weights}
         sinks = {each.attribute: catch(each.spec) if catch else None for each in part.weights}

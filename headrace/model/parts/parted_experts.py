@@ -191,15 +191,15 @@ class Visit:
             module._parameters.update(own)
 
 
-class Visitor(Protocol):
+class PartedVisitor(Protocol):
     """What runs a block."""
 
     def at_experts(self, visit: Visit) -> Tensor:
         """Return what the module of experts returns."""
 
 
-class _Own(threading.local):
-    visitor: Visitor | None = None
+class _PartedThread(threading.local):
+    visitor: PartedVisitor | None = None
 
 
 class PartedExperts:
@@ -215,7 +215,7 @@ class PartedExperts:
         trained: bool = False,
     ) -> None:
         self._experts, self._beside, self._trained = [each for each in experts if each is not None], beside, trained
-        self._own = _Own()
+        self._own = _PartedThread()
 
     def install(self) -> None:
         """Put doors where modules of experts stood."""
@@ -233,7 +233,7 @@ class PartedExperts:
         return next((each for each in self._experts if each.module in modules), None)
 
     @contextmanager
-    def visited_by(self, visitor: Visitor) -> Iterator[None]:
+    def visited_by(self, visitor: PartedVisitor) -> Iterator[None]:
         """Have `visitor` answer for modules that are called in this thread, in this context."""
         self._own.visitor = visitor
         try:
@@ -293,7 +293,7 @@ class Walk:
         self._thread.close()
 
     def at_experts(self, visit: Visit) -> Tensor:
-        """See `Visitor`."""
+        """See `PartedVisitor`."""
         self._visit = visit
         numbers = _random_numbers(visit.hidden.device) if self._random else ()
         self._thread.park()
@@ -336,7 +336,7 @@ class Recompute:
         return self._visit
 
     def at_experts(self, visit: Visit) -> Tensor:
-        """See `Visitor`."""
+        """See `PartedVisitor`."""
         beside = visit.beside.tensors if visit.beside is not None else ()
         made: Tensor = _Cut.apply(self, visit.hidden, visit.weights, *beside)  # type: ignore[no-untyped-call]
         self._edge = torch.autograd.graph.get_gradient_edge(made)
@@ -374,6 +374,6 @@ class _Cut(torch.autograd.Function):
         return None, of_hidden, of_weights, *of_beside
 
 
-def alone(weights: Mapping[str, Tensor]) -> Weights:
+def stacked_alone(weights: Mapping[str, Tensor]) -> Weights:
     """Return an expert's weights as stacks of one."""
     return {name: each[None] for name, each in weights.items()}

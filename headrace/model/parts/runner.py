@@ -17,7 +17,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.model.blocks.binding import come_by_rows
 from headrace.model.blocks.chain_values import IGNORED, BlockResult, MicroBatch, PrologueResult
-from headrace.model.blocks.sample_groups import SampleGroup, groups_of
+from headrace.model.blocks.sample_groups import SampleGroup, sample_groups_of
 from headrace.model.blocks.taps import BlockCall, Taps
 from headrace.model.parts.head_rows import ChunkOfHead, gradients_by_ranges, label_log_probs, logits_by_ranges
 from headrace.model.parts.stored_rows import StoredRows
@@ -97,7 +97,7 @@ class Runner:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if batch.position_ids is not None:
             if batch.attention_mask is None and self.runs_by_samples(batch.position_ids.shape[1]):
-                groups = groups_of(batch.position_ids, exact=self.by_exact_lengths)
+                groups = sample_groups_of(batch.position_ids, exact=self.by_exact_lengths)
                 if groups:
                     return self._prologue_by_samples(batch, groups)
             inputs["position_ids"] = batch.position_ids

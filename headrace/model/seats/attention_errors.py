@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from headrace.model.seats.host_attention import Asked, named, using
+from headrace.model.seats.host_attention import AttentionCall, named, using
 from headrace.model.seats.tiered_cache import Pair, TieredLayer
 
 
@@ -64,7 +64,7 @@ class _Compared:
         self._given = self._layer.taken(self._memory, keys, values)
         return self._given
 
-    def attend(self, asked: Asked, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, asked: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `Use`."""
         found: torch.Tensor = asked.function(asked.module, asked.query, keys, values, asked.mask, **asked.arguments)[0]
         given, self._given = self._given, None
@@ -77,6 +77,6 @@ class _Compared:
         return found
 
 
-def _attended(asked: Asked, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attended(asked: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = asked.function(asked.module, asked.query, keys, values, asked.mask, **asked.arguments)[0]
     return found.float()

@@ -37,7 +37,7 @@ def _bank_check(config_class: type, key: str) -> str:
         expected = [_generated(model, sample.input_ids) for sample in tiny_samples(model)]
     except Exception as error:  # the architecture's own code
         return f"its own generate raises {in_one_line(error)}"
-    trial = _Trial(experts)
+    trial = _BankTrial(experts)
     try:
         with trial:
             found = [_generated(model, sample.input_ids) for sample in tiny_samples(model)]
@@ -56,7 +56,7 @@ def _generated(model: Any, ids: torch.Tensor) -> Sequence[torch.Tensor]:
     return [out.sequences, *out.logits]
 
 
-class _Trial:
+class _BankTrial:
     """Brings the experts of tiny blocks one at a time; the experts brought before are overwritten with NaN."""
 
     def __init__(self, experts: Sequence[BlockExperts | None]) -> None:
@@ -72,7 +72,7 @@ class _Trial:
         self._running: BlockExperts | None = None
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> "_Trial":
+    def __enter__(self) -> "_BankTrial":
         for each in self._experts:  # these hooks run before the banks' own
             self._hooks.append(each.module.register_forward_pre_hook(self._entering(each)))
         self._banks.install()

@@ -207,7 +207,7 @@ def check_call(settings: Mapping[str, Any], rows: int) -> None:
         raise ConfigError(f"streamer: takes one prompt, {rows} were given; leave it out")
 
 
-def try_settings(model: Any, config: Any, rest: Mapping[str, Any], vocabulary: int) -> None:
+def try_generation_settings(model: Any, config: Any, rest: Mapping[str, Any], vocabulary: int) -> None:
     """Try what the values of a resolved configuration do together, on scores of `vocabulary` tokens, without the model's
     weights.
 

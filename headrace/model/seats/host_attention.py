@@ -42,21 +42,21 @@ _UNKNOWN = ("softcap", "position_bias", "cache")
 class Use(Protocol):
     """One use of a block whose attention is not where the block is run."""
 
-    def attend(self, asked: "Asked", keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, asked: "AttentionCall", keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Return what attention makes of `asked` (rows, 1, heads, width); `keys` and `values` are what the cache gave."""
 
 
-class _Own(threading.local):
+class _AttentionThread(threading.local):
     """The use of a block that this thread is in."""
 
     use: Use | None = None
 
 
-_own = _Own()
+_own = _AttentionThread()
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AttentionCall:
     """What a block asks of attention: a `query` (rows, heads, 1, width) and a mask. `function` is how it would have been
     computed for `module`; `arguments` are its other arguments.
     """
@@ -156,7 +156,7 @@ def _host_attention(
     assert _own.use is not None, "a block is run so within a use"
     name = _names[id(module.config)]
     function = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager(module))
-    return _own.use.attend(Asked(query, attention_mask, module, function, arguments), key, value), None
+    return _own.use.attend(AttentionCall(query, attention_mask, module, function, arguments), key, value), None
 
 
 AttentionInterface.register(NAME, _host_attention)
@@ -229,7 +229,7 @@ class Here(StandIns):
         self.done = False
         self._memory, self._loop = memory, loop
 
-    def attend(self, asked: Asked, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, asked: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `Use`."""
         self._layer.append(self._memory, *self.taken(keys, values))
         self.done = True
@@ -247,11 +247,11 @@ class Away(StandIns):
         super().__init__(layer)
         self.down_bytes = self.up_bytes = 0
         self._carried, self._wait = carried, wait
-        self._asked: Asked | None = None
+        self._asked: AttentionCall | None = None
         self._forms: list[tuple[torch.Size, torch.dtype]] = []
         self._result: tuple[torch.Size, torch.dtype] | None = None
 
-    def attend(self, asked: Asked, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, asked: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `Use`."""
         parts = [asked.query, *self.taken(keys, values)]
         self._asked, sinks = asked, asked.arguments.get("s_aux")
@@ -316,7 +316,7 @@ class Noting:
     def __init__(self) -> None:
         self.query_bytes = self.result_bytes = 0
 
-    def attend(self, asked: Asked, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    def attend(self, asked: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """See `Use`."""
         found: torch.Tensor = asked.function(asked.module, asked.query, keys, values, asked.mask, **asked.arguments)[0]
         self.query_bytes += asked.query.nbytes

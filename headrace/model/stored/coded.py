@@ -24,7 +24,7 @@ from headrace.codec.sparse_loops import SPARE
 from headrace.codec.sparse_target import SPARSE
 from headrace.codec.table import CODES
 from headrace.codec.ternary import TritsCodec, WordsCodec
-from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_table
+from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_dictionary_table
 from headrace.model.stored.coded_keys import KEYS, Rule, anything, refused_keys
 from headrace.model.stored.safetensors_file import StoredTensor, read_bytes
 from headrace.terms.coding import as_matrix
@@ -320,7 +320,7 @@ def _ternary(tensors: Tensors, dtype: str) -> Found:
 def _dictionaries(tensors: Tensors) -> tuple[dict[int, Dictionary], set[str]]:
     """Return the dictionaries of a model by their thousandths of zeros; each table is checked against its digest."""
     found: dict[int, Dictionary] = {}
-    used = {key for key in tensors if is_table(key)}
+    used = {key for key in tensors if is_dictionary_table(key)}
     for key in sorted(used):
         if not key.startswith(TABLE):
             continue

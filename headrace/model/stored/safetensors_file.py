@@ -47,7 +47,7 @@ class RowSource(Protocol):
     """Makes the rows of a tensor that does not lie in a file in its final form."""
 
     def read_rows(self, piece_bytes: int) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Yield as `read_rows` does."""
+        """Yield as `read_tensor_rows` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _describe(path: Path, key: str, entry: Any, start: int) -> StoredTensor:
     return StoredTensor(key, path, start + begin, expected_bytes, dtype, shape)
 
 
-def read_rows(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int, np.ndarray]]:
+def read_tensor_rows(tensor: StoredTensor, piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield `(start, stop, rows)` over the first dimension of a tensor of `ROW_DTYPES`, about `piece_bytes` at a time.
 
     `rows` holds the bits (bfloat16 as uint16) in the tensor's shape; it is overwritten by the next piece. Pages read are

@@ -18,7 +18,7 @@ from headrace.model.adapters.adapter_targets import is_linear
 from headrace.model.blocks.binding import GradientSink, parameter_owners
 from headrace.model.chain.chain import Chain
 from headrace.model.parts.banks import find_experts
-from headrace.model.parts.part_slots import Part, PartSlots
+from headrace.model.parts.part_slots import ModulePart, PartSlots
 from headrace.model.trials.instance import tiny_samples
 from headrace.model.trials.probe import tiny_runner
 from headrace.model.trials.thresholds import architecture_key
@@ -32,7 +32,7 @@ from headrace.terms.layout import ParameterSpec, UnitLayout, cut_out
 class CutBlocks:
     """The parts of a chain's blocks, by unit, and what is left of each unit that has some."""
 
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[ModulePart, ...], ...]
     rests: tuple[UnitLayout, ...]
     figures: BlockParts
 
@@ -40,7 +40,7 @@ class CutBlocks:
     def of(cls, chain: Chain) -> "CutBlocks | None":
         """Return the parts of a chain's blocks; None where no block has any."""
         owners = parameter_owners(chain.model)
-        parts: list[tuple[Part, ...]] = []
+        parts: list[tuple[ModulePart, ...]] = []
         rests: list[UnitLayout] = []
         runs, moved = [], []
         for unit, layout in enumerate(chain.layouts):
@@ -52,7 +52,7 @@ class CutBlocks:
             whole = [module for module in found if len(found[module]) == len(list(module.parameters()))]
             cut = frozenset(spec.name for module in whole for spec in found[module].values())
             rest, left = cut_out(layout, cut) if cut else (layout, ())
-            parts.append(tuple(Part.of(module, found[module]) for module in whole))
+            parts.append(tuple(ModulePart.of(module, found[module]) for module in whole))
             rests.append(rest)
             runs.append(left)
             moved.append(sum(each.spec.num_elements for part in parts[-1] for each in part.weights))
@@ -138,7 +138,7 @@ def _sink(caught: dict[str, Tensor]) -> GradientSink:
     return take
 
 
-def _parts_of(blocks: Sequence[nn.Module], names: dict[int, str]) -> tuple[list[list[Part]], list[Tensor]]:
+def _parts_of(blocks: Sequence[nn.Module], names: dict[int, str]) -> tuple[list[list[ModulePart]], list[Tensor]]:
     """Return the parts of tiny blocks, which have no weights any more, and the weights of each. `names` are by parameter."""
     parts, flats = [], []
     for block in blocks:
@@ -152,7 +152,7 @@ def _parts_of(blocks: Sequence[nn.Module], names: dict[int, str]) -> tuple[list[
                 pieces.append(parameter.detach().flatten())
                 module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
             if specs:
-                found.append(Part.of(module, specs))
+                found.append(ModulePart.of(module, specs))
         parts.append(found)
         flats.append(torch.cat(pieces))
     return parts, flats

@@ -87,7 +87,7 @@ def simulate_joint(
     for step in steps:
         key = tuple(id(program) for program in step), before
         if key not in joined:
-            joined[key] = join(step, before)
+            joined[key] = joint_program(step, before)
         programs.append(joined[key])
         before = _firsts(step)
     clock = _JointClock(rates, network, transfer_seconds, programs)
@@ -97,7 +97,7 @@ def simulate_joint(
     return _timeline(clock, len(clock.programs) - (2 if repeats else 1), repeats=repeats, given=len(programs))
 
 
-def join(programs: Sequence[Program], before: Sequence[int] = ()) -> Program:
+def joint_program(programs: Sequence[Program], before: Sequence[int] = ()) -> Program:
     """Return the programs of several machines as one, whose operations know their machine and their meeting.
 
     `before` says where each machine's operations begin in the program before this one; (): nothing refers to that.

@@ -36,7 +36,7 @@ class StepOfStages:
     busy_shares: tuple[float, ...]
 
 
-def bound(group_seconds: Sequence[float], transfer_seconds: float, groups: int) -> float:
+def most_busy_share(group_seconds: Sequence[float], transfer_seconds: float, groups: int) -> float:
     """Return the largest share of a step for which the slowest stage can be busy, from the seconds that each takes for a group.
 
     A stage's first group comes through all stages before it, and its last one goes back through them. So no step is shorter

@@ -9,7 +9,7 @@ them. Invariant: bytes, operations and launches of a step stay the same.
 from dataclasses import replace
 from itertools import groupby
 
-from headrace.plan.value.choices import Batch
+from headrace.plan.value.choices import BatchShape
 from headrace.plan.value.expert_plan import ExpertParts
 from headrace.plan.value.plan import Plan, spread
 from headrace.terms.costs import touched
@@ -129,7 +129,7 @@ def _merged_experts(experts: ExpertParts | None, groups: list[list[int]]) -> Exp
     return replace(experts, figures=figures, commons=runs, cached=round(experts.cached / factor))
 
 
-def _joined_experts(experts: ExpertParts, batch: Batch, count: int) -> ExpertParts:
+def _joined_experts(experts: ExpertParts, batch: BatchShape, count: int) -> ExpertParts:
     """Return experts of `count` joined micro-batches. There may be fewer groups of these than a step has. Then experts are
     larger, so that as many bytes come.
     """

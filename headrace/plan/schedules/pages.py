@@ -25,7 +25,7 @@ class _Page:
     emit: Callable[[], object]
 
 
-class Pages(Weights):
+class WeightPages(Weights):
     """Emits what brings weights. A schedule says by `between` where pages may go, and what must have come by `have_come`."""
 
     def __init__(self, plan: Placement, before: Snapshot, *, shared: bool = False, paged: bool = True) -> None:

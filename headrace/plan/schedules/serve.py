@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from headrace.plan.schedules.ledger import Snapshot
-from headrace.plan.schedules.updates import NORM, PIECE, Updates
+from headrace.plan.schedules.updates import NORM, PIECE, UpdateOps
 from headrace.plan.schedules.weights import VERDICT
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
@@ -57,7 +57,7 @@ def build_serving_tail(plan: Plan, before: Snapshot) -> tuple[Program, Snapshot]
     return schedule.ledger.finish()
 
 
-class _Serving(Updates):
+class _Serving(UpdateOps):
     """Emits operations in order."""
 
     def __init__(self, plan: Plan, turns: Sequence[Turn], before: Snapshot, *, durable: bool) -> None:

@@ -36,7 +36,7 @@ class StagePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class StageGroup:
     """Micro-batches that go through a stage together; whether they are the step's first ones, or its last."""
 
     micros: range
@@ -51,7 +51,9 @@ def build_opening(plan: Plan, part: StagePart, before: Snapshot) -> tuple[Progra
     return schedule.ledger.finish()
 
 
-def build_onward(plan: Plan, part: StagePart, before: Snapshot, group: Group, *, commits: bool) -> tuple[Program, Snapshot]:
+def build_onward(
+    plan: Plan, part: StagePart, before: Snapshot, group: StageGroup, *, commits: bool
+) -> tuple[Program, Snapshot]:
     """Return the program of a group's forward; at the last stage, of its loss and backward, too. `commits`: the step before is
     still to be committed.
     """
@@ -65,7 +67,7 @@ def build_onward(plan: Plan, part: StagePart, before: Snapshot, group: Group, *,
     return schedule.ledger.finish()
 
 
-def build_back(plan: Plan, part: StagePart, before: Snapshot, group: Group) -> tuple[Program, Snapshot]:
+def build_back(plan: Plan, part: StagePart, before: Snapshot, group: StageGroup) -> tuple[Program, Snapshot]:
     """Return the program of a group's backward."""
     schedule = _Stage(plan, part, before, group)
     schedule.back()
@@ -90,9 +92,9 @@ def build_closing(plan: Plan, part: StagePart, before: Snapshot) -> tuple[Progra
     return schedule.ledger.finish()
 
 
-def build_pass(plan: Plan, part: StagePart, before: Snapshot) -> tuple[Program, Snapshot]:
+def build_stage_pass(plan: Plan, part: StagePart, before: Snapshot) -> tuple[Program, Snapshot]:
     """Return the program of a forward pass through a stage without training; the last stage scores."""
-    schedule = _Pass(plan, part, before)
+    schedule = _StagePass(plan, part, before)
     schedule.run()
     return schedule.ledger.finish()
 
@@ -108,7 +110,7 @@ def build_alone(plan: Plan, before: Snapshot, *, durable: bool = True) -> tuple[
         blocks=plan.own_blocks, num_micro=num_micro, durable=durable, is_first=stage.is_first, is_last=stage.is_last
     )
     schedule = _Stage(plan, part, before)
-    commits, groups = bool(schedule.pending), groups_of(stage.groups_of(num_micro))
+    commits, groups = bool(schedule.pending), stage_groups_of(stage.groups_of(num_micro))
     schedule.opening()
     onward = 0
     for back, group in enumerate(groups):
@@ -127,22 +129,22 @@ def build_alone(plan: Plan, before: Snapshot, *, durable: bool = True) -> tuple[
     return schedule.ledger.finish()
 
 
-def groups_of(micros: Sequence[range]) -> list[Group]:
+def stage_groups_of(micros: Sequence[range]) -> list[StageGroup]:
     """Return the groups of a step that have these micro-batches."""
     last = len(micros) - 1
-    return [Group(each, is_first=at == 0, is_last=at == last) for at, each in enumerate(micros)]
+    return [StageGroup(each, is_first=at == 0, is_last=at == last) for at, each in enumerate(micros)]
 
 
 class _Stage(Training):
     """Emits operations in order. Without a `group` no block is run."""
 
-    def __init__(self, plan: Plan, part: StagePart, before: Snapshot, group: Group | None = None) -> None:
+    def __init__(self, plan: Plan, part: StagePart, before: Snapshot, group: StageGroup | None = None) -> None:
         super().__init__(plan, part.num_micro, before, durable=part.durable)
         self.part, self.first = part, part.blocks.start
         self.laid_down, self.parking_turn = frozenset(plan.parked_on_ssd), 0
-        self.enter(group or Group(range(part.num_micro), is_first=True, is_last=True))
+        self.enter(group or StageGroup(range(part.num_micro), is_first=True, is_last=True))
 
-    def enter(self, group: Group) -> None:
+    def enter(self, group: StageGroup) -> None:
         """Let what follows be of `group`."""
         self.group, self.micros, self.position = group, group.micros, 0
         self.uses = [*self.part.blocks, *reversed(self.part.blocks)]  # of blocks, from now on
@@ -236,7 +238,7 @@ class _Stage(Training):
         return _distance(self.uses, self.position, block)
 
 
-class _Pass(Weights):
+class _StagePass(Weights):
     """Emits a pass without gradients, in order."""
 
     def __init__(self, plan: Plan, part: StagePart, before: Snapshot) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.plan.schedules.hosted import HostedStates
 from headrace.plan.schedules.ledger import Known, Snapshot, What
 from headrace.plan.schedules.parted import PARKED, PartedBlocks
-from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, Updates, held_at
+from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, UpdateOps, held_at
 from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDICT
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
@@ -57,7 +57,7 @@ def redo(plan: Plan) -> Snapshot:
     return Snapshot(tuple(Known(where, unit, (), ()) for where, unit in held))
 
 
-class Training(Updates):
+class Training(UpdateOps):
     """Emits operations in order."""
 
     def __init__(self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool, shared: bool = False) -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from headrace.plan.schedules.ledger import Snapshot
-from headrace.plan.schedules.pages import Pages
+from headrace.plan.schedules.pages import WeightPages
 from headrace.plan.schedules.weights import RESIDENT, SSD_WEIGHTS, STAGING, TRAINED, VERDICT
 from headrace.plan.value.buffer_sizes import ChunkBytes, chunk_bytes
 from headrace.plan.value.plan import Plan
@@ -30,7 +30,7 @@ def held_at(plan: Plan) -> dict[int, int]:
     return on_ssd | {unit: GRADIENT + slot_of[unit] for unit in plan.held_in_memory}
 
 
-class Updates(Pages):
+class UpdateOps(WeightPages):
     """Emits the operations of updates, in order. `durable`: the step before, whose updates are pending, is a checkpoint."""
 
     def __init__(self, plan: Plan, before: Snapshot, *, durable: bool, shared: bool = False) -> None:

@@ -12,7 +12,7 @@ from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import infeasible
 from headrace.plan.search.space import THRIFTS, state_buffers, with_resident_states
 from headrace.plan.value.buffer_sizes import buffer_groups
-from headrace.plan.value.choices import Batch, Gradients, Stash, Updates
+from headrace.plan.value.choices import BatchShape, Gradients, Stash, Updates
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.words import explain_update
 from headrace.terms.forms import SSD
@@ -94,7 +94,7 @@ def _plan_of(problem: Problem, slots: int, thrift: int, held: str) -> Plan:
         units=units,
         num_blocks=sum(form.home == SSD for form in problem.forms),
         tied=False,
-        batch=Batch(
+        batch=BatchShape(
             sequence_length=workload.sequence_length,
             tokens_per_step=workload.tokens_per_step,
             micro_batch_sequences=0,

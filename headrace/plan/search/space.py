@@ -12,7 +12,7 @@ from headrace.plan.search.parting import fitted, with_cached
 from headrace.plan.search.problem import OF_GROUPS, Problem
 from headrace.plan.value.block_tables import asked_tables, notes_on_tables
 from headrace.plan.value.buffer_sizes import buffer_groups
-from headrace.plan.value.choices import Batch, Gradients, Hosted, Stash, Updates
+from headrace.plan.value.choices import BatchShape, Gradients, Hosted, Stash, Updates
 from headrace.plan.value.loss_chunks import loss_chunk_tokens, spared_sums
 from headrace.plan.value.plan import AT_ONCE, Plan
 from headrace.plan.value.results import Results
@@ -100,7 +100,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         units=problem.units,
         num_blocks=num_blocks,
         tied=costs.tied,
-        batch=Batch(
+        batch=BatchShape(
             sequence_length=workload.sequence_length,
             tokens_per_step=workload.tokens_per_step,
             micro_batch_sequences=choice.rows,

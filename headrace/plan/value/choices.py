@@ -7,7 +7,7 @@ from headrace.terms.options.summing import SEQUENTIAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchShape:
     """The tokens of a step, and how they are cut: `hidden_size_bytes` are those of one token's hidden state.
 
     The loss takes `head_rows` rows of the head at a time; 0: all. A loss of the whole step makes two `head_passes`. With
@@ -97,7 +97,7 @@ class Updates:
 
 
 # The groups of a plan, by the name that each has there.
-GROUPS: dict[str, type[Any]] = {"batch": Batch, "stash": Stash, "gradients": Gradients, "updates": Updates}
+GROUPS: dict[str, type[Any]] = {"batch": BatchShape, "stash": Stash, "gradients": Gradients, "updates": Updates}
 # By its flat name, the group and the name of a field.
 FLAT_NAMES = {
     field.metadata.get("flat", field.name): (group, field.name) for group, cls in GROUPS.items() for field in fields(cls)

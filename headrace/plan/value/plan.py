@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from headrace.plan.value.choices import FLAT_NAMES, GROUPS, Batch, Gradients, Hosted, Stash, Updates
+from headrace.plan.value.choices import FLAT_NAMES, GROUPS, BatchShape, Gradients, Hosted, Stash, Updates
 from headrace.plan.value.expert_plan import ExpertParts
 from headrace.plan.value.flat_names import with_flat_names
 from headrace.plan.value.placement import Placement
@@ -56,7 +56,7 @@ class Plan(Placement):
     rule: RuleFigures
     own_rule: RuleFigures | None = None
     tied: bool
-    batch: Batch
+    batch: BatchShape
     stash: Stash
     gradients: Gradients
     updates: Updates

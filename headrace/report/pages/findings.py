@@ -36,7 +36,7 @@ class LaneShare:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class MeasuredRate:
     """A rate in `unit` per second: while busy, over the whole step, and the machine profile's figure."""
 
     name: str
@@ -91,7 +91,7 @@ class Findings:
     step_seconds: float | None
     shares: tuple[LaneShare, ...]
     waits: Mapping[str, tuple[Wait, ...]]
-    rates: tuple[Rate, ...]
+    rates: tuple[MeasuredRate, ...]
     measured: StepView | None
     planned: StepView | None
     forecast: Forecast | None
@@ -177,7 +177,7 @@ def _shares(lanes: tuple[Record, ...]) -> tuple[LaneShare, ...]:
     return tuple(sorted(shares, key=lambda share: -share.share))
 
 
-def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> tuple[Rate, ...]:
+def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> tuple[MeasuredRate, ...]:
     """Return the rates of links, of the update and of compute, as far as something was moved."""
     ceilings, plan = run.ceilings, run.plan
     limits: dict[str, float] = {}
@@ -187,7 +187,7 @@ def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> 
     for share in _shares(lanes):
         if share.bytes and share.busy_seconds > 0:
             step_seconds = share.busy_seconds + share.idle_seconds
-            rate = Rate(
+            rate = MeasuredRate(
                 name=share.lane,
                 unit="B",
                 busy=share.bytes / share.busy_seconds,
@@ -200,7 +200,7 @@ def _rates(lanes: tuple[Record, ...], run: RunFiles, ahead: Forecast | None) -> 
         flops = ahead.flops_per_step
         limit = ceilings.matrix_flops_per_second(plan.compute_dtype)
         mean = flops / (compute.busy_seconds + compute.idle_seconds)
-        found.append(Rate(name=Lane.COMPUTE, unit="FLOP", busy=flops / compute.busy_seconds, mean=mean, ceiling=limit))
+        found.append(MeasuredRate(name=Lane.COMPUTE, unit="FLOP", busy=flops / compute.busy_seconds, mean=mean, ceiling=limit))
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from headrace.plan.value.plan import Plan
 from headrace.report.metrics import Record
-from headrace.report.pages.findings import Rate
+from headrace.report.pages.findings import MeasuredRate
 from headrace.report.pages.markup import element, escape, rate
 from headrace.report.pages.views import lane_heading
 from headrace.terms.sizes import format_bytes
@@ -23,7 +23,7 @@ _FAMILY_OF_PURPOSE = {
 }
 
 
-def measured_peaks(records: Sequence[Record]) -> dict[str, int]:
+def recorded_peaks(records: Sequence[Record]) -> dict[str, int]:
     """Return the greatest recorded peak per tier."""
     peaks: dict[str, int] = {}
     for record in records:
@@ -92,7 +92,7 @@ def _family(purpose: str) -> str:
     return _FAMILY_OF_PURPOSE.get(purpose.partition(",")[0], "control")
 
 
-def rate_gauges(rates: Sequence[Rate]) -> str:
+def rate_gauges(rates: Sequence[MeasuredRate]) -> str:
     """Return a gauge for each rate: filled to the rate while busy, a tick at the mean over the step, full at the ceiling."""
     most = {
         unit: max((each.busy for each in rates if each.unit == unit), default=1.0) for unit in {each.unit for each in rates}
@@ -101,7 +101,7 @@ def rate_gauges(rates: Sequence[Rate]) -> str:
     return "".join(_gauge(each, most[each.unit], names) for each in rates)
 
 
-def _gauge(each: Rate, most: float, beside: Sequence[str]) -> str:
+def _gauge(each: MeasuredRate, most: float, beside: Sequence[str]) -> str:
     scale = max(each.ceiling, each.busy) * 1.02 if each.ceiling else most * 1.02
     fill = element("span", class_="bar rate", style=f"width:{100 * each.busy / scale:.3f}%", title="while busy")
     mean = element("i", class_="mean", style=f"left:{100 * each.mean / scale:.3f}%", title="mean over the step")

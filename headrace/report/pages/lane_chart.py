@@ -7,7 +7,7 @@ legible at any width. The page's script zooms by changing each drawing's view bo
 from collections.abc import Collection, Iterable
 
 from headrace.report.pages.markup import element, escape, figure, ticks
-from headrace.report.pages.views import Bar, StepView, in_rows, joined, lane_heading, lane_place
+from headrace.report.pages.views import Bar, StepView, in_rows, joined_bars, lane_heading, lane_place
 from headrace.terms.lanes import split_lane
 from headrace.terms.sizes import format_bytes
 
@@ -81,7 +81,7 @@ def _lane_row(lane: str, views: Iterable[tuple[str, StepView]], span: float, bes
 
 
 def _track(name: str, bars: tuple[Bar, ...], span: float) -> str:
-    placed = joined(in_rows(bars), span * RESOLUTION)
+    placed = joined_bars(in_rows(bars), span * RESOLUTION)
     rows = 1 + max((bar.row for bar in placed), default=0)
     height = _TRACK_HEIGHT / rows
     rectangles = [

@@ -14,7 +14,7 @@ from headrace.plan.value.words import explain_plan
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
 from headrace.report.metrics import best_of
 from headrace.report.pages.findings import Findings, find
-from headrace.report.pages.gauges import measured_peaks, memory_bars, rate_gauges
+from headrace.report.pages.gauges import memory_bars, rate_gauges, recorded_peaks
 from headrace.report.pages.lane_chart import lane_chart
 from headrace.report.pages.markup import decimal_bytes, element, escape, figure
 from headrace.report.pages.run_files import MACHINE_NAME, METRICS_NAME, RunFiles, read_run
@@ -232,7 +232,7 @@ def _rates(run: RunFiles, found: Findings) -> str:
 
 
 def _memory(run: RunFiles) -> str:
-    content = memory_bars(run.plan, measured_peaks(run.metrics))
+    content = memory_bars(run.plan, recorded_peaks(run.metrics))
     return _section("memory", "Memory, planned and measured", content, _missing(run, PLAN_NAME, METRICS_NAME))
 
 

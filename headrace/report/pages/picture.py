@@ -15,7 +15,7 @@ from headrace.report.pages.findings import find
 from headrace.report.pages.lane_chart import FAMILIES, FAMILY_OF, FAMILY_WORDS, RESOLUTION, axis_words, busy_share
 from headrace.report.pages.markup import element, escape, ticks
 from headrace.report.pages.run_files import read_run
-from headrace.report.pages.views import Bar, StepView, in_rows, joined, lane_heading, lane_place
+from headrace.report.pages.views import Bar, StepView, in_rows, joined_bars, lane_heading, lane_place
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.sizes import format_seconds
 
@@ -93,7 +93,7 @@ def _lane(lane: str, view: StepView, top: float, hues: dict[str, str], beside: S
     bars = view.lane(lane)
     middle = top + _LANE / 2 + 4.5
     yield element("text", escape(lane_heading(lane, beside)), x=8, y=middle, fill=hues["ink"])
-    yield from _bars(joined(in_rows(bars), view.seconds * RESOLUTION), view.seconds, top, hues)
+    yield from _bars(joined_bars(in_rows(bars), view.seconds * RESOLUTION), view.seconds, top, hues)
     share = f"{busy_share(bars, view.seconds):.0%}"
     yield element("text", share, x=_LEFT + _WIDTH + 44, y=middle, text_anchor="end", fill=hues["soft"])
 

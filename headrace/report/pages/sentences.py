@@ -6,7 +6,7 @@ Invariant: a sentence is made only if its figures are known, and says whether th
 from headrace.report.pages.findings import Findings, together_share
 from headrace.report.pages.markup import decimal_bytes
 from headrace.report.pages.run_files import RunFiles
-from headrace.terms.lanes import Lane, Share, lane_named, sharing_lanes, sharing_words, split_lane
+from headrace.terms.lanes import Lane, LaneShare, lane_named, sharing_lanes, sharing_words, split_lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
@@ -101,7 +101,7 @@ def _limit(found: Findings, run: RunFiles) -> str:
     )
 
 
-def _slow_one_another(shared: Share, lanes: tuple[Lane, ...], ceilings: Ceilings | None) -> bool:
+def _slow_one_another(shared: LaneShare, lanes: tuple[Lane, ...], ceilings: Ceilings | None) -> bool:
     """Return whether the lanes move less together than each would alone."""
     if ceilings is None or shared.rate is None:
         return False

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.report.metrics import best_of
 from headrace.report.pages.findings import find
-from headrace.report.pages.gauges import measured_peaks
+from headrace.report.pages.gauges import recorded_peaks
 from headrace.report.pages.page import seconds_left
 from headrace.report.pages.run_files import RunFiles
 from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
@@ -54,7 +54,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
             for lane, waited in found.waits.items()
         },
         "planned_peak_bytes": {tier: plan.peak(tier) for tier in plan.results.peak_bytes} if plan else None,
-        "measured_peak_bytes": measured_peaks(run.metrics),
+        "measured_peak_bytes": recorded_peaks(run.metrics),
         "planned_and_measured": (run.outcome or {}).get("planned_and_measured"),
         "stages": (run.outcome or {}).get("stages"),
         "io_cpu_seconds_per_gigabyte": found.io_cpu.seconds_per_gigabyte if found.io_cpu else None,

@@ -112,7 +112,7 @@ def in_rows(bars: Iterable[Bar]) -> tuple[Bar, ...]:
     return tuple(placed)
 
 
-def joined(bars: Iterable[Bar], resolution_seconds: float) -> tuple[Bar, ...]:
+def joined_bars(bars: Iterable[Bar], resolution_seconds: float) -> tuple[Bar, ...]:
     """Return the bars after joining neighbours of one verb and row, if each bar and gap is below the resolution."""
     rows: dict[int, list[Bar]] = {}
     for bar in bars:

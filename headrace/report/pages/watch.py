@@ -23,7 +23,7 @@ _LEAST_PAUSE = 20
 _ADDRESS = "127.0.0.1"
 
 
-class Watch(ThreadingHTTPServer):
+class WatchServer(ThreadingHTTPServer):
     """Serves the page of the run in `directory` at `address` until `shutdown`."""
 
     daemon_threads = True
@@ -76,7 +76,7 @@ def _stamp(directory: Path) -> str:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: Watch
+    server: WatchServer
 
     def do_GET(self) -> None:
         """Answer with the page, or without one if the browser has the newest."""

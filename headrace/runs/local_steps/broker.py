@@ -21,7 +21,7 @@ from headrace.data import Batch, BatchStream
 from headrace.engine.local.outer import Change, Merge, OuterState
 from headrace.files.number_file import NumberFile
 from headrace.files.scratch import remove_tree
-from headrace.runs.local_steps.ledger import LEAST_ACCEPTED, MOST_STALENESS, MOST_THROWN, Journal, Ledger, Lot
+from headrace.runs.local_steps.ledger import LEAST_ACCEPTED, MOST_STALENESS, MOST_THROWN, Journal, Lot, LotLedger
 from headrace.runs.local_steps.rounds import Rounds
 from headrace.update.sites.travel import TRAVELS, Travel
 
@@ -34,7 +34,7 @@ _NOT_FINITE = "its numbers are not finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class LearnerWork:
     """What a learner is given: to begin with `lot.base`, whose numbers it has after `files`, and to take these steps.
 
     `whole`: the one file has all numbers of that version; else there is one change after the other.
@@ -67,7 +67,7 @@ class Broker:
         self._state, self._stream, self._rounds, self._folder, self._travel = state, stream, rounds, folder, travel
         self._steps, self.total_steps = steps, total_steps
         found = state.record
-        self.ledger = Ledger.from_json(found) if found else Ledger(data=stream.state())
+        self.ledger = LotLedger.from_json(found) if found else LotLedger(data=stream.state())
         self.journal = Journal(folder.parent / "merges.jsonl", self.ledger.line)
         self.changed = threading.Condition(threading.RLock())
         self.is_over = False
@@ -109,11 +109,11 @@ class Broker:
                 self.changed.notify_all()
 
     @contextmanager
-    def work(self, learner: int, held: int | None, lot: int | None, gone: Callable[[], bool]) -> Iterator[Work | None]:
+    def work(self, learner: int, held: int | None, lot: int | None, gone: Callable[[], bool]) -> Iterator[LearnerWork | None]:
         """Give a learner rows, once there are some for it: those of `lot` again if it is at work on them. It has the numbers of
         version `held`. None if the run is over, or the learner is `gone`. Files stay as long as the context.
         """
-        found: Work | None = None
+        found: LearnerWork | None = None
         with self.changed:
             while found is None and not self.is_over and not gone() and self.why_no_more(learner) is None:
                 found = self._work(learner, held, lot)
@@ -126,7 +126,7 @@ class Broker:
             with self.changed:
                 self._in_use.subtract(each.path for each in (found.files if found else ()))
 
-    def _work(self, learner: int, held: int | None, number: int | None) -> Work | None:
+    def _work(self, learner: int, held: int | None, number: int | None) -> LearnerWork | None:
         own = [lot for lot in self.ledger.lots.values() if lot.learner == learner]
         at_work = next((lot for lot in own if lot.number not in self._pushed), None)
         if at_work is not None and at_work.number == number and at_work.base == held:
@@ -176,13 +176,13 @@ class Broker:
     def _rows_per_step(self) -> int:
         return self._stream.spec.rows_per_step
 
-    def _given(self, lot: Lot, held: int | None) -> Work:
+    def _given(self, lot: Lot, held: int | None) -> LearnerWork:
         self._stream.restore(lot.data)
         batches = [self._stream.next_batch() for _ in range((lot.stop - lot.first) // self._rows_per_step)]
         changes = [self._change(version) for version in range((lot.base if held is None else held) + 1, lot.base + 1)]
         whole = held is None or held > lot.base or not all(each.exists for each in changes)
         files = [self._whole(lot.base)] if whole else changes
-        return Work(lot=lot, files=files, whole=whole, batches=batches, first_step=lot.base * self._steps)
+        return LearnerWork(lot=lot, files=files, whole=whole, batches=batches, first_step=lot.base * self._steps)
 
     def why_no_more(self, learner: int) -> str | None:
         """Return why a learner gets no more rows; None if it may get some."""
@@ -337,7 +337,7 @@ class Broker:
                 self.news.append(f"{words}; it gets no more rows")
         self._tidy()
 
-    def _commit(self, ledger: Ledger, steps: int | None = None) -> None:
+    def _commit(self, ledger: LotLedger, steps: int | None = None) -> None:
         self._state.commit(ledger.to_json(), steps)
         self.ledger = ledger
 

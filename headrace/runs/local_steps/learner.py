@@ -22,7 +22,7 @@ from headrace.net import Generation, Member
 from headrace.net.proof import nonce
 from headrace.report import Reporter
 from headrace.runs.engines import discard, state_of
-from headrace.runs.local_steps.talk import NODE, receive_batches, receive_files, receive_units, send_units, sums_of
+from headrace.runs.local_steps.talk import NODE, file_digests_of, receive_batches, receive_files, receive_units, send_units
 from headrace.runs.protocols import Display, StateKind
 from headrace.store import RunLock
 from headrace.terms.closing import Closing
@@ -93,7 +93,7 @@ class Learning(Closing):
             assert self._model is not None, "there is one"
             sums = generation.down.receive_message(NODE)
             here = {name: self._model / name for name in sums if (self._model / name).is_file()}
-            words["wants_files"] = sums_of(here) != sums
+            words["wants_files"] = file_digests_of(here) != sums
             if words["wants_files"]:
                 self._display.say(f"{self._model}: is another model than the node's, which is fetched")
             else:

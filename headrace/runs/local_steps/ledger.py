@@ -53,7 +53,7 @@ class Lot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger:
+class LotLedger:
     """The state of a node between two commits: `lots` are open, `learners` are numbers by peer, `lost` is not yet told.
 
     `line` is the journal's newest line. `row` and `data` say where the next lot begins. `accepted` are the norms of the last

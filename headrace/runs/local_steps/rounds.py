@@ -4,23 +4,23 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from headrace.runs.local_steps.ledger import Ledger, Lot
+from headrace.runs.local_steps.ledger import Lot, LotLedger
 from headrace.terms.errors import ConfigError
 
 
 class Rounds(Protocol):
     """Decides, and keeps nothing that a restart would miss."""
 
-    def next_rows(self, learner: int, ledger: Ledger) -> tuple[int, int] | None:
+    def next_rows(self, learner: int, ledger: LotLedger) -> tuple[int, int] | None:
         """Return the number and the first row of a learner's next lot; None: it has to wait."""
 
-    def due(self, ledger: Ledger, pushed: Sequence[Lot], *, others: bool) -> Sequence[Lot]:
+    def due(self, ledger: LotLedger, pushed: Sequence[Lot], *, others: bool) -> Sequence[Lot]:
         """Return the lots to merge now, in their order, () for none. `others`: some learners still compute."""
 
-    def lost(self, ledger: Ledger) -> Mapping[int, str]:
+    def lost(self, ledger: LotLedger) -> Mapping[int, str]:
         """Return the open lots that the next merge names as lost, and why."""
 
-    def waits_for(self, ledger: Ledger, pushed: Sequence[Lot], present: Collection[int]) -> str:
+    def waits_for(self, ledger: LotLedger, pushed: Sequence[Lot], present: Collection[int]) -> str:
         """Return whom the next merge waits for, where the learners that are `present` have nothing to do; "": nobody."""
 
     @property
@@ -35,11 +35,11 @@ class ByQuorum:
         self._quorum, self._grace_seconds, self._clock = quorum, grace_seconds, clock
         self._since: float | None = None
 
-    def next_rows(self, learner: int, ledger: Ledger) -> tuple[int, int] | None:
+    def next_rows(self, learner: int, ledger: LotLedger) -> tuple[int, int] | None:
         """Return the next rows of the data."""
         return ledger.next_lot, ledger.row
 
-    def due(self, ledger: Ledger, pushed: Sequence[Lot], *, others: bool) -> Sequence[Lot]:
+    def due(self, ledger: LotLedger, pushed: Sequence[Lot], *, others: bool) -> Sequence[Lot]:
         """Return all lots once there are enough and nobody else is waited for."""
         if len(pushed) < self._quorum:
             self._since = None
@@ -51,11 +51,11 @@ class ByQuorum:
         self._since = None
         return sorted(pushed, key=lambda lot: lot.number)
 
-    def lost(self, ledger: Ledger) -> Mapping[int, str]:
+    def lost(self, ledger: LotLedger) -> Mapping[int, str]:
         """Return none: they are refused when they come."""
         return {}
 
-    def waits_for(self, ledger: Ledger, pushed: Sequence[Lot], present: Collection[int]) -> str:
+    def waits_for(self, ledger: LotLedger, pushed: Sequence[Lot], present: Collection[int]) -> str:
         """Return how many learners the quorum needs."""
         missing = self._quorum - len(pushed)
         if missing <= 0:
@@ -89,14 +89,14 @@ class Replayed:
         """How many merges there are."""
         return max(self._merges)
 
-    def next_rows(self, learner: int, ledger: Ledger) -> tuple[int, int] | None:
+    def next_rows(self, learner: int, ledger: LotLedger) -> tuple[int, int] | None:
         """Return the learner's next lot in the journal, once the shared weights are those that it began with."""
         for each in self._lots:
             if each["learner"] == learner and not self._is_dealt(each, ledger):
                 return (each["lot"], each["rows"][0]) if each["base"] == ledger.version else None
         return None
 
-    def due(self, ledger: Ledger, pushed: Sequence[Lot], *, others: bool) -> Sequence[Lot]:
+    def due(self, ledger: LotLedger, pushed: Sequence[Lot], *, others: bool) -> Sequence[Lot]:
         """Return the lots of the next merge once all are there, and all that begin with this version are dealt."""
         line = self._merges.get(ledger.version + 1)
         begun = all(self._is_dealt(each, ledger) for each in self._lots if each["base"] <= ledger.version)
@@ -104,12 +104,12 @@ class Replayed:
         wanted = [each["lot"] for each in line["lots"]] if line else []
         return [there[number] for number in wanted] if begun and all(number in there for number in wanted) else ()
 
-    def lost(self, ledger: Ledger) -> Mapping[int, str]:
+    def lost(self, ledger: LotLedger) -> Mapping[int, str]:
         """Return the lots that were lost then."""
         found = self._merges.get(ledger.version + 1, {}).get("lost", ())
         return {each["lot"]: each["reason"] for each in found if each["lot"] in ledger.lots}
 
-    def waits_for(self, ledger: Ledger, pushed: Sequence[Lot], present: Collection[int]) -> str:
+    def waits_for(self, ledger: LotLedger, pushed: Sequence[Lot], present: Collection[int]) -> str:
         """Return whose lots the journal has before the next merge."""
         line, there = self._merges.get(ledger.version + 1), {lot.number for lot in pushed}
         wanted = {each["lot"] for each in line["lots"]} if line else set()
@@ -131,7 +131,7 @@ class Replayed:
         """The journal says which pushes were thrown out."""
         return False
 
-    def _is_dealt(self, entry: Mapping[str, Any], ledger: Ledger) -> bool:
+    def _is_dealt(self, entry: Mapping[str, Any], ledger: LotLedger) -> bool:
         gone = (each for version, line in self._merges.items() if version <= ledger.version for each in _told(line))
         told = (*gone, *ledger.lost)
         return entry["lot"] in ledger.lots or any(each["lot"] == entry["lot"] for each in told)

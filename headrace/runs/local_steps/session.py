@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 
 from headrace.net import Generation
-from headrace.runs.local_steps.broker import Broker, Work
-from headrace.runs.local_steps.talk import LEARNER, receive_units, send_batches, send_files, send_units, sizes_of, sums_of
+from headrace.runs.local_steps.broker import Broker, LearnerWork
+from headrace.runs.local_steps.talk import (
+    LEARNER,
+    file_digests_of,
+    receive_units,
+    send_batches,
+    send_files,
+    send_units,
+    sizes_of,
+)
 from headrace.terms.errors import PeerLost, Unlike
 from headrace.update.sites.travel import Travel
 
@@ -29,7 +37,7 @@ class Told:
     @cached_property
     def sums(self) -> dict[str, str]:
         """Digests of the model's files, for learners that have the model already."""
-        return sums_of(self.files)
+        return file_digests_of(self.files)
 
 
 _ANSWER = {"peer": str, "wants_sums": bool, "wants_files": bool}
@@ -81,7 +89,7 @@ class Session:
                 self._give(work)
         return work is not None
 
-    def _give(self, work: Work) -> None:
+    def _give(self, work: LearnerWork) -> None:
         lot = work.lot
         versions = range(lot.base - len(work.files) + 1, lot.base + 1)
         words = {"lot": lot.number, "base": lot.base, "whole": work.whole, "first_step": work.first_step}

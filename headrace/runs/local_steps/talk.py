@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.data import Batch
-from headrace.data.batches.open_data import tensors_of
+from headrace.data.batches.open_data import step_tensors_of
 from headrace.files.durable import appearing
-from headrace.net import Lane
+from headrace.net import Channel
 from headrace.terms.errors import PeerLost
 
 NODE, LEARNER = 0, 1
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 64 << 20
 _NO_MORE = "no more units"
 
 
-def send_units(lane: Lane, to: int, units: Iterator[NDArray[Any]]) -> None:
+def send_units(lane: Channel, to: int, units: Iterator[NDArray[Any]]) -> None:
     """Send the numbers of each unit, after their type and number.
 
     Raises:
@@ -36,7 +36,7 @@ def send_units(lane: Lane, to: int, units: Iterator[NDArray[Any]]) -> None:
     lane.meet({to: _NO_MORE}, {})
 
 
-def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) -> Iterator[NDArray[Any]]:
+def receive_units(lane: Channel, source: int, counts: Sequence[int], dtype: str) -> Iterator[NDArray[Any]]:
     """Yield the numbers of each unit.
 
     Raises:
@@ -50,16 +50,16 @@ def receive_units(lane: Lane, source: int, counts: Sequence[int], dtype: str) ->
     lane.meet({}, {source: _NO_MORE})
 
 
-def send_batches(lane: Lane, batches: Sequence[Batch]) -> None:
+def send_batches(lane: Channel, batches: Sequence[Batch]) -> None:
     """Send rows to a learner."""
-    arrays = [{name: tensor.numpy().astype(np.int32) for name, tensor in tensors_of(batch).items()} for batch in batches]
+    arrays = [{name: tensor.numpy().astype(np.int32) for name, tensor in step_tensors_of(batch).items()} for batch in batches]
     content = zlib.compress(b"".join(array.tobytes() for each in arrays for array in each.values()), 1)
     shapes = [{name: array.shape for name, array in each.items()} for each in arrays]
     lane.send_message({"batches": shapes, "bytes": len(content)}, LEARNER)
     lane.send(np.frombuffer(content, np.uint8).copy(), LEARNER)
 
 
-def receive_batches(lane: Lane) -> list[dict[str, torch.Tensor]]:
+def receive_batches(lane: Channel) -> list[dict[str, torch.Tensor]]:
     """Return the rows of each step as the engine takes them."""
     words = lane.receive_message(NODE, {"batches": list, "bytes": int})
     content = np.empty(words["bytes"], np.uint8)
@@ -80,7 +80,7 @@ def sizes_of(files: Mapping[str, Path]) -> dict[str, int]:
     return {name: path.stat().st_size for name, path in files.items()}
 
 
-def sums_of(files: Mapping[str, Path]) -> dict[str, str]:
+def file_digests_of(files: Mapping[str, Path]) -> dict[str, str]:
     """Return digests of the files that say what a model is: its configuration and its weights."""
     found = {}
     for name, path in files.items():
@@ -90,14 +90,14 @@ def sums_of(files: Mapping[str, Path]) -> dict[str, str]:
     return found
 
 
-def send_files(lane: Lane, files: Mapping[str, Path]) -> None:
+def send_files(lane: Channel, files: Mapping[str, Path]) -> None:
     """Send the content of files to a learner, which has been told `sizes_of` them."""
     for path in files.values():
         for block in _blocks(path.stat().st_size):
             lane.send(np.fromfile(path, np.uint8, block.stop - block.start, offset=block.start), LEARNER)
 
 
-def receive_files(lane: Lane, sizes: Mapping[str, int], folder: Path) -> None:
+def receive_files(lane: Channel, sizes: Mapping[str, int], folder: Path) -> None:
     """Make a folder with the node's files, whole or not at all.
 
     Raises:

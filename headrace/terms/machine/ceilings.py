@@ -24,7 +24,7 @@ from headrace.terms.figures import (
     texts_of,
     whole,
 )
-from headrace.terms.lanes import Part
+from headrace.terms.lanes import Hardware
 from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.machine.drives import MOST_BYTES, Drive, InFlight, drives_of, striped_shares
 
@@ -162,7 +162,7 @@ class Ceilings:
         assumed = min(self.cores * _ATTENDED_BYTES_PER_SECOND_PER_CORE, self.update_bytes_per_second)
         return self.attended_bytes_per_second or assumed
 
-    def with_twice(self, part: Part) -> "Ceilings":
+    def with_twice(self, part: Hardware) -> "Ceilings":
         """Return the machine with `part` doubled; a missing figure becomes twice what is assumed for it."""
         memory, attended = self.device_update_bytes_per_second, self.attention_bytes_per_second
         known = replace(self, device_memory_bytes_per_second=memory, attended_bytes_per_second=attended)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.options.declared import Declared, Group, option
-from headrace.terms.options.option_kinds import Listed, Place, Size, Whole
+from headrace.terms.options.option_kinds import Listed, PathOf, Size, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +14,7 @@ class BudgetOptions(Declared):
 
     output: str | Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "Run directory to write; it must not exist yet.",
         row="run directory; refused if it is not empty",
         words="`runs/MODEL-DATA`",
@@ -24,7 +24,7 @@ class BudgetOptions(Declared):
     )
     ssd: str | Path | Sequence[str | Path] = option(
         (),
-        Listed(Place()),
+        Listed(PathOf()),
         "Directory on an SSD for the training state; give it several times to stripe.",
         row="directories for the state. Several are striped by their measured speed. A tenth of the free space stays free",
         words="run directory",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.terms.options.declared import Declared, Group, option, option_as
-from headrace.terms.options.option_kinds import Flag, Listed, Number, Place, PlaceOrName, Text, Whole
+from headrace.terms.options.option_kinds import Flag, Listed, Number, PathOf, PlaceOrName, Text, Whole
 from headrace.terms.options.run_options import RunOptions
 
 
@@ -12,9 +12,9 @@ from headrace.terms.options.run_options import RunOptions
 class CompressOptions(Declared):
     """What `headrace compress` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
 
-    model: Path = option(kind=Place(), help="Model directory.", row="model directory", cli=False, group=Group.DATA)
+    model: Path = option(kind=PathOf(), help="Model directory.", row="model directory", cli=False, group=Group.DATA)
     output: Path = option(
-        kind=Place(), help="Directory to write; must not exist.", row="directory to write", cli=False, group=Group.RUN
+        kind=PathOf(), help="Directory to write; must not exist.", row="directory to write", cli=False, group=Group.RUN
     )
     to: str = option(
         kind=Text(),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.options.option_kinds import Flag, Kind, Number, PlaceOrName, Schema, shown
+from headrace.terms.options.option_kinds import Flag, Number, OptionKind, PlaceOrName, Schema, shown
 
 DEFAULT_SPLIT = "train"
 # What stands for the path of data that a program gave.
@@ -71,7 +71,7 @@ def source_of(entry: str | DataSource) -> DataSource:
 
 
 @dataclass(frozen=True)
-class SourceKind(Kind):
+class SourceKind(OptionKind):
     """A path or a name, or a mapping of `path`, `name`, `split`, `weight`, `columns` and `streaming`."""
 
     takes_mapping: ClassVar[bool] = True

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.terms.errors import ConfigError
-from headrace.terms.options.option_kinds import Kind, Text
+from headrace.terms.options.option_kinds import OptionKind, Text
 
 _KEY = "option"
 
@@ -68,7 +68,7 @@ class Declaration:
     """
 
     key: str
-    kind: Kind
+    kind: OptionKind
     help: str
     row: str
     default: Any
@@ -117,7 +117,7 @@ class Declaration:
 
 def option(
     default: Any = dataclasses.MISSING,
-    kind: Kind = Text(),  # noqa: B008 (frozen, and without fields)
+    kind: OptionKind = Text(),  # noqa: B008 (frozen, and without fields)
     help: str = "",
     *,
     row: str = "",

@@ -8,7 +8,7 @@ from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.declared import Declared, Group, option, option_as
 from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
-from headrace.terms.options.option_kinds import Flag, Listed, Place, PlaceOrName, Text, Whole
+from headrace.terms.options.option_kinds import Flag, Listed, PathOf, PlaceOrName, Text, Whole
 from headrace.terms.options.run_options import RunOptions
 
 
@@ -40,7 +40,7 @@ class EvalOptions(Declared):
     limit: int | None = option(None, Whole(), "Questions of each task: the first ones.", words="all", group=Group.DATA)
     apply_chat_template: bool = option(False, Flag(), "Ask tasks as a conversation, by the chat template.", group=Group.DATA)
     include_path: Path | None = option(
-        None, Place(), "Directory with tasks of your own, as lm-eval has them.", words="-", group=Group.DATA
+        None, PathOf(), "Directory with tasks of your own, as lm-eval has them.", words="-", group=Group.DATA
     )
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
     template_date: str | None = option_as(

@@ -13,7 +13,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.declared import Declared, Group, Setting, option, option_as
-from headrace.terms.options.option_kinds import Duration, Flag, Listed, Number, OneOf, Place, Text, Whole
+from headrace.terms.options.option_kinds import Duration, Flag, Listed, Number, OneOf, PathOf, Text, Whole
 from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import RunOptions
 
@@ -39,7 +39,7 @@ class GenerateOptions(Declared):
     )
     input: str | Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "Answer the lines of this JSONL file.",
         row="JSONL with a `prompt` (text) or `messages` in each line, or lines of OpenAI's Batch files",
         words="-",
@@ -49,7 +49,7 @@ class GenerateOptions(Declared):
     )
     output: str | Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "JSONL file that the answers go to.",
         row="JSONL of the answers, in the order of `input`",
         words="-",
@@ -125,7 +125,7 @@ class GenerateOptions(Declared):
     )
     adapter: str | Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "Directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply.",
         row="directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply, such as `RUN_DIR/final`",
         words="none",
@@ -133,7 +133,7 @@ class GenerateOptions(Declared):
     )
     assistant: str | Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "Small model that drafts tokens (assisted decoding).",
         row="a small model with the same tokenizer that drafts several tokens for one pass over the weights. It stays in "
         "memory; one row at a time",
@@ -157,7 +157,7 @@ class GenerateOptions(Declared):
     )
     ssd: str | Path | Sequence[str | Path] = option(
         (),
-        Listed(Place()),
+        Listed(PathOf()),
         "Directory on an SSD for keys, values and a copy of the weights; give it several times to stripe.",
         row="directories on SSDs for caches of keys and values, striped; without one caches stay in memory. Their files "
         "vanish at the end, even after a kill. A copy of the weights may lie there, too",

@@ -7,7 +7,7 @@ from typing import Any
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.declared import Declared, Group, option
 from headrace.terms.options.named import named_text, parse_named
-from headrace.terms.options.option_kinds import Number, OneOf, Place, Text, Whole
+from headrace.terms.options.option_kinds import Number, OneOf, PathOf, Text, Whole
 
 # What a node without a GPU cannot do between merges, and what to do instead.
 _NOT_HERE = {
@@ -66,7 +66,7 @@ class LocalOptions(Declared):
     )
     replay: Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "Take the same merges again: merges.jsonl of another run.",
         row="with `local_steps`: `merges.jsonl` of another run, whose merges are taken again, with the same bits",
         words="none",

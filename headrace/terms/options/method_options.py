@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from headrace.terms.options.declared import Declared, Group, option
 from headrace.terms.options.optimizer import ALL, MATRICES, ParameterGroup, Schedule
-from headrace.terms.options.option_kinds import Listed, Number, NumberOr, OneOf, Record, Text, Whole
+from headrace.terms.options.option_kinds import Listed, Number, NumberOr, OneOf, RecordOf, Text, Whole
 from headrace.terms.options.summing import SEQUENTIAL, TREE
 
 # Other names for the dtypes of options.
@@ -89,7 +89,7 @@ class MethodOptions(Declared):
     )
     parameter_groups: tuple[ParameterGroup, ...] = option(
         (),
-        Listed(Record(ParameterGroup)),
+        Listed(RecordOf(ParameterGroup)),
         "Parameters with a decay and a learning rate of their own.",
         row="list of `{pattern, weight_decay, learning_rate_scale}`, first match wins",
         cli=False,

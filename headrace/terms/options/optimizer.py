@@ -12,7 +12,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.layout import FROZEN, is_matrix
 from headrace.terms.options.declared import Declaration, option
 from headrace.terms.options.named import Named
-from headrace.terms.options.option_kinds import Listed, Number, OneOf, Record
+from headrace.terms.options.option_kinds import Listed, Number, OneOf, RecordOf
 
 # What `--train` may ask for: every parameter, or the matrices of blocks alone.
 ALL, MATRICES = "all", "matrices"
@@ -53,7 +53,7 @@ class Optimizer(Named):
 
     lr: float = option(1e-5, Number())
     weight_decay: float = option(0.0, Number())
-    groups: tuple[ParameterGroup, ...] = option((), Listed(Record(ParameterGroup)))
+    groups: tuple[ParameterGroup, ...] = option((), Listed(RecordOf(ParameterGroup)))
     train: str = option(ALL, OneOf((ALL, MATRICES)))
 
     @classmethod

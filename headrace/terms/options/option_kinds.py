@@ -20,7 +20,7 @@ _MOST_SHOWN_LETTERS = 120
 Schema = dict[str, Any]
 
 
-class Kind:
+class OptionKind:
     """One kind. `cli` is the type that the command line reads a value as, None where it cannot be given there.
 
     `takes_mapping`: a mapping is one value, also where a list of them may stand.
@@ -39,7 +39,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Number(Kind):
+class Number(OptionKind):
     """A finite number of at least `least` (more than it, if `above`) and at most `most` (less than it, if `below`)."""
 
     least: float = 0.0
@@ -70,7 +70,7 @@ class Number(Kind):
 
 
 @dataclass(frozen=True)
-class NumberOr(Kind):
+class NumberOr(OptionKind):
     """A number as `number` reads it, or the `word`."""
 
     number: Number
@@ -91,7 +91,7 @@ class NumberOr(Kind):
 
 
 @dataclass(frozen=True)
-class Whole(Kind):
+class Whole(OptionKind):
     """A whole number from `least` to `most`."""
 
     least: int = 1
@@ -118,7 +118,7 @@ class Whole(Kind):
 
 
 @dataclass(frozen=True)
-class Span(Kind):
+class Span(OptionKind):
     """A whole number `N` up to `most`, or a span `MIN:MAX`; a span of one number is that number."""
 
     most: int = MOST_COUNT
@@ -139,7 +139,7 @@ class Span(Kind):
         return {"anyOf": [Whole(1, self.most).schema(), {"type": "string", "pattern": "^[0-9]+(:[0-9]+)?$"}]}
 
 
-class Flag(Kind):
+class Flag(OptionKind):
     """Yes or no."""
 
     cli: ClassVar[Any] = bool
@@ -158,7 +158,7 @@ class Flag(Kind):
 
 
 @dataclass(frozen=True)
-class OneOf(Kind):
+class OneOf(OptionKind):
     """One of `names`; `others` maps further names that people use to these."""
 
     names: tuple[str, ...]
@@ -176,7 +176,7 @@ class OneOf(Kind):
         return {"enum": [*self.names, *self.others]}
 
 
-class Size(Kind):
+class Size(OptionKind):
     """Bytes: `16GiB` and the like, or a number."""
 
     def read(self, value: Any, key: str) -> int:
@@ -188,7 +188,7 @@ class Size(Kind):
         return {"type": ["integer", "string"]}
 
 
-class Duration(Kind):
+class Duration(OptionKind):
     """Seconds, above 0: `30m`, `90s`, `2h`, or a number of seconds."""
 
     _SECONDS: ClassVar = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -211,7 +211,7 @@ class Duration(Kind):
         return {"type": ["number", "string"]}
 
 
-class Rate(Kind):
+class Rate(OptionKind):
     """Bytes per second: `100Gbit`, `12.5GB`, or a number."""
 
     _BITS: ClassVar = re.compile(r"^\s*(?P<number>[0-9.]+(?:e[0-9]+)?)\s*(?P<factor>[kmgt]?)bit(?:/s|ps)?\s*$", re.IGNORECASE)
@@ -241,7 +241,7 @@ class Rate(Kind):
         return {"type": ["number", "string"]}
 
 
-class Day(Kind):
+class Day(OptionKind):
     """A day, as YYYY-MM-DD."""
 
     def read(self, value: Any, key: str) -> str:
@@ -258,7 +258,7 @@ class Day(Kind):
         return {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"}
 
 
-class Place(Kind):
+class PathOf(OptionKind):
     """A file or a directory; `~` stands for the user's own."""
 
     cli: ClassVar[Any] = Path
@@ -270,7 +270,7 @@ class Place(Kind):
         return Path(expanduser(value))
 
 
-class Text(Kind):
+class Text(OptionKind):
     """A name."""
 
     def read(self, value: Any, key: str) -> str:
@@ -289,10 +289,10 @@ class PlaceOrName(Text):
 
 
 @dataclass(frozen=True)
-class Listed(Kind):
+class Listed(OptionKind):
     """Several values of a kind, from `least` to `most` of them; a value that is no list counts as a list of one."""
 
-    of: Kind
+    of: OptionKind
     least: int = 0
     most: int | None = None
 
@@ -317,7 +317,7 @@ class Listed(Kind):
 
 
 @dataclass(frozen=True)
-class Record(Kind):
+class RecordOf(OptionKind):
     """A value of the class `of`, or a mapping of its fields."""
 
     of: type
@@ -342,11 +342,11 @@ class Record(Kind):
 
 
 @dataclass(frozen=True)
-class Either(Kind):
+class Either(OptionKind):
     """A value of the class `of` (or the JSON object that its `from_json` reads), or what `other` reads."""
 
     of: Any
-    other: Kind
+    other: OptionKind
 
     @property
     def cli(self) -> Any:

@@ -19,7 +19,7 @@ from headrace.terms.options.declared import Group, option
 from headrace.terms.options.method_options import MethodOptions
 from headrace.terms.options.named import named_text, parse_named
 from headrace.terms.options.optimizer import Schedule
-from headrace.terms.options.option_kinds import Either, Flag, OneOf, Place, PlaceOrName, Whole
+from headrace.terms.options.option_kinds import Either, Flag, OneOf, PathOf, PlaceOrName, Whole
 from headrace.terms.options.stage_options import StageOptions
 
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -69,7 +69,7 @@ class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last
     )
     plan: str | Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "Follow this plan: a run directory, or a plan as JSON.",
         row="the directory of another run whose plan to use, or a file with the output of `headrace plan --json`. The same "
         "plan, data and seed give the same bits, even if free memory has changed",

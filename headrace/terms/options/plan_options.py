@@ -8,7 +8,7 @@ from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.data_source import DataSource, SourceKind
 from headrace.terms.options.declared import Group, option, option_as
 from headrace.terms.options.local_options import LocalOptions
-from headrace.terms.options.option_kinds import Either, Listed, Place, PlaceOrName, Rate, Span, Whole
+from headrace.terms.options.option_kinds import Either, Listed, PathOf, PlaceOrName, Rate, Span, Whole
 from headrace.terms.options.run_options import RunOptions
 
 
@@ -80,7 +80,7 @@ class PlanOptions(RunOptions):
     exchange_dtype: str = option_as(LocalOptions, "exchange_dtype", plan=True)
     html: Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "Also draw the plan as an HTML page, into this file.",
         row="file for the plan as an HTML page: memory of each tier, and the lanes of a step",
         words="none",

@@ -17,7 +17,7 @@ from headrace.terms.options.data_source import DEFAULT_SPLIT, DataSource, Source
 from headrace.terms.options.declared import Group, option
 from headrace.terms.options.local_options import LocalOptions
 from headrace.terms.options.muster import Muster
-from headrace.terms.options.option_kinds import Day, Flag, Listed, Number, OneOf, Place, Size, Span, Text, Whole
+from headrace.terms.options.option_kinds import Day, Flag, Listed, Number, OneOf, PathOf, Size, Span, Text, Whole
 from headrace.terms.options.options import Options
 from headrace.terms.options.summing import SEQUENTIAL, TREE
 
@@ -32,7 +32,7 @@ class RunOptions(Options):
     """
 
     model: Path = option(
-        kind=Place(),
+        kind=PathOf(),
         help="Model directory, or OWNER/NAME on the Hub.",
         row="model directory, or `OWNER/NAME` on the Hub, which is fetched into `HF_HOME`",
         cli=False,
@@ -192,7 +192,7 @@ class RunOptions(Options):
     )
     chat_template: Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "File with a chat template, in place of the tokenizer's.",
         row="file with a chat template (Jinja), in place of the tokenizer's; the run and `final/` keep it",
         words="the tokenizer's",
@@ -246,7 +246,7 @@ class RunOptions(Options):
         group=Group.RUN,
     )
     cache: Path = option(
-        kind=Place(),
+        kind=PathOf(),
         help="Directory for tokenised data.",
         row="directory of tokenised data, and of the measurements of this machine",
         words="`~/.cache/headrace`",
@@ -347,7 +347,7 @@ class NodeOptions(LocalOptions, RunOptions):
     )
     secret: Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "File with the secret that workers must have too.",
         words="none",
         fixed=False,

@@ -7,7 +7,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.declared import Declared, Group, option, option_as
 from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
-from headrace.terms.options.option_kinds import Listed, Place, Text, Whole
+from headrace.terms.options.option_kinds import Listed, PathOf, Text, Whole
 
 LOOPBACK = "127.0.0.1"
 
@@ -49,7 +49,7 @@ class ServeOptions(Declared):
     )
     api_key_file: str | Path | None = option(
         None,
-        Place(),
+        PathOf(),
         "File of keys, one a line; a request must bring one of them.",
         words="none",
         group=Group.SERVER,

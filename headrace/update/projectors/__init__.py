@@ -6,9 +6,9 @@ from headrace.terms.faces import lazy_face
 
 if TYPE_CHECKING:
     from headrace.update.projectors.projector import IDENTITY as IDENTITY
-    from headrace.update.projectors.projector import Kind as Kind
     from headrace.update.projectors.projector import Pair as Pair
     from headrace.update.projectors.projector import Projector as Projector
+    from headrace.update.projectors.projector import ProjectorKind as ProjectorKind
     from headrace.update.projectors.projector import relative_error as relative_error
     from headrace.update.projectors.table import PROJECTORS as PROJECTORS
 

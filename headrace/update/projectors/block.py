@@ -18,7 +18,7 @@ _TURNS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class GroupProjector:
     """A projector of groups of rows. `values` (stack, rows, r) are each row's numbers in the columns of its group."""
 
     values: Tensor
@@ -51,7 +51,7 @@ class BlockKind:
 
     def projector(self, values: Tensor, positions: Tensor | None, dimension: int) -> Projector:
         """Return the projector of these values."""
-        return Groups(values, dimension)
+        return GroupProjector(values, dimension)
 
     def fit(
         self, gradient: Tensor, dimensions: Sides[int], nonzeros: int, generator: torch.Generator
@@ -71,7 +71,7 @@ class BlockKind:
 def _groups(side: tuple[Tensor, int | None]) -> Projector:
     values, dimension = side
     assert dimension is not None, "a side with values has a dimension"
-    return Groups(values, dimension)
+    return GroupProjector(values, dimension)
 
 
 def _leading(matrices: Tensor, dimension: int, nonzeros: int) -> Tensor:

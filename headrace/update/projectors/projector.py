@@ -97,7 +97,7 @@ class Sides(NamedTuple, Generic[_T]):
     right: _T | None
 
 
-class Kind(Protocol):
+class ProjectorKind(Protocol):
     """A way to choose projectors. One side has `nonzeros` numbers for each row of each matrix of the stack."""
 
     @property

@@ -143,7 +143,7 @@ def not_nan(context: Any, value: Any) -> Any:
 
 
 @compiled
-def block_square_sums(gradient: Any, sums: Any) -> None:
+def write_block_square_sums(gradient: Any, sums: Any) -> None:
     """Write the sum of squares of each block of `gradient` to `sums`, in fp64, where a square of an fp32 number is exact.
 
     Element `j` of a block is added to lane `j % LANES`; then the lanes are added in order.
@@ -166,7 +166,7 @@ def block_square_sums(gradient: Any, sums: Any) -> None:
 
 
 @compiled
-def add_in_order(sums: Any, carry: Any) -> Any:
+def add_sums_in_order(sums: Any, carry: Any) -> Any:
     """Return `carry` plus all `sums`, added one after the other."""
     for i in range(sums.size):
         carry += sums[i]

@@ -45,13 +45,13 @@ def block_square_sums(gradient: NDArray[np.generic]) -> NDArray[np.float64]:
             f"found {gradient.dtype.name}, shape {gradient.shape}, strides {gradient.strides}"
         )
     sums = np.empty(-(-gradient.size // BLOCK_ELEMENTS), np.float64)
-    kernels.block_square_sums(gradient.view(np.int16) if gradient.dtype == np.float16 else gradient, sums)
+    kernels.write_block_square_sums(gradient.view(np.int16) if gradient.dtype == np.float16 else gradient, sums)
     return sums
 
 
 def add_block_sums(sums: NDArray[np.float64], carry: float = 0.0) -> float:
     """Return `carry` plus the `sums` of blocks, added one after the other."""
-    return float(kernels.add_in_order(sums, float(carry)))
+    return float(kernels.add_sums_in_order(sums, float(carry)))
 
 
 class PlacedSquares:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from headrace.terms.cuts import lengths_of, parts_of
+from headrace.terms.cuts import plane_lengths_of, plane_parts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import GroupRange, ItemRange, Padding
 from headrace.terms.sizes import round_up
@@ -56,7 +56,7 @@ class DeviceUpdater:
         planes, start = self.rule.planes, chunk.first_element
         stop = start + weight.numel()
         pieces = group_pieces(groups, start, stop)
-        lengths = (stop - start, stop - start, *lengths_of(planes.states, pieces, start))
+        lengths = (stop - start, stop - start, *plane_lengths_of(planes.states, pieces, start))
         for tensor, length in zip((weight, gradient, *states), lengths, strict=False):
             if tensor.shape != (length,):
                 raise ConfigError(
@@ -64,7 +64,7 @@ class DeviceUpdater:
                 )
         refuse_cut_blocks(planes, (piece.start for piece in pieces))
         shares = list(self._shares(pieces))
-        for share, places in zip(shares, parts_of(planes.states, shares, start), strict=True):
+        for share, places in zip(shares, plane_parts_of(planes.states, shares, start), strict=True):
             part = slice(share.start - start, share.stop - start)
             parts = tuple(state[place] for state, place in zip(states, places, strict=False))
             if isinstance(share, Padding):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.terms.closing import Closing
-from headrace.terms.cuts import HOST_ITEM_ELEMENTS, lengths_of, parts_of
+from headrace.terms.cuts import HOST_ITEM_ELEMENTS, plane_lengths_of, plane_parts_of
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import UNIT_ALIGNMENT, GroupRange, ItemRange, Padding, PlaneSet
 from headrace.terms.sizes import round_up
@@ -58,7 +58,7 @@ class Updater(Closing):
         weight = np.zeros(UNIT_ALIGNMENT, planes.weight.dtype)
         states = tuple(np.zeros(plane.num_values(UNIT_ALIGNMENT), plane.dtype) for plane in planes.states)
         gradient = np.zeros(UNIT_ALIGNMENT, gradient_dtype)
-        summing = _Sums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
+        summing = _ShareSums(planes, UNIT_ALIGNMENT).of_share(0) if self.rule.sums else None
         if not (isinstance(self.rule, TensorRule) and self.rule.figures.takes_vectors):
             self.rule.apply(Chunk(weight, states, gradient), StepScalars(learning_rate=0.0, update=1), 0.0, 1.0, summing)
         square_sum(gradient)
@@ -85,7 +85,7 @@ class Updater(Closing):
         planes, num_elements, start = self.rule.planes, weight.size, chunk.first_element
         stop = start + num_elements
         pieces = group_pieces(groups, start, stop)
-        lengths = lengths_of(planes.states, pieces, start)
+        lengths = plane_lengths_of(planes.states, pieces, start)
         named = [(f"state {i}", s, length) for i, (s, length) in enumerate(zip(states, lengths, strict=False))]
         for name, array, length in (("weight", weight, num_elements), ("gradient", gradient, num_elements), *named):
             if array.shape != (length,):
@@ -94,8 +94,8 @@ class Updater(Closing):
                 )
         refuse_cut_blocks(planes, (piece.start for piece in pieces))
         in_order = self._shares(pieces, num_elements)
-        shares = deque(zip(in_order, parts_of(planes.states, in_order, start), strict=True))
-        sums = _Sums(planes, num_elements) if take_checksums and self.rule.sums else None
+        shares = deque(zip(in_order, plane_parts_of(planes.states, in_order, start), strict=True))
+        sums = _ShareSums(planes, num_elements) if take_checksums and self.rule.sums else None
 
         def work() -> None:
             while shares:
@@ -157,7 +157,7 @@ class Updater(Closing):
         return shares
 
 
-class _Sums:
+class _ShareSums:
     """What the shares of a range add to its checksums. Whole planes lie one after another, so each begins at a known word."""
 
     def __init__(self, planes: PlaneSet, num_elements: int) -> None:

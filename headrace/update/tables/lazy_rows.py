@@ -73,7 +73,7 @@ class AppliedUpdates:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StateRows:
     """Some rows of a table, changed in place: `weight` `(n, width)`, `states` alike, in the types of the rule's planes.
 
     `seen`, int64 `(n,)`, has the number of each row's last update; 0 is a row that was never updated.
@@ -105,7 +105,7 @@ class LazyRows:
         """The planes that the rule reads and writes."""
         return self._rule.planes
 
-    def catch_up(self, rows: Rows, applied: AppliedUpdates) -> None:
+    def catch_up(self, rows: StateRows, applied: AppliedUpdates) -> None:
         """Replay the updates that `rows` missed, if it does so at all.
 
         Raises:
@@ -123,7 +123,7 @@ class LazyRows:
             self._replay(rows, late[start : start + at_once], applied)
         rows.seen[:] = applied.count
 
-    def update(self, rows: Rows, gradient: NDArray[Any], step: StepScalars) -> None:
+    def update(self, rows: StateRows, gradient: NDArray[Any], step: StepScalars) -> None:
         """Update `rows` by their `gradient` `(n, width)`. Note the step in `AppliedUpdates` once for all rows.
 
         Raises:
@@ -137,7 +137,7 @@ class LazyRows:
         self._rule.apply(_chunk(rows.weight, rows.states, gradient), step, *self._group)
         rows.seen[:] = step.update
 
-    def _replay(self, rows: Rows, late: NDArray[np.intp], applied: AppliedUpdates) -> None:
+    def _replay(self, rows: StateRows, late: NDArray[np.intp], applied: AppliedUpdates) -> None:
         """Replay what the rows `late` missed; those that missed most come first, so each update is of the first few."""
         weight, states = rows.weight[late], tuple(state[late] for state in rows.states)
         seen, gradient = rows.seen[late], np.zeros(weight.shape, np.float32)
@@ -149,7 +149,7 @@ class LazyRows:
         for state, new in zip(rows.states, states, strict=True):
             state[late] = new
 
-    def _still(self, rows: Rows) -> NDArray[np.bool_]:
+    def _still(self, rows: StateRows) -> NDArray[np.bool_]:
         """Return which rows a gradient of zero leaves as they are: all bits of the rule's own states are zero, and there is no
         decay, or nothing to decay.
         """

@@ -22,7 +22,7 @@ from headrace.store.row_store import History, RowLayout, RowStore
 from headrace.terms.layout import PlaneSet, UnitLayout, part
 from headrace.update.rules.norm import PlacedSquares
 from headrace.update.rules.rule import StepScalars
-from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows, Rows
+from headrace.update.tables.lazy_rows import AppliedUpdates, LazyRows, StateRows
 
 ROWS = "rows"
 """The key of a commit record under which it holds what `TableRows.seal` returned."""
@@ -64,12 +64,12 @@ class _Held:
     """Rows in memory, by ascending ids, and the sums of the gradients of those that have some."""
 
     ids: Ids
-    rows: Rows
+    rows: StateRows
     sums: NDArray[np.float32]
     summed: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, ids: Ids, rows: Rows) -> "_Held":
+    def of(cls, ids: Ids, rows: StateRows) -> "_Held":
         return cls(ids, rows, np.zeros(rows.weight.shape, np.float32), np.zeros(ids.size, bool))
 
     def joined(self, other: "_Held") -> "_Held":
@@ -81,12 +81,12 @@ class _Held:
             return np.concatenate([own, more])[order]
 
         states = tuple(both(*pair) for pair in zip(self.rows.states, other.rows.states, strict=True))
-        rows = Rows(both(self.rows.weight, other.rows.weight), states, both(self.rows.seen, other.rows.seen))
+        rows = StateRows(both(self.rows.weight, other.rows.weight), states, both(self.rows.seen, other.rows.seen))
         return _Held(ids[order], rows, both(self.sums, other.sums), both(self.summed, other.summed))
 
 
 @dataclass(slots=True)
-class Table:
+class OpenTable:
     """One table: where its rows lie, and how they are updated. `updated` are rows that no commit has written yet, by the number
     of their update. `first` reads rows that no update has changed; without it they are zeros. Where it is the parameter `name`
     of a unit that has others, `whole` is the layout of all.
@@ -102,13 +102,13 @@ class Table:
     whole: UnitLayout | None = None
     name: str = ""
     held: _Held = field(init=False)
-    updated: dict[int, tuple[Ids, Rows]] = field(default_factory=dict)
+    updated: dict[int, tuple[Ids, StateRows]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.forget()
 
     @classmethod
-    def on(cls, file: BlockFile, lazy: LazyRows, num_rows: int, width: int, history: History = (), **more: Any) -> "Table":
+    def on(cls, file: BlockFile, lazy: LazyRows, num_rows: int, width: int, history: History = (), **more: Any) -> "OpenTable":
         """Return the table in `file`; a new file holds none of its rows."""
         planes = lazy.planes
         return cls(file, RowStore(file, row_layout(num_rows, width, planes), history), lazy, width, planes, **more)
@@ -122,7 +122,7 @@ class Table:
         """Hold no rows."""
         self.held = _Held.of(np.empty(0, np.int64), self._rows(np.empty((0, self.store.layout.row_bytes), np.uint8)))
 
-    def read(self, ids: Ids, applied: AppliedUpdates) -> Rows:
+    def read(self, ids: Ids, applied: AppliedUpdates) -> StateRows:
         """Return rows as they are after the updates `applied`."""
         pages = self.store.read(ids)
         at = pages.positions(ids)
@@ -160,13 +160,13 @@ class Table:
         """Add the squares of the gradient; rows without one are zeros."""
         squares.add_rows(self.start, self.held.ids[self.held.summed], self.gradient)
 
-    def _rows(self, content: NDArray[np.uint8], seen: Ids | None = None) -> Rows:
+    def _rows(self, content: NDArray[np.uint8], seen: Ids | None = None) -> StateRows:
         start, planes = 0, []
         for plane in (self.planes.weight, *self.planes.states):
             stop = start + plane.num_bytes(self.width)
             planes.append(np.ascontiguousarray(content[:, start:stop]).view(plane.dtype))
             start = stop
-        return Rows(planes[0], tuple(planes[1:]), np.zeros(len(content), np.int64) if seen is None else seen)
+        return StateRows(planes[0], tuple(planes[1:]), np.zeros(len(content), np.int64) if seen is None else seen)
 
 
 class TableRows:
@@ -175,7 +175,7 @@ class TableRows:
     Steps call it from the thread that computes and the one that decides; commits may come from another.
     """
 
-    def __init__(self, tables: Mapping[int, Table], applied: AppliedUpdates, most_held: int = 1 << 62) -> None:
+    def __init__(self, tables: Mapping[int, OpenTable], applied: AppliedUpdates, most_held: int = 1 << 62) -> None:
         self._tables, self.applied, self.most_held = dict(tables), applied, most_held
         self._lock = threading.Lock()
 
@@ -246,7 +246,7 @@ class TableRows:
                     step = scalars_of(unit)
                     touched = np.flatnonzero(held.summed)
                     states = tuple(state[touched] for state in held.rows.states)
-                    rows = Rows(held.rows.weight[touched], states, held.rows.seen[touched])
+                    rows = StateRows(held.rows.weight[touched], states, held.rows.seen[touched])
                     table.lazy.update(rows, table.gradient, step)
                     table.updated[step.update] = (held.ids[touched], rows)
                 table.forget()
@@ -288,7 +288,7 @@ class TableRows:
             yield found
 
 
-def _square_sum(table: Table, others: Sequence[tuple[int, NDArray[np.generic]]]) -> float:
+def _square_sum(table: OpenTable, others: Sequence[tuple[int, NDArray[np.generic]]]) -> float:
     """Return the sum of squares of a table's gradient and of those of `others`, each with its place in the unit."""
     squares, before = PlacedSquares(), sum(start < table.start for start, _ in others)
     for start, flat in others[:before]:
@@ -299,5 +299,5 @@ def _square_sum(table: Table, others: Sequence[tuple[int, NDArray[np.generic]]])
     return squares.total()
 
 
-def _planes(rows: Rows) -> tuple[NDArray[Any], ...]:
+def _planes(rows: StateRows) -> tuple[NDArray[Any], ...]:
     return rows.weight, *rows.states, rows.seen

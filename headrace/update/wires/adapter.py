@@ -28,7 +28,7 @@ from headrace.update.wires.wire import Content, ReadTrained, Sink, Wire
 if TYPE_CHECKING:
     from headrace.model import Chain, Checkpoint, WeightMap
     from headrace.model.adapters.row_tables import RowTables
-    from headrace.model.blocks.beside import Beside, StoredBeside
+    from headrace.model.blocks.beside import BesideKind, StoredBeside
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class BesideWire(Wire):
 
     settings: Lora | Table
     seed: int = 0
-    adapters: "Beside | None" = None
+    adapters: "BesideKind | None" = None
     # First numbers from elsewhere, by unit and name, until they are taken.
     first: dict[int, Mapping[str, Tensor]] = field(default_factory=dict, compare=False)
 
@@ -51,12 +51,12 @@ class BesideWire(Wire):
         """
         return self if self.adapters is not None else type(self)(self.settings, self.seed, self._of(chain))
 
-    def _of(self, chain: "Chain") -> "Beside":
+    def _of(self, chain: "Chain") -> "BesideKind":
         """Return what `settings` ask for beside the blocks of a chain."""
         raise NotImplementedError
 
     @property
-    def known(self) -> "Beside":
+    def known(self) -> "BesideKind":
         """What is beside blocks, once the chain is known."""
         assert self.adapters is not None, "the adapters of a chain are known"
         return self.adapters
@@ -71,7 +71,7 @@ class BesideWire(Wire):
 
     @contextmanager
     def beside(self, unit: int, trained: UnitLayout, weights: Tensor, sink: Sink | None) -> Iterator[None]:
-        """Let the block compute with its adapters in this context; see `Beside.bind`."""
+        """Let the block compute with its adapters in this context; see `BesideKind.bind`."""
         self.known.bind(unit, trained, weights, sink)
         try:
             yield
@@ -122,7 +122,7 @@ class AdapterWire(BesideWire):
 
     ways = (Lora, Dora)
 
-    def _of(self, chain: "Chain") -> "Beside":
+    def _of(self, chain: "Chain") -> "BesideKind":
         from headrace.model.adapters.adapters import Adapters
 
         assert isinstance(self.settings, Lora), "its ways are LoRA's"
@@ -169,7 +169,7 @@ class RowTableWire(BesideWire):
     ways = (Table,)
     settings: Table
 
-    def _of(self, chain: "Chain") -> "Beside":
+    def _of(self, chain: "Chain") -> "BesideKind":
         from headrace.model.adapters.row_tables import RowTables
 
         return RowTables.of(chain.model, chain.layouts, self.settings, self.seed)

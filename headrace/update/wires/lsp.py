@@ -25,11 +25,11 @@ from headrace.terms.options.declared import option
 from headrace.terms.options.gradient import GradientWay
 from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.options.option_kinds import Number, OneOf, Whole
-from headrace.update.projectors import PROJECTORS, Kind, relative_error
+from headrace.update.projectors import PROJECTORS, ProjectorKind, relative_error
 from headrace.update.rules.table import rule_of
 from headrace.update.wires.factors import Factors
 from headrace.update.wires.subspace import Subspace, half_and_quarter, subspaces
-from headrace.update.wires.wire import Bases, Caught, Gradients, Moment, Proposal, Wire
+from headrace.update.wires.wire import Bases, Catching, Moment, Proposal, UnitGradients, Wire
 
 # New projectors must have at most this share of the old ones' error on a held-out micro-batch, because a change is costly.
 _WORTH_A_CHANGE = 0.95
@@ -88,7 +88,7 @@ class LspWire(Wire):
     ways = (Lsp,)
     settings: Lsp
 
-    def __init__(self, settings: Lsp, seed: int = 0, *, kind: Kind | None = None, by_factors: bool = True) -> None:
+    def __init__(self, settings: Lsp, seed: int = 0, *, kind: ProjectorKind | None = None, by_factors: bool = True) -> None:
         super().__init__(settings, seed)
         self.merges_each_step = settings.rewrite == "step"
         self._kind = kind or PROJECTORS[settings.projector]
@@ -153,19 +153,19 @@ class LspWire(Wire):
         super().refuse_forms(forms, train)
 
     @contextmanager
-    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
+    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: UnitGradients) -> Iterator[Catching]:
         """Compress gradients: by their factors where a product has them; at a check, the whole sum at the end."""
         moment = gradients.moment
         assert moment is not None, "a trained family with a basis is caught at a moment"
         catching = _Catching(self._of(unit, layout), self._kind, gradients, moment)
         if self._is_check(moment) or not catching.is_fitted:
             check = _Check(catching, self.settings)
-            yield Caught(check.sink, lambda spec: True)
+            yield Catching(check.sink, lambda spec: True)
             check.finish()
             return
         factors = Factors(layout, weights, catching.take_factors, catching.names) if self._by_factors else nullcontext()
         with factors:
-            yield Caught(catching.sink, lambda spec: True)
+            yield Catching(catching.sink, lambda spec: True)
 
     def as_they_are(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
         """Yield all parameters but those that have a subspace."""
@@ -224,7 +224,7 @@ class LspWire(Wire):
 class _Catching:
     """Gradients of one unit in one micro-batch. `is_fitted`: it has projectors; `names`: matrices that may come by factors."""
 
-    def __init__(self, found: Sequence[Subspace], kind: Kind, gradients: Gradients, moment: Moment) -> None:
+    def __init__(self, found: Sequence[Subspace], kind: ProjectorKind, gradients: UnitGradients, moment: Moment) -> None:
         self.subspaces, self.kind, self.gradients = {each.name: each for each in found}, kind, gradients
         self.moment, self.basis = moment, moment.basis
         self.names = frozenset(each.name for each in found if each.stack == 1)

@@ -11,7 +11,7 @@ from headrace.codec.units import plain_part
 from headrace.model import Chain, WeightMap
 from headrace.model.directory.matching import Piece
 from headrace.model.stored.coded import CodedSource
-from headrace.terms.coding import CodedUnit, Part, as_matrix, lay_out_parts
+from headrace.terms.coding import CodedUnit, CodePart, as_matrix, lay_out_parts
 from headrace.terms.layout import ParameterSpec, PlaneSet
 
 
@@ -30,7 +30,7 @@ def stored_codes(chain: Chain, weights: WeightMap, planes: PlaneSet) -> StoredCo
     codecs: dict[str, Codec] = {}
     readers: dict[tuple[int, int], Callable[[], Parts]] = {}
     for unit, layout in enumerate(chain.layouts[1 : chain.num_blocks + 1], start=1):
-        matrices: list[tuple[int, int, int, str | None, Iterable[Part]]] = []
+        matrices: list[tuple[int, int, int, str | None, Iterable[CodePart]]] = []
         found = False
         for spec in layout.parameters:
             sources = _sources(weights, spec)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headrace.terms.layout import PARAMETER_ALIGNMENT, UnitLayout
 from headrace.terms.sizes import round_up
-from headrace.update.projectors import Kind, Pair, Projector
+from headrace.update.projectors import Pair, Projector, ProjectorKind
 from headrace.update.projectors.projector import Sides, both
 
 # Where no dimension is given, it is half of a side, rounded to a multiple of this.
@@ -56,11 +56,11 @@ class Subspace:
         """The shape of S, as a parameter."""
         return (*self.lead, *self.core[1:])
 
-    def numbers(self, kind: Kind) -> dict[str, int]:
+    def numbers(self, kind: ProjectorKind) -> dict[str, int]:
         """Return how many numbers of the basis each side has."""
         return {f"{self.name}:{side}": self._count(kind, rows) for side, rows, _ in self._sides()}
 
-    def pair(self, kind: Kind, basis: Tensor) -> Pair:
+    def pair(self, kind: ProjectorKind, basis: Tensor) -> Pair:
         """Return the projectors whose numbers `basis` has."""
 
         def made(side: tuple[Tensor, Tensor | None, int]) -> Projector:
@@ -69,7 +69,7 @@ class Subspace:
         sides = {name: (values, positions, dimension) for name, values, positions, dimension in self._read(kind, basis)}
         return both(Sides(sides.get("left"), sides.get("right")), made)
 
-    def fit(self, kind: Kind, sample: Tensor, basis: Tensor, generator: torch.Generator) -> None:
+    def fit(self, kind: ProjectorKind, sample: Tensor, basis: Tensor, generator: torch.Generator) -> None:
         """Fit projectors to `sample` (a stack of gradients, float32), and write them into `basis`."""
         fitted = kind.fit(sample, self.dimensions, self.nonzeros, generator)
         found = {"left": fitted.left, "right": fitted.right}
@@ -80,12 +80,12 @@ class Subspace:
             if positions is not None and side[1] is not None:
                 positions.copy_(side[1])
 
-    def copy(self, kind: Kind, basis: Tensor, into: Tensor) -> None:
+    def copy(self, kind: ProjectorKind, basis: Tensor, into: Tensor) -> None:
         """Copy the numbers of this parameter from `basis` into another one."""
         place = self._place(kind)
         into[place].copy_(basis[place])
 
-    def is_alike(self, kind: Kind, basis: Tensor, other: Tensor) -> bool:
+    def is_alike(self, kind: ProjectorKind, basis: Tensor, other: Tensor) -> bool:
         """Return whether two bases have the same projectors for this parameter, bit for bit."""
         place = self._place(kind)
         return torch.equal(basis[place].view(torch.int32), other[place].view(torch.int32))
@@ -94,13 +94,13 @@ class Subspace:
         sides = (("left", self.rows, self.dimensions.left), ("right", self.columns, self.dimensions.right))
         yield from ((name, rows, dimension) for name, rows, dimension in sides if dimension is not None)
 
-    def _count(self, kind: Kind, rows: int) -> int:
+    def _count(self, kind: ProjectorKind, rows: int) -> int:
         return (2 if kind.keeps_positions else 1) * self.stack * rows * self.nonzeros
 
-    def _place(self, kind: Kind) -> slice:
+    def _place(self, kind: ProjectorKind) -> slice:
         return slice(self.offset, self.offset + basis_elements(self, kind))
 
-    def _read(self, kind: Kind, basis: Tensor) -> Iterator[tuple[str, Tensor, Tensor | None, int]]:
+    def _read(self, kind: ProjectorKind, basis: Tensor) -> Iterator[tuple[str, Tensor, Tensor | None, int]]:
         """Yield each side's values and positions, views of `basis` (positions as the bits of its numbers), and dimension."""
         start = self.offset
         for name, rows, dimension in self._sides():
@@ -111,7 +111,7 @@ class Subspace:
             start += round_up(self._count(kind, rows), PARAMETER_ALIGNMENT)
 
 
-def basis_elements(subspace: Subspace, kind: Kind) -> int:
+def basis_elements(subspace: Subspace, kind: ProjectorKind) -> int:
     """Return how many numbers of its unit's basis a parameter has, each side aligned as in `lay_out`."""
     return sum(round_up(count, PARAMETER_ALIGNMENT) for count in subspace.numbers(kind).values())
 
@@ -131,7 +131,7 @@ def _rounded(side: float) -> int:
     return max(_ROUNDED_TO, round(side / _ROUNDED_TO) * _ROUNDED_TO)
 
 
-def subspaces(layout: UnitLayout, dimension: int | None, nonzeros: int, kind: Kind) -> tuple[Subspace, ...]:
+def subspaces(layout: UnitLayout, dimension: int | None, nonzeros: int, kind: ProjectorKind) -> tuple[Subspace, ...]:
     """Return the subspaces of those matrices of a unit that have a side of more than `dimension`.
 
     If it is None, it is half of the commonest side of the unit's matrices, rounded to a multiple of 64.

@@ -29,7 +29,7 @@ from headrace.terms.options.optimizer import ALL, Optimizer
 
 if TYPE_CHECKING:  # choices that exclude one another are refused before transformers is loaded
     from headrace.model import Chain, Checkpoint, WeightMap
-    from headrace.model.blocks.beside import Beside, StoredBeside
+    from headrace.model.blocks.beside import BesideKind, StoredBeside
     from headrace.model.written.export import ReadUnit
     from headrace.update.tables.table_rows import RowFamily, TableRows
 
@@ -42,7 +42,7 @@ ReadTrained: TypeAlias = Callable[[int], Mapping[str, Tensor]]
 """Reads the newest weights of a unit's trained family: each parameter's, flat, float32."""
 
 
-class Caught(NamedTuple):
+class Catching(NamedTuple):
     """How the gradients of a unit are taken while its backward runs. `sink` gets the gradients of the parameters that are
     `wanted`, each once it is complete for the running backward; for the others autograd computes none. `rows` gets gradients
     of some rows of a parameter, from the element that is its last argument on.
@@ -82,7 +82,7 @@ class Moment:
     propose: Callable[[Proposal], None]
 
 
-class Gradients:
+class UnitGradients:
     """Where the gradients of a unit's trained family are summed, in one flat tensor; `trained` says where each lies.
 
     `delivered` names the parameters that got gradients since the step began; for others the tensor holds an older step's.
@@ -151,7 +151,7 @@ class Wire:
     ways: ClassVar[tuple[type[GradientWay], ...]] = ()
     is_beside: ClassVar[bool] = False
     settings: GradientWay
-    adapters: "Beside | None" = None
+    adapters: "BesideKind | None" = None
     merges_each_step = False
     has_whole_state: ClassVar[bool] = True
 
@@ -206,7 +206,7 @@ class Wire:
         raise AssertionError("there are no tables")
 
     @contextmanager
-    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: Gradients) -> Iterator[Caught]:
+    def catch(self, unit: int, layout: UnitLayout, weights: Tensor, gradients: UnitGradients) -> Iterator[Catching]:
         """Make the context for one micro-batch's backward of a unit, in which its forward is computed again. (Gradients of
         units trained in place are always taken as they are.)
 
@@ -217,7 +217,7 @@ class Wire:
         def add(spec: ParameterSpec, gradient: Tensor, start: int = 0) -> None:
             gradients.add(spec.name, gradient, start)
 
-        yield Caught(add, gradients.takes, add)
+        yield Catching(add, gradients.takes, add)
 
     def as_they_are(self, unit: int, layout: UnitLayout, trained: UnitLayout) -> Iterator[tuple[ParameterSpec, ParameterSpec]]:
         """Yield the parameters that a trained family has as they are, of the same name and shape: their places in both."""

@@ -15,7 +15,7 @@ from headrace.cli.exporting import export_run
 from headrace.data.batches.turn_end import turn_end, turn_end_file
 from headrace.engine.trainer import Engine
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.whose_weights import open_model
+from headrace.generate.passes.whose_weights import open_whose_model
 from headrace.runs import train
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.run_options import RunOptions
@@ -126,11 +126,11 @@ def test_a_run_leaves_it_and_generating_reads_it(adapter: str | None, tmp_path: 
     assert 4 in json.loads((finished.final / "generation_config.json").read_text())["eos_token_id"]
     places: list[tuple[Path, Path | None]] = [(tmp_path / "run", None)]
     for place, beside in [*places, (model, finished.final)] if adapter else places:
-        found: GenerationModel = open_model(place, Budget(host="4GiB"), None, None, adapter=beside)
+        found: GenerationModel = open_whose_model(place, Budget(host="4GiB"), None, None, adapter=beside)
         assert 4 in found.generation_config.eos_token_id
         found.close()
     shutil.rmtree(finished.final)
-    unfinished: GenerationModel = open_model(tmp_path / "run", Budget(host="4GiB"), None, None)
+    unfinished: GenerationModel = open_whose_model(tmp_path / "run", Budget(host="4GiB"), None, None)
     assert 4 in unfinished.generation_config.eos_token_id
     assert any("token 4 is added" in note for note in unfinished.notes)
     unfinished.close()

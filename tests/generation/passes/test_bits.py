@@ -11,7 +11,7 @@ from some_prompts import prompts
 from tiers import pairwise, sampled
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.micro_batches import Generated, SeatRows
 from headrace.model.kernels.products import WideProducts
 from headrace.terms.options.budget import Budget
 
@@ -41,7 +41,7 @@ def generated(directory: Path, dtype: str, placement: str, settings: dict[str, A
         plan = generator.prepare(len(rows), 12, 6)
         generator.use(replace(plan, rows=2, seats=seats, **place))
         batches = [
-            MicroBatch(number, tuple(map(tuple, rows[2 * number : 2 * number + 2])), 40 + number, whole) for number in range(3)
+            SeatRows(number, tuple(map(tuple, rows[2 * number : 2 * number + 2])), 40 + number, whole) for number in range(3)
         ]
         return sorted(generator.run(batches), key=lambda done: done.batch.number)
 

@@ -18,10 +18,10 @@ from tiers import sampled
 from transformers import LlamaConfig
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.passes.planner import plan_generation
 from headrace.model import Chain, Checkpoint
-from headrace.model.by_rows.embedding_rows import has_rows, read_rows
+from headrace.model.by_rows.embedding_rows import has_rows, read_embedding_rows
 from headrace.model.stored.safetensors_file import read_header
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import StorageError
@@ -52,7 +52,7 @@ def test_bits_are_those_of_the_whole_table(
         assert plan.units[0].num_elements < generator.model.chain.vocabulary
         generator.use(replace(plan, rows=2, seats=1, host_slots=2, device_slots=2, prefetch=1))
         whole = generator.model.settings(12, None, GREEDY)
-        (done,) = generator.run([MicroBatch(0, tuple(map(tuple, rows)), 40, whole)])
+        (done,) = generator.run([SeatRows(0, tuple(map(tuple, rows)), 40, whole)])
     expected = stock(directory, "float32", rows, 40, GREEDY)
     assert torch.equal(done.raw.sequences, expected.sequences)
     assert all(torch.equal(one, other) for one, other in zip(done.raw.logits, expected.logits, strict=True))
@@ -81,7 +81,7 @@ def test_rows_are_copies_rounded_as_the_table(data: st.DataObject, tmp_path_fact
     save_file(tensors, folder / "model.safetensors")
     weights = chain.attach(Checkpoint.open(folder))
     assert has_rows(chain, weights)
-    read_rows(chain, weights)
+    read_embedding_rows(chain, weights)
     ids = torch.tensor(data.draw(st.lists(st.lists(st.integers(0, 499), min_size=40, max_size=40), min_size=1, max_size=9)))
     table = tensors["model.embed_tokens.weight"].to(getattr(torch, dtype))
     assert torch.equal(chain.model.get_input_embeddings()(ids), torch.nn.functional.embedding(ids, table))

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from headrace.codec.targets import Int4Target
 from headrace.compress.quantiser import Quantiser
-from headrace.compress.verbs import Rows
+from headrace.compress.verbs import DataRows
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.uses.evaluator import Evaluator
@@ -44,8 +44,8 @@ def by_compressing(model: Path, dtype: str) -> None:
     block nobody needs the others.
     """
     positions = torch.arange(LENGTH).expand(2, LENGTH)
-    rows = [Rows(MicroBatch(IDS.clone(), IDS, None, positions), torch.ones_like(IDS, dtype=torch.bool))]
-    rows.append(Rows(MicroBatch(IDS, IDS, None, positions), torch.ones_like(IDS, dtype=torch.bool), held_out=True))
+    rows = [DataRows(MicroBatch(IDS.clone(), IDS, None, positions), torch.ones_like(IDS, dtype=torch.bool))]
+    rows.append(DataRows(MicroBatch(IDS, IDS, None, positions), torch.ones_like(IDS, dtype=torch.bool), held_out=True))
     (model.parent / "work").mkdir()
     how: dict[str, Any] = {"compute_dtype": dtype, "host_bytes": 1 << 30}
     quantiser = Quantiser(model, Int4Target(32), rows, model.parent / "work", **how)

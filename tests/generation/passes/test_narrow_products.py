@@ -19,7 +19,7 @@ from tiny_architectures import CONFIGS, make_config
 from headrace.ask.place import multiplies
 from headrace.generate.passes import planner
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import Generated, MicroBatch
+from headrace.generate.passes.micro_batches import Generated, SeatRows
 from headrace.generate.passes.planner import plan_generation
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.model.kernels import narrow
@@ -59,7 +59,7 @@ def generated(directory: Path, placement: str, wanted: bool | None, interpreter:
         assert plan.narrow_rows == (NARROW_ROWS if wanted else 0)
         generator.use(replace(plan, rows=2, seats=2, **place))
         settings = generator.model.settings(12, None, SETTINGS)
-        batches = [MicroBatch(at, tuple(map(tuple, rows[2 * at : 2 * at + 2])), 40 + at, settings) for at in range(2)]
+        batches = [SeatRows(at, tuple(map(tuple, rows[2 * at : 2 * at + 2])), 40 + at, settings) for at in range(2)]
         return sorted(generator.run(batches), key=lambda done: done.batch.number)
 
 

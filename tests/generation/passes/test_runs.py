@@ -11,7 +11,7 @@ import headrace
 from headrace.engine.seams import Seams
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.whose_weights import open_model
+from headrace.generate.passes.whose_weights import open_whose_model
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.options.budget import Budget
 from headrace.testing import RowWire
@@ -47,15 +47,15 @@ def test_a_run_answers_as_its_export_does(
     (run / "config.yaml").write_text("", encoding="utf-8")  # by which a run is known
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     expected = stock(tmp_path / "out", "float32", PROMPT, 0, SETTINGS)[0, len(PROMPT[0]) :].tolist()
-    with Generator.open(run, budget, opened=open_model) as generator:
+    with Generator.open(run, budget, opened=open_whose_model) as generator:
         ((_, tokens),) = generator.generate(PROMPT, **SETTINGS)
         assert any("after step 3" in note for note in generator.model.notes)
     assert list(tokens) == expected
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     with pytest.raises(ConfigError, match="compute_dtype"):
-        Generator.open(run, budget, compute_dtype="bfloat16", opened=open_model)
+        Generator.open(run, budget, compute_dtype="bfloat16", opened=open_whose_model)
     (tmp_path / "out").rename(run / "final")  # as the end of a run writes it
-    with Generator.open(run, budget, opened=open_model) as generator:
+    with Generator.open(run, budget, opened=open_whose_model) as generator:
         ((_, tokens),) = generator.generate(PROMPT, **SETTINGS)
         assert not any("unfinished" in note for note in generator.model.notes)
     assert list(tokens) == expected

@@ -17,10 +17,10 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMixin
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.passes.opened import read_generation_config
 from headrace.generate.passes.padded_rows import until_end
-from headrace.model.seats.generation_keys import KEYS, KEYWORDS, resolved, try_settings
+from headrace.model.seats.generation_keys import KEYS, KEYWORDS, resolved, try_generation_settings
 from headrace.terms.errors import ConfigError, DataError, InputError
 from headrace.terms.options.budget import Budget
 
@@ -154,7 +154,7 @@ def test_a_seat_refuses_what_lies_within_blocks(generator: Generator) -> None:
     for key in ("output_hidden_states", "output_attentions"):
         setattr(whole["generation_config"], key, True)
         with pytest.raises(ConfigError, match=key):
-            list(generator.run([MicroBatch(0, ((5, 6, 7),), 0, whole)]))
+            list(generator.run([SeatRows(0, ((5, 6, 7),), 0, whole)]))
         setattr(whole["generation_config"], key, None)
 
 
@@ -188,7 +188,7 @@ def test_a_file_is_refused_with_its_key(name: str, tmp_path: Path, generator: Ge
 def _read(directory: Path, generator: Generator) -> Any:
     model = generator.model.chain.model
     found, rest = resolved(read_generation_config(directory, model), None, {})
-    try_settings(model, found, rest, generator.model.chain.vocabulary)
+    try_generation_settings(model, found, rest, generator.model.chain.vocabulary)
     return found
 
 

@@ -14,7 +14,7 @@ from some_prompts import GREEDY, prompts
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.terms.options.budget import Budget
 
 
@@ -29,7 +29,7 @@ def test_logits_are_those_of_transformers(tied: bool, tmp_path: Path, stock: Cal
     with Generator.open(tmp_path, Budget(host="4GiB"), compute_dtype="bfloat16", narrow_products=False) as generator:
         generator.use(replace(generator.prepare(2, 12, 6), rows=2, seats=1))
         whole = generator.model.settings(12, None, GREEDY)
-        (done,) = generator.run([MicroBatch(0, tuple(map(tuple, rows)), 40, whole)])
+        (done,) = generator.run([SeatRows(0, tuple(map(tuple, rows)), 40, whole)])
     expected = stock(tmp_path, "bfloat16", rows, 40, GREEDY)
     assert torch.equal(done.raw.sequences, expected.sequences)
     assert all(torch.equal(one, other) for one, other in zip(done.raw.logits, expected.logits, strict=True))

@@ -15,7 +15,7 @@ from some_prompts import GREEDY, prompts
 from tiers import sampled
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import MicroBatch
+from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.passes.planner import plan_generation
 from headrace.model.parts.stored_rows import rows_within
 from headrace.plan.clock.machine_profiles import load_profile
@@ -48,7 +48,7 @@ def test_bits_are_those_of_the_whole_table(device: str | None, model: Path, stoc
         assert [each.ids for each in plan.costs.next.tables] == [16 * plan.rows] * 2
         generator.use(replace(plan, rows=2, seats=1, host_slots=2, device_slots=2, prefetch=1))
         whole = generator.model.settings(12, None, SETTINGS)
-        (done,) = generator.run([MicroBatch(0, tuple(map(tuple, rows)), 40, whole)])
+        (done,) = generator.run([SeatRows(0, tuple(map(tuple, rows)), 40, whole)])
         read = [each.bytes_read for block in generator.model.chain.runner.blocks for each in rows_within(block)]
     expected = stock(model, "float32", rows, 40, SETTINGS)
     assert torch.equal(done.raw.sequences, expected.sequences)

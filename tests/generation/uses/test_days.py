@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import headrace
-from headrace.compress.run import compress
+from headrace.compress.run import compress_model
 from headrace.data import BatchStream
 from headrace.data.batches import open_data
 from headrace.data.batches.open_data import open_tokenizer
@@ -18,8 +18,8 @@ from headrace.data.chat.prompts import Prompts
 from headrace.files.yaml_options import from_yaml
 from headrace.generate.passes.whose_weights import open_generator
 from headrace.generate.uses import jobs
-from headrace.generate.uses.answering import Talk
-from headrace.generate.uses.evaluating import evaluate
+from headrace.generate.uses.answering import Answerer
+from headrace.generate.uses.evaluating import evaluate_model
 from headrace.generate.uses.jobs import run_job
 from headrace.runs import train
 from headrace.runs.node import serve, work
@@ -97,13 +97,13 @@ def test_a_run_that_is_read_brings_its_day(
     asked = {"data": chats, "host_memory": "4GiB", "sequence_length": 48, "cache": tmp_path / "another"}
     if finished:
         losses = {
-            day: evaluate(place, EvalOptions.of(asked | ({"template_date": day} if day else {}))).loss
+            day: evaluate_model(place, EvalOptions.of(asked | ({"template_date": day} if day else {}))).loss
             for place, day in ((run, None), (run / "final", FIRST), (run, GIVEN))
         }
         assert losses[None] == losses[FIRST] != losses[GIVEN]
     for given in (None, GIVEN):
         options = GenerateOptions.of({"max_new_tokens": 1, "host_memory": "4GiB", "template_date": given})
-        with Talk(open_generator(run, options, None, None), options) as talk:
+        with Answerer(open_generator(run, options, None, None), options) as talk:
             talk.answer("water", lambda text: None)
     assert [text[:10] for text in read] == [FIRST, GIVEN]
 
@@ -182,7 +182,7 @@ def test_compressing_on_two_days_gives_the_same_bytes_with_the_option(
         clock.day = day
         values = {"model": dated, "output": tmp_path / f"out{number}", "data": chats, "to": "int4", "group_size": 32}
         values |= {"compute_dtype": "float32", "host_memory": "4GiB", "cache": tmp_path / f"cache{number}-{day}"}
-        compress(CompressOptions.of(values | {"sequence_length": 32, "template_date": given}), say=say)
+        compress_model(CompressOptions.of(values | {"sequence_length": 32, "template_date": given}), say=say)
         note = json.loads((tmp_path / f"out{number}" / "compression.json").read_text(encoding="utf-8"))
         digests.append(note["digests"])
 

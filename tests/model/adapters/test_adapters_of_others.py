@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from headrace.engine.merging import merge_adapters
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.whose_weights import open_model
+from headrace.generate.passes.whose_weights import open_whose_model
 from headrace.model import Chain, Checkpoint
 from headrace.model.adapters.adapter_config import COMPUTED, IRRELEVANT, KEEPS_WEIGHTS, REFUSED, AdapterConfig
 from headrace.model.adapters.adapter_reading import read_adapters
@@ -175,7 +175,7 @@ def test_answers_are_those_of_peft(variant: str, model_of: Callable[[str], Path]
         warnings.simplefilter("ignore")
         stocks = PeftModel.from_pretrained(stock(path), adapter).eval()
         want = stocks.generate(input_ids=IDS, max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=None)
-    given = partial(open_model, adapter=adapter)
+    given = partial(open_whose_model, adapter=adapter)
     with Generator.open(path, Budget(host="4GiB"), compute_dtype="float32", opened=given) as generator:
         found = dict(generator.generate(IDS.tolist(), max_new_tokens=6, do_sample=False, eos_token_id=[]))
     assert [list(found[row]) for row in range(2)] == want[:, IDS.shape[1] :].tolist()

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.model.blocks.sample_groups import groups_of
+from headrace.model.blocks.sample_groups import sample_groups_of
 
 
 def positions_of(rows: list[list[int]]) -> torch.Tensor:
@@ -19,7 +19,7 @@ def positions_of(rows: list[list[int]]) -> torch.Tensor:
 def test_each_position_is_in_one_group_once(rows: list[list[int]]) -> None:
     positions = positions_of(rows)
     tokens = torch.arange(positions.numel()).reshape(positions.shape)
-    groups = groups_of(positions)
+    groups = sample_groups_of(positions)
     assert bool(groups) == bool((positions[:, 1:] == 0).any())
     found = torch.full((positions.numel(),), -1)
     for group in groups:
@@ -37,10 +37,10 @@ def test_each_position_is_in_one_group_once(rows: list[list[int]]) -> None:
 
 
 def test_samples_of_about_one_length_share_a_group() -> None:
-    groups = groups_of(positions_of([[400, 390, 380, 100, 90, 20, 20, 20, 2]] * 4))
+    groups = sample_groups_of(positions_of([[400, 390, 380, 100, 90, 20, 20, 20, 2]] * 4))
     assert [tuple(group.places.shape) for group in groups] == [(12, 400), (8, 100), (16, 20)]
     # One row of them has no room for as many chunks.
-    groups = groups_of(positions_of([[400, 390, 380, 100, 90, 20, 20, 20, 2]]))
+    groups = sample_groups_of(positions_of([[400, 390, 380, 100, 90, 20, 20, 20, 2]]))
     assert [tuple(group.places.shape) for group in groups] == [(3, 400), (2, 100), (4, 20)]
-    groups = groups_of(positions_of([[100, 90, 20, 20, 20, 2]]))
+    groups = sample_groups_of(positions_of([[100, 90, 20, 20, 20, 2]]))
     assert [tuple(group.places.shape) for group in groups] == [(1, 100), (1, 90), (1, 20), (1, 20), (1, 20), (1, 2)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.model.stored.safetensors_file import read_bytes, read_header, read_rows
+from headrace.model.stored.safetensors_file import read_bytes, read_header, read_tensor_rows
 
 PAGE = mmap.PAGESIZE
 
@@ -27,7 +27,7 @@ def cached_bytes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("read", [read_rows, read_bytes])
+@pytest.mark.parametrize("read", [read_tensor_rows, read_bytes])
 def test_no_page_of_a_file_stays_whatever_the_order_of_its_tensors(read: object, dtype: torch.dtype, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({f"t{number}": torch.zeros(3000 + number, 1001, dtype=dtype) for number in range(5)}, path)

@@ -16,7 +16,7 @@ from headrace.report.pages.sentences import lane_words
 from headrace.report.pages.views import measured_view, planned_view
 from headrace.report.trace_file import TraceFile
 from headrace.terms.events import OpDone
-from headrace.terms.lanes import Lane, LaneRow, Part, Share, lane_named
+from headrace.terms.lanes import Hardware, Lane, LaneRow, LaneShare, lane_named
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Op, Program, Verb
 
@@ -37,8 +37,8 @@ def radio(monkeypatch: pytest.MonkeyPatch) -> Lane:
         words="sending by radio",
         rate="radio_bytes_per_second",
         overhead="transfer_seconds",
-        shares=Share("air", "air_bytes_per_second"),
-        part=Part("radio", "a radio twice as fast", ("radio_bytes_per_second", "air_bytes_per_second")),
+        shares=LaneShare("air", "air_bytes_per_second"),
+        part=Hardware("radio", "a radio twice as fast", ("radio_bytes_per_second", "air_bytes_per_second")),
         on_bus=True,
         threads=2,
     )

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.plan.clock.cuts import even_cuts
-from headrace.plan.clock.pipeline import Station, bound, run
+from headrace.plan.clock.pipeline import Station, most_busy_share, run
 from headrace.terms.errors import ConfigError
 
 
@@ -40,20 +40,20 @@ def test_no_step_is_shorter_than_its_slowest_part_and_the_way_there_and_back(
     through = sum(on + back for on, back in times) + 2 * transfer * (len(times) - 1)
     assert found.step_seconds >= max(through, *(groups * (on + back) for on, back in times)) - 1e-9
     assert found.step_seconds <= groups * through + 1e-9
-    assert max(found.busy_shares) <= bound([on + back for on, back in times], transfer, groups) + 1e-9
+    assert max(found.busy_shares) <= most_busy_share([on + back for on, back in times], transfer, groups) + 1e-9
 
 
 def test_the_bound_of_stages_that_are_alike_is_that_of_the_paper() -> None:
     for groups, count, seconds, transfer in ((1, 2, 3.0, 0.5), (8, 4, 1.0, 2.0)):
         busy = groups * seconds
         expected = busy / (busy + (count - 1) * (seconds + 2 * transfer))
-        assert bound([seconds] * count, transfer, groups) == pytest.approx(expected)
+        assert most_busy_share([seconds] * count, transfer, groups) == pytest.approx(expected)
 
 
 def test_links_that_take_half_a_groups_time_are_hidden() -> None:
     groups, count = 32, 3
     found = run(alike(count), [2.0] * (count - 1), groups)
-    assert found.busy_shares[0] >= 0.9 * bound([4.0] * count, 2.0, groups)
+    assert found.busy_shares[0] >= 0.9 * most_busy_share([4.0] * count, 2.0, groups)
 
 
 def test_whatever_comes_first_beats_a_fixed_order_where_times_vary() -> None:

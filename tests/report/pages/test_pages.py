@@ -24,7 +24,7 @@ from headrace.report.pages.markup import data_block, decimal_bytes, element, fig
 from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
 from headrace.report.pages.step_charts import thin
 from headrace.report.pages.summary import summary
-from headrace.report.pages.views import Bar, in_rows, joined, lane_heading
+from headrace.report.pages.views import Bar, in_rows, joined_bars, lane_heading
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Verb
@@ -411,7 +411,7 @@ def test_rows_do_not_overlap_and_joining_loses_no_bytes(given_bars: list[Bar], r
     for row in {bar.row for bar in placed}:
         own = [bar for bar in placed if bar.row == row]
         assert all(one.stop_seconds <= other.start_seconds + 1e-5 for one, other in pairwise(own))
-    fewer = joined(placed, float(resolution))
+    fewer = joined_bars(placed, float(resolution))
     assert sum(bar.bytes for bar in fewer) == sum(bar.bytes for bar in given_bars)
     assert sum(bar.count for bar in fewer) == len(given_bars)
 

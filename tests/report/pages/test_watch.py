@@ -15,13 +15,13 @@ from headrace.plan.forecast.forecast import forecast
 from headrace.report.pages import read_run
 from headrace.report.pages.plan_page import write_plan_page
 from headrace.report.pages.summary import summary
-from headrace.report.pages.watch import Watch
+from headrace.report.pages.watch import WatchServer
 from headrace.terms.errors import ConfigError, RunDirectoryError
 
 
 @contextmanager
-def watching(run: Path) -> Iterator[Watch]:
-    with Watch(run, clock=lambda: 0.0) as server:
+def watching(run: Path) -> Iterator[WatchServer]:
+    with WatchServer(run, clock=lambda: 0.0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -31,7 +31,7 @@ def watching(run: Path) -> Iterator[Watch]:
             thread.join()
 
 
-def fetched(server: Watch, path: str = "/", host: str | None = None) -> tuple[int, str]:
+def fetched(server: WatchServer, path: str = "/", host: str | None = None) -> tuple[int, str]:
     request = urllib.request.Request(server.address + path, headers={"Host": host} if host else {})
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
@@ -78,12 +78,12 @@ def test_only_this_machine_is_answered_and_only_with_the_page(tmp_path: Path) ->
         assert fetched(server, "/metrics.jsonl")[0] == 404
         assert "connect-src 'self'" in fetched(server)[1].replace("&#x27;", "'")
         with pytest.raises(ConfigError, match="port: "):
-            Watch(tmp_path / "run", server.server_port)
+            WatchServer(tmp_path / "run", server.server_port)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="no such run directory"):
-        Watch(tmp_path / "nothing")
+        WatchServer(tmp_path / "nothing")
 
 
 def test_a_plan_is_drawn_with_its_lanes_and_memory(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.declared import Declaration, Declared
 from headrace.terms.options.eval_options import EvalOptions
 from headrace.terms.options.generate_options import GenerateOptions
-from headrace.terms.options.option_kinds import Either, Listed, Place, PlaceOrName
+from headrace.terms.options.option_kinds import Either, Listed, PathOf, PlaceOrName
 from headrace.terms.options.run_options import NodeOptions
 from headrace.terms.options.serve_options import ServeOptions
 
@@ -19,7 +19,7 @@ CLASSES: tuple[type[Declared], ...] = (NodeOptions, EvalOptions, GenerateOptions
 
 def is_place(each: Declaration) -> bool:
     kind = each.kind.of if isinstance(each.kind, Listed) else each.kind.other if isinstance(each.kind, Either) else each.kind
-    return isinstance(kind, Place | PlaceOrName)
+    return isinstance(kind, PathOf | PlaceOrName)
 
 
 PLACES = [(cls, each) for cls in CLASSES for each in cls.declarations() if is_place(each)]

@@ -9,7 +9,7 @@ from torch import Tensor
 from headrace.terms.layout import lay_out, part
 from headrace.update.projectors import relative_error
 from headrace.update.wires import Lsp, LspWire
-from headrace.update.wires.wire import Gradients, Moment, Proposal
+from headrace.update.wires.wire import Moment, Proposal, UnitGradients
 
 ROWS, COLUMNS, CHECK = 24, 32, 4
 LAYOUT = lay_out("block", [("w", (ROWS, COLUMNS), (1.0, 0.0)), ("norm", (8,), (1.0, 0.0))])
@@ -32,7 +32,7 @@ class OneUnit:
         flat, delivered, kept = torch.zeros(self.trained.num_elements), set[str](), dict[str, Tensor]()
         for micro, gradient in enumerate(gradients):
             moment = Moment(number, 1, micro, len(gradients), 0, self.basis, kept, proposals.append)
-            sums = Gradients(self.trained, flat, delivered, moment)
+            sums = UnitGradients(self.trained, flat, delivered, moment)
             with self.wire.catch(1, LAYOUT, torch.zeros(LAYOUT.num_elements), sums) as caught:
                 for spec in LAYOUT.parameters:
                     caught.sink(spec, gradient if spec.name == "w" else torch.ones(8))
