@@ -24,7 +24,7 @@ from headrace.cli.first_look import (
     model_here,
     with_model_here,
 )
-from headrace.cli.migrating import migrate_file
+from headrace.cli.migrating import migrate
 from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report, watch
@@ -320,7 +320,7 @@ def clean(
         typer.echo(line)
 
 
-for each in (report, watch, migrate_file, schema):
+for each in (report, watch, migrate, schema):
     command(TRAIN)(each)
 app.add_typer(bench_app, name="bench", rich_help_panel=PLAN)
 

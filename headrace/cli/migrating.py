@@ -11,7 +11,7 @@ from headrace.terms.errors import ConfigError
 
 
 @plainly
-def migrate_file(
+def migrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of axolotl, LLaMA-Factory or TRL; JSON of DeepSpeed.")],
     output: Annotated[Path, typer.Option(help="YAML file to write.")] = Path("run.yaml"),
     tool: Annotated[
@@ -21,7 +21,7 @@ def migrate_file(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts, and write nothing.")] = False,
 ) -> None:
     """Turn another trainer's file into run.yaml, and list every key that has no counterpart, with the reason."""
-    from headrace.migrate import migrate_file as translated
+    from headrace.migrate import migrate as translated
 
     found = translated(file, tool)
     if as_json:

@@ -105,8 +105,7 @@ def read_records(path: Path) -> list[Record]:
 
     Raises:
         RunDirectoryError: a line before the last good one is not JSON, or lacks figures that others of its kind have. Or it is
-        no record of a later step than the line before,
-            nor the only evaluation after that step.
+            no record of a later step than the line before, nor the only evaluation after that step.
     """
     if not path.exists():
         return []
@@ -142,11 +141,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _damage_of(record: Any) -> str:
-    """Return what is wrong with the figures of a step's line, "" for nothing; a line without any says only that "
-    "there was one."""
-    if not isinstance(record, dict) or not {"step"} < record.keys() or is_evaluation(record):
-        return ""
-    if not record.keys() & _FIGURES.keys():
+    """Return what is wrong with the figures of a step's line, "" for nothing. Lines of lanes have neither loss nor tokens."""
+    if not isinstance(record, dict) or "step" not in record or is_evaluation(record) or not record.keys() & {"loss", "tokens"}:
         return ""
     for name, kind in _FIGURES.items():
         if name not in record:

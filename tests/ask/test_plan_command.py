@@ -97,6 +97,7 @@ VALUES: dict[type[OptionKind], object] = {
     Text: "x",
 }
 OWN_VALUES = {
+    "router_aux_loss_coef": 0.01,
     "optimizer": "lion",
     "gradient": "lsp",
     "adapter": "lora",

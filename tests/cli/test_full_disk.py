@@ -149,7 +149,7 @@ def test_the_state_of_a_run_has_no_space_before_it_begins(world: World, fill: Ca
 def test_a_run_directory_that_goes_away(world: World, unbroken: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """Moved here, as an unmounted drive would be: its files that are open stay so, no others can be made."""
     away = world.folder / "away"
-    really = loop.tensors_of
+    really = loop.step_tensors_of
 
     def move(batch: Any) -> Any:
         if world.run.exists():
@@ -285,7 +285,7 @@ def test_an_empty_place_for_the_model_is_not_taken_for_the_model(
 ) -> None:
     """Such as a link to a larger drive, put there while the run was under way."""
     drive, final = world.folder / "drive", world.run / "final"
-    really = loop.tensors_of
+    really = loop.step_tensors_of
 
     def make_place(batch: Any) -> Any:
         if world.run.exists() and not final.exists():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tiers import sampled
 
-from headrace.engine.shared.fleet import VERSIONS, Fleet
+from headrace.engine.shared.fleet import Fleet
+from headrace.engine.shared.talk import VERSIONS
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import ShardStore, StoreRequest
 from headrace.terms.errors import StorageError

@@ -56,7 +56,7 @@ def met(size: int) -> Iterator[list[Ranks]]:
 class Double:
     """Stands for a generator: it can be planned for and used, if there is room."""
 
-    model = SimpleNamespace(directory=Path(), chat_template=None)
+    model = SimpleNamespace(directory=Path(), tokenizer=lambda: None)
 
     def __init__(self, *, has_room: bool = True) -> None:
         self.has_room = has_room
@@ -80,7 +80,6 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
             yield each.number, [{"completion": f"{each.number} {each.rows} {each.seed} {each.settings}"}]
 
     monkeypatch.setattr(job_ranks, "answered", answered)
-    monkeypatch.setattr(job_ranks, "open_tokenizer", lambda *of_model: None)
 
 
 class Shared:
