@@ -101,6 +101,19 @@ _REFUSED = (
     "unfrozen_parameters",
     "use_eaft",
 )
+# Of an entry of data sets.
+_ROW_REASONS = {
+    "shards*": "all samples are trained; write a file with that share",
+    "train_on_eos": "the end of each trained turn is trained",
+    "ds_type": "files are read by their ending",
+    "chat_template*": _TOKENIZER,
+    "trust_remote_code": "code of data sets is never run",
+    "conversation": "the chat template of the model directory is used",
+    "roles": "human and gpt, user and assistant, system and tool are roles (docs/data.md)",
+    "revision": "download that revision and name its files",
+    "message_field_*": "role and content, or from and value, are read",
+    "preprocess_shards": PLANNED,
+}
 _FORMS = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", "input_output")
 
 
@@ -186,22 +199,42 @@ def _take_data(source: MigratedFile) -> None:
         several = source.take(key)
         if not several:
             continue
-        rows = [{"path": each} if isinstance(each, str) else _row(source, key, each) for each in several]
+        rows: list[dict[str, Any]] = []
+        for number, each in enumerate(several):
+            rows += [{"path": each}] if isinstance(each, str) else _rows(source, f"{key}[{number}]", each)
         set_data(source, rows, key, option)
 
 
-def _row(source: MigratedFile, key: str, each: Mapping[str, Any]) -> dict[str, Any]:
-    files = each.get("data_files")
-    split = each.get("split")
-    row = {"path": each["path"], "name": each.get("name"), "split": split if split != "train" else None}
-    if files and each["path"] in ("json", "csv", "parquet", "text", "arrow"):
-        row["path"] = files[0] if isinstance(files, list) else files
-    form = each.get("type")
+def _rows(source: MigratedFile, place: str, each: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what an entry of data sets becomes: a row for each of its files."""
+    inner = MigratedFile(each)
+    path, files, split = each["path"], inner.take("data_files"), inner.take("split")
+    inner.take("path")
+    row = {"path": path, "name": inner.take("name"), "split": split if split != "train" else None}
+    paths = [path]
+    if files and path in ("json", "csv", "parquet", "text", "arrow"):
+        paths = files if isinstance(files, list) else [files]
+        inner.take("ds_type")
+    elif files:
+        inner.leave("data_files", "all files of the split are trained; name each file as a path")
+    form = inner.take("type")
     name = str(form).partition(":")[0].partition(".")[0] if isinstance(form, str) else None
     if form is not None and name not in _FORMS:
-        source.notes.append(f"{key}: {each['path']}: the form {form!r} is axolotl's; here columns decide (docs/data.md)")
-    renamed = {"text": each.get("field"), "messages": each.get("field_messages")}
+        source.notes.append(f"{place}: {path}: the form {form!r} is axolotl's; here columns decide (docs/data.md)")
+    if name == "alpaca":
+        source.notes.append(
+            f"{place}: {path}: alpaca's text around instructions is axolotl's; here the chat template writes it"
+        )
+    roles = inner.take("roles_to_train", [])
+    if not set(roles) <= {"assistant", "gpt", "model"}:
+        raise refuse(f"{place}.roles_to_train", roles, "is not trained by this version; turns of the assistant are")
+    mapping = inner.take("message_property_mappings", {})
+    if not set(mapping.items()) <= {("role", "role"), ("content", "content"), ("role", "from"), ("content", "value")}:
+        raise refuse(f"{place}.message_property_mappings", dict(mapping), "is not read; role and content, from and value are")
+    messages = "conversations" if "from" in mapping.values() else "messages"
+    renamed = {"text": inner.take("field"), messages: inner.take("field_messages")}
+    renamed |= {"tools": inner.take("field_tools"), "system": inner.take("field_system")}
     columns = {ours: theirs for ours, theirs in renamed.items() if theirs and theirs not in (ours, "conversations")}
-    if columns:
-        row["columns"] = columns
-    return {name: value for name, value in row.items() if value is not None}
+    source.close(inner, place, _ROW_REASONS)
+    more = {"columns": columns} if columns else {}
+    return [{key: value for key, value in {**row, "path": path, **more}.items() if value is not None} for path in paths]

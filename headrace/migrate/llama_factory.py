@@ -63,6 +63,23 @@ _REFUSED = (
     "use_galore",
     "use_llama_pro",
 )
+_ENTRY_REASONS = {
+    "num_samples": "all samples are trained; write a file with so many",
+    **dict.fromkeys(("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"), "file_name or hf_hub_url is taken"),
+    "folder": "name the files of that folder",
+}
+_COLUMN_REASONS = {
+    **dict.fromkeys(("images", "videos", "audios"), "words alone are trained; data with media are refused"),
+    "kto_tag": "it belongs to a stage that is refused",
+}
+# Names of roles that are read, the default first.
+_TAGS = {
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant", "chatgpt", "model"),
+    "observation_tag": ("observation", "tool", "function_response"),
+    "function_tag": ("function_call",),
+    "system_tag": ("system",),
+}
 
 
 def recognises(values: Mapping[str, Any]) -> bool:
@@ -149,18 +166,62 @@ def _row(source: MigratedFile, folder: Path, info: Mapping[str, Any], name: str)
     ranks = bool(entry.get("ranking"))
     if ranks != (source.values.get("stage") == "dpo"):
         raise refuse("dataset", name, f"has {'pairs to rank' if ranks else 'no pairs'}, and the file asks for another task")
-    file = entry.get("file_name")
-    row = {
-        "path": str(folder / file) if file else entry.get("hf_hub_url"),
-        "name": entry.get("subset"),
-        "split": entry.get("split"),
-    }
-    names = ("prompt", "chosen", "rejected") if ranks else ("messages", "tools")
-    given = entry.get("columns") or {}
-    columns = {ours: given.get(ours) for ours in names}
-    if ranks and (given.get("query") or given.get("system")):
-        source.notes.append(f"data: {name} has prompts in several columns; join them into one")
-    columns = {ours: theirs for ours, theirs in columns.items() if theirs and theirs not in (ours, "conversations")}
+    inner, place = MigratedFile(entry), f"dataset_info.{name}"
+    inner.take("ranking")
+    file, url = inner.take("file_name"), inner.take("hf_hub_url")
+    if not file and not url:
+        raise refuse("dataset", name, "has neither file_name nor hf_hub_url in dataset_info.json; name a file")
+    row = {"path": str(folder / file) if file else url, "name": inner.take("subset"), "split": inner.take("split")}
+    given = MigratedFile(inner.take("columns", {}))
+    tags = MigratedFile(inner.take("tags", {}))
+    shares = inner.take("formatting", "alpaca") == "sharegpt"
+    columns = _columns_of(source, name, given, tags, shares=shares)
+    source.close(given, f"{place}.columns", _COLUMN_REASONS)
+    source.close(tags, f"{place}.tags", {})
+    source.close(inner, place, _ENTRY_REASONS)
+    columns = {ours: theirs for ours, theirs in columns.items() if theirs and theirs != ours}
     if columns:
         row["columns"] = columns
     return {key: value for key, value in row.items() if value is not None and not (key == "split" and value == "train")}
+
+
+def _columns_of(source: MigratedFile, name: str, given: MigratedFile, tags: MigratedFile, *, shares: bool) -> dict[str, Any]:
+    """Return the data's names of columns by ours; what LLaMA-Factory reads otherwise becomes a note."""
+    stage = source.values.get("stage")
+    if stage == "pt":
+        return {"text": given.take("prompt", None if given.values else "instruction")}
+    if stage == "dpo":
+        if given.take("query") or given.take("system"):
+            source.notes.append(f"data: {name} has prompts in several columns; join them into one")
+        found = {ours: given.take(ours) for ours in ("prompt", "chosen", "rejected")}
+        return found if shares or given.values else found | {"prompt": "instruction"}
+    if shares:
+        roles = _names_of_turns(tags)
+        messages = given.take("messages", "conversations")
+        form = "messages" if roles and messages != "conversations" else "conversations"
+        return {form: messages, "tools": given.take("tools"), "system": given.take("system")}
+    own = {"instruction": "prompt", "input": "query", "output": "response", "system": "system", "history": "history"}
+    found = {ours: given.take(theirs) for ours, theirs in own.items()} | {"tools": given.take("tools")}
+    unread = [ours for ours in ("input", "system", "history") if not found[ours] and (given.values or ours != "input")]
+    source.notes.append(
+        f"data: {name}: an empty line joins instruction and input here, a line break in LLaMA-Factory"
+        + (f"; columns called {', '.join(unread)} are read, which columns does not name" if unread else "")
+    )
+    return found
+
+
+def _names_of_turns(tags: MigratedFile) -> bool:
+    """Return whether turns have role and content, not from and value.
+
+    Raises:
+        ConfigError: they have other names.
+    """
+    for key, words in _TAGS.items():
+        if (word := tags.take(key, words[0])) not in words:
+            raise refuse(f"tags.{key}", word, f"is not read here; rename it in the data to {' or '.join(words)}")
+    role, content = tags.take("role_tag", "from"), tags.take("content_tag", "value")
+    if (role, content) not in (("from", "value"), ("role", "content")):
+        raise refuse(
+            "tags", {"role_tag": role, "content_tag": content}, "is not read here; from and value, role and content are"
+        )
+    return bool(role == "role")

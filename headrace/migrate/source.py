@@ -58,6 +58,13 @@ class MigratedFile:
         if value is not None:
             self.set(option, convert(value), key)
 
+    def close(self, inner: "MigratedFile", place: str, reasons: Mapping[str, str]) -> None:
+        """Name the keys that are left of `inner`, an object of the file that stands at `place`."""
+        inner.finish(reasons)
+        for key, reason in inner.left_out.items():
+            self.leave(f"{place}.{key}", reason)
+        self.notes += inner.notes
+
     def finish(self, reasons: Mapping[str, str]) -> None:
         """Name all keys that are left: `reasons` by key, or by the beginning of a key that ends with `*`.
 

@@ -157,7 +157,7 @@ def take_warmup(source: MigratedFile) -> None:
     elif ratio and total:
         source.take("warmup_ratio")
         source.set("warmup_steps", math.ceil(float(ratio) * total), "warmup_ratio, max_steps")
-    elif ratio and "warmup_ratio" not in source.values:
+    elif ratio and 0 < float(source.take("warmup_steps", 0)) < 1:
         source.leave("warmup_steps", REASONS["warmup_ratio"])
 
 

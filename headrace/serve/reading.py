@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.data.chat.api_bodies import check_keys, conversation_of, settings_of
+from headrace.data.chat.api_bodies import conversation_of, settings_of
 from headrace.data.chat.prompts import Prompts
+from headrace.data.chat.request_keys import RENAMED, check_keys, is_one_of
 from headrace.serve.shapes import CHAT, EndpointShape
 from headrace.terms.errors import HeadraceError, InputError, shortened
 
-_READ = ("messages", "tools", "prompt", "stream", "stream_options")
-# Values with which a key asks for what is done anyway.
-_USUAL: Mapping[str, Any] = {"response_format": {"type": "text"}, "tool_choice": "none", "best_of": 1, "modalities": ["text"]}
+_STREAM = ("stream", "stream_options")
 
 
 class Refused(HeadraceError):
@@ -67,13 +66,16 @@ class RequestReader:
         if model is not None and model != self.name:
             raise Refused(f"model {shortened(repr(model))} is not here; this server has {self.name!r}", 404, "model_not_found")
         try:
-            check_keys({key: value for key, value in body.items() if _USUAL.get(key) != value}, _READ)
-            settings = settings_of(body)
             streams, tells_usage = _stream_of(body)
             ids = tuple(conversation_of(body, self.prompts) if shape is CHAT else self._prompt_of(body))
+            check_keys(body, (*_STREAM, *(("messages", "tools") if shape is CHAT else ("prompt",))))
+            bounded = {key: value for key, value in body.items() if not (key in RENAMED and is_one_of(value, (-1,)))}
+            settings = settings_of(bounded)
         except InputError as error:
             raise Refused(str(error)) from error
         new, seed = settings.pop("max_new_tokens", None), settings.pop("seed", None)
+        if len(bounded) < len(body) and new is None:  # -1: as many as there is room for
+            new = max(0, self.limits.together - len(ids))
         return GenerationRequest(shape, ids, settings, self._new_tokens(len(ids), new), seed, streams, tells_usage)
 
     def _prompt_of(self, body: Mapping[str, Any]) -> list[int]:
@@ -121,6 +123,6 @@ def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:
     streams, options = body.get("stream") or False, body.get("stream_options") or {}
     if not isinstance(streams, bool) or not isinstance(options, dict):
         raise Refused("stream must be true or false, and stream_options an object")
-    if not options.keys() <= {"include_usage"}:
+    if any(value for key, value in options.items() if key != "include_usage"):
         raise Refused(f"stream_options may have include_usage alone, found {shortened(repr(options))}")
     return streams, bool(options.get("include_usage"))

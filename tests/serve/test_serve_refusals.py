@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from served import Serve, Server
+from served import Serve, Server, serving
 from transformers import AutoTokenizer
 
 from headrace.data.chat.prompts import Prompts
+from headrace.data.chat.request_keys import NEUTRAL
 from headrace.serve import desk
 from headrace.serve.reading import GenerationRequest, Limits, Refused, RequestReader
 from headrace.serve.shapes import CHAT, TEXT
@@ -44,6 +47,10 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "no new token": (CHATS, {"messages": TALK, "max_tokens": 0}, 400, "max_new_tokens"),
     "an empty stop": (CHATS, {"messages": TALK, "stop": [""]}, 400, "stop"),
     "a seed that is none": (CHATS, {"messages": TALK, "seed": "x"}, 400, "seed"),
+    "two lengths": (CHATS, {"messages": TALK, "max_tokens": 3, "max_completion_tokens": 4}, 400, "leave one of them out"),
+    "a prompt beside messages": (CHATS, {"messages": TALK, "prompt": "w"}, 400, "prompt is 'w'"),
+    "tools for a text": (TEXTS, {"prompt": "w", "tools": [{}]}, 400, "beside messages"),
+    "words beside a stream": (CHATS, {"messages": TALK, "stream_options": {"include_obfuscation": True}}, 400, "obfuscation"),
     "a stream that is none": (CHATS, {"messages": TALK, "stream": "yes"}, 400, "stream"),
     "a long prompt": (TEXTS, {"prompt": "w" * 97}, 400, "97 tokens; this server takes 96"),
     "a long answer": (TEXTS, {"prompt": "w" * 90, "max_tokens": 39}, 400, "ask for 38"),
@@ -59,6 +66,36 @@ def test_a_request_is_refused_with_a_reason(server: Server, name: str) -> None:
     error = found.json()["error"]
     assert word in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+def test_values_that_change_nothing_are_taken(model: Path) -> None:
+    """Each of the table's: what programs always send, whatever they ask for."""
+    reader = RequestReader("tiny", Prompts(_tokenizer(model)), Limits(96, 128, 64))
+    for shape, body in ((CHAT, {"messages": TALK, "temperature": 0}), (TEXT, {"prompt": "w", "temperature": 0})):
+        plain = reader.read(shape, json.dumps(body).encode())
+        for key, values in NEUTRAL.items():
+            for value in (None, *values):
+                found = reader.read(shape, json.dumps({**body, key: value}).encode())
+                assert {key: each for key, each in found.settings.items() if each is not None} == plain.settings, key
+                assert replace(found, settings=plain.settings) == plain, key
+        off = {"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}}
+        assert not reader.read(shape, json.dumps(body | off).encode()).tells_usage
+        whole = reader.read(shape, json.dumps({**body, "max_tokens": -1}).encode())
+        assert whole.new_tokens == 128 - len(whole.ids)
+
+
+def test_a_penalty_of_one_switches_off_the_models_own(model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    config = json.loads((model / "generation_config.json").read_text())
+    (own / "generation_config.json").write_text(json.dumps(config | {"repetition_penalty": 1.9}))
+    asked = {"prompt": "water", "max_tokens": 24, "temperature": 0.7, "seed": 3}
+    with serving(model) as plain:
+        want, off = (plain.post(TEXTS, **asked, **more).json()["choices"] for more in ({}, {"top_k": -1}))
+    with serving(own) as server:
+        assert server.post(TEXTS, **asked).json()["choices"] != want
+        assert server.post(TEXTS, **asked, repetition_penalty=1.0).json()["choices"] == want
+        assert off != want, "transformers takes 50 of the likeliest tokens where nothing is said"
 
 
 def test_a_streamed_request_is_refused_before_its_stream_begins(server: Server) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.data.chat.api_bodies import SETTINGS, check_keys, conversation_of, settings_of
+from headrace.data.chat.api_bodies import conversation_of, settings_of
 from headrace.data.chat.prompts import Prompts
+from headrace.data.chat.request_keys import check_keys
 from headrace.terms.errors import HeadraceError
 
 _BATCH_URL = "/v1/chat/completions"
@@ -79,8 +80,9 @@ def read_line(number: int, text: str, prompts: Prompts) -> PromptLine:
     try:
         is_batch = "custom_id" in values and "body" in values
         body = _batch_body(values) if is_batch else values
-        settings = settings_of(body if is_batch else {key: body[key] for key in SETTINGS if key in body})
-        return PromptLine(number, values, tuple(_ids(body, prompts)), settings)
+        ids = tuple(_ids(body, prompts))
+        check_keys(body, ("messages", "tools") if "messages" in body else ("prompt",), has_columns=not is_batch)
+        return PromptLine(number, values, ids, settings_of(body))
     except (_Wrong, HeadraceError) as error:
         return PromptLine(number, values, error=f"line {number}: {error}")
 
@@ -89,7 +91,6 @@ def _batch_body(values: Mapping[str, Any]) -> Mapping[str, Any]:
     url, body = values.get("url", _BATCH_URL), values["body"]
     if url != _BATCH_URL or not isinstance(body, dict):
         raise _Wrong(f"url is {url!r}; only {_BATCH_URL} with an object as body is answered")
-    check_keys(body, ("tools",))
     return body
 
 

@@ -3,6 +3,7 @@
 Invariant: what is read computes what stock peft computes with the same files; what peft would pass over is refused by name.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.layout import part
 
 _ENDS = (DOWN, UP, MAGNITUDE)
+# The name of an adapter stands before `.weight` where a model's own state was saved, as by trainers on FSDP and DeepSpeed.
+_KEY = re.compile(r"(.+)\.(?:(lora_[AB])(?:\.([^.]+))?\.weight|(lora_magnitude_vector)(?:\.(?!weight$)([^.]+))?(?:\.weight)?)")
 
 
 def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredBeside:
@@ -40,8 +43,15 @@ def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredBe
     try:
         with safe_open(directory / f"{WEIGHTS_NAME}.safetensors", framework="pt") as file:
             found = _Found(directory, type(chain.model).__name__, file)
+            named: dict[str, str] = {}
             for key in file.keys():  # noqa: SIM118
-                stem, end = _split(key)
+                stem, end, name = _split(key)
+                if end in _ENDS and len(named | {name: key}) > 1:
+                    raise ModelError(
+                        f"{directory}: {next(iter(named.values()))} and {key} are of two adapters, by the names in their keys; "
+                        "save one of them"
+                    )
+                named |= {name: key} if end in _ENDS else {}
                 if end in _ENDS and (place := places.of(stem)) is not None:
                     found.add(place, end, key)
                 elif end in _ENDS and places.untargeted(stem):
@@ -65,13 +75,13 @@ def read_adapters(directory: Path, chain: Chain, weights: WeightMap) -> StoredBe
         raise ModelError(f"{directory}: {error}; give the model that it was trained on") from error
 
 
-def _split(key: str) -> tuple[str, str]:
-    """Return the name of a module in a file, and which tensor of its adapter `key` is."""
+def _split(key: str) -> tuple[str, str, str]:
+    """Return the name of a module in a file, which tensor of its adapter `key` is, and the adapter's name, if it has one."""
     stem = key.removeprefix(PREFIX)
-    for end in _ENDS:
-        if stem.endswith(f".{end}"):
-            return stem.removesuffix(f".{end}"), end
-    return stem.replace(".base_layer.", "."), ""
+    if (found := _KEY.fullmatch(stem)) is None:
+        return stem.replace(".base_layer.", "."), "", ""
+    module, matrix, of_matrix, magnitude, of_magnitude = found.groups()
+    return module, magnitude or f"{matrix}.weight", of_matrix or of_magnitude or ""
 
 
 class _Found:

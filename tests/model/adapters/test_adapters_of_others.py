@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -288,6 +289,38 @@ def test_a_copy_of_the_head_is_passed_over_and_another_head_refused(model_of: Ca
     save_file(tensors | {key: tensors[key] * 1.01}, file)
     with pytest.raises(ModelError, match=r"lm_head\.base_layer\.weight: this adapter has other weights for lm_head\.weight"):
         our_logits(path, adapter)
+
+
+def renamed(adapter: Path, name: str, share: str = "") -> Path:
+    """Put an adapter's name into the keys that contain `share`, as the state of peft's own model has it."""
+    file = adapter / "adapter_model.safetensors"
+    tensors = {
+        re.sub(r"(lora_[AB])\.weight$|(lora_magnitude_vector)$", rf"\g<1>\g<2>.{name}.weight", key)
+        if share in key
+        else key: each
+        for key, each in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return adapter
+
+
+@pytest.mark.parametrize("variant", ["with lengths of rows", "of a head", "of packed experts"])
+def test_keys_with_the_name_of_their_adapter_are_read(variant: str, model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    name, settings = VARIANTS[variant]
+    adapter = written_by_peft(model_of(name), tmp_path / "adapter", **settings)
+    want = logits_of_peft(model_of(name), adapter)
+    torch.testing.assert_close(our_logits(model_of(name), renamed(adapter, "default")), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits_of_peft(model_of(name), adapter), want)
+
+
+def test_the_name_may_be_any_one_but_not_two(model_of: Callable[[str], Path], tmp_path: Path) -> None:
+    path = model_of("llama")
+    adapter = written_by_peft(path, tmp_path / "adapter", target_modules=["q_proj"])
+    want = our_logits(path, adapter)
+    torch.testing.assert_close(our_logits(path, renamed(adapter, "mine")), want, rtol=0, atol=0)
+    written_by_peft(path, adapter, target_modules=["q_proj"])
+    with pytest.raises(ModelError, match=r"lora_[AB]\..*are of two adapters, by the names in their keys; save one"):
+        our_logits(path, renamed(adapter, "mine", share="layers.1"))
 
 
 def test_each_key_of_the_installed_peft_is_known() -> None:
