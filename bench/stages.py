@@ -47,7 +47,7 @@ def busy_shares(stages: int, groups: int, transfer: float, jitter: float) -> tup
         for fixed, found in ((False, by_arrival), (True, in_order)):
             step = run(stations, [transfer] * (stages - 1), groups, times=times, in_order=fixed)
             found.append(groups * (_FORWARD + _BACKWARD) / step.step_seconds)
-    return most_busy_share(_FORWARD + _BACKWARD, transfer, groups, stages), mean(by_arrival), mean(in_order)
+    return most_busy_share([_FORWARD + _BACKWARD] * stages, transfer, groups), mean(by_arrival), mean(in_order)
 
 
 def table(jitter: float) -> Iterator[str]:
