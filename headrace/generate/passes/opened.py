@@ -26,7 +26,7 @@ from headrace.model.adapters.beside_reading import read_beside
 from headrace.model.blocks.beside import StoredBeside
 from headrace.model.seats.generation_check import check_generation, ready_to_generate
 from headrace.model.seats.generation_keys import SettingError, check_file, resolved, try_generation_settings
-from headrace.store.model_here import ModelHere, directory_at, lone_configuration
+from headrace.store.model_here import Kind, ModelHere, directory_at, lone_configuration
 from headrace.terms.errors import ConfigError, DataError, ModelError, in_one_line, shortened
 from headrace.terms.events import Event, Sink
 from headrace.terms.json_text import parse_json
@@ -91,7 +91,7 @@ class GenerationModel:
     @classmethod
     def of_store(
         cls,
-        place: ModelHere,
+        place: Path | ModelHere,
         budget: Budget,
         compute_dtype: str | None,
         sink: Sink | None,
@@ -104,6 +104,8 @@ class GenerationModel:
             ModelError: the model with which it began is gone.
             ConfigError: the run computes in another dtype than is asked for.
         """
+        if isinstance(place, Path):  # a program's run, without options
+            place = ModelHere(directory=place, kind=Kind.RUN, tokenizer=place, generation_config=place)
         run = open_run(place.directory, compute_dtype, sink or _silent)
         try:
             base = run.directory

@@ -40,8 +40,8 @@ def most_busy_share(group_seconds: Sequence[float], transfer_seconds: float, gro
     """Return the largest share of a step for which the slowest stage can be busy, from the seconds that each takes for a group.
 
     A stage's first group comes through all stages before it, and its last one goes back through them. So no step is shorter
-    than G t_k + sum of (t_i + 2c) over the stages i before k, for any k. Where all are alike the share is G t / (G t + (S - 1)(t +
-    2c)).
+    than G t_k + sum of (t_i + 2c) over the stages i before k, for any k. Where all are alike the share is
+    G t / (G t + (S - 1)(t + 2c)).
     """
     before = [sum(group_seconds[:at]) + 2 * transfer_seconds * at for at in range(len(group_seconds))]
     shortest = max(groups * own + way for own, way in zip(group_seconds, before, strict=True))
