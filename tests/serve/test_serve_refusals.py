@@ -195,7 +195,7 @@ def hand_in(server: Server, body: dict[str, Any], path: str = TEXTS) -> socket.s
     """Send a request by hand, and return the socket that its answer comes to."""
     content = json.dumps(body)
     found = socket.create_connection((server.http.base_url.host, server.http.base_url.port or 0), timeout=200)
-    lines = (f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json", f"Content-Length: {len(content)}")
+    lines = (f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {len(content)}")
     found.sendall("\r\n".join((*lines, "", content)).encode())
     return found
 
