@@ -111,8 +111,13 @@ def test_shares_of_stages_are_those_of_compute_beside_the_most_that_there_can_be
     assert found is not None
     assert found["busy_shares"] == [pytest.approx(12 / 24, abs=1e-4), pytest.approx(4 / 24, abs=1e-4)]
     assert found["utilisation"] == 0.5
-    # Six seconds a step on average: a group takes 1.5 s, and 0.5 s on the link.
-    assert found["bound"] == pytest.approx(4 * 1.5 / (4 * 1.5 + 1 * (1.5 + 2 * 0.5)), abs=1e-4)
+    # Six seconds a step on average: a group takes 1.5 s at the first stage, which has nobody to wait for.
+    assert found["bound"] == 1.0
+    turned = StageShares()
+    for _ in range(2):
+        turned.add([{"compute_seconds": 2.0, "transfer_seconds": 0.5}, {"compute_seconds": 6.0, "transfer_seconds": 0.5}], 10.0)
+    # A group takes 0.5 s at the first stage and 0.5 s on the link and back, before the slowest one can begin.
+    assert turned.to_json(4)["bound"] == pytest.approx(4 * 1.5 / (4 * 1.5 + 0.5 + 2 * 0.5), abs=1e-4)
 
 
 @pytest.mark.deep
