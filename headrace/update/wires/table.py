@@ -15,11 +15,14 @@ from headrace.terms.options.options import Options
 from headrace.update.wires.dense import Dense
 from headrace.update.wires.wire import Wire
 
+# Files without a wire: this one, and one that needs the model library, which is not imported before choices are checked.
+_NO_WIRES = ("table", "stored_codes")
+
 
 def _found() -> Iterator[tuple[type[GradientWay], type[Wire]]]:
     """Yield what users may name, and the wires, by the names of their files."""
     for file in pkgutil.iter_modules(sys.modules[__package__].__path__):
-        for wire in vars(import_module(f"{__package__}.{file.name}")).values() if file.name != "table" else ():
+        for wire in vars(import_module(f"{__package__}.{file.name}")).values() if file.name not in _NO_WIRES else ():
             if inspect.isclass(wire) and issubclass(wire, Wire):
                 yield from ((way, wire) for way in wire.ways)
 
