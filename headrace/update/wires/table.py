@@ -15,8 +15,8 @@ from headrace.terms.options.options import Options
 from headrace.update.wires.dense import Dense
 from headrace.update.wires.wire import Wire
 
-# Files without a wire: this one, and one that needs the model library, which is not imported before choices are checked.
-_NO_WIRES = ("table", "stored_codes")
+# Files without a wire: this one, and those that need the model library, which is not imported before choices are checked.
+_NO_WIRES = ("table", "stored_codes", "forms")
 
 
 def _found() -> Iterator[tuple[type[GradientWay], type[Wire]]]:
