@@ -232,7 +232,8 @@ def test_time_scales_with_the_machine(programs: list[Program], ceilings: Ceiling
             if name.endswith("_per_second"):
                 drive[name] *= factor
     scaled = simulate(programs, Ceilings.from_json(values))
-    assert scaled.step_seconds * factor == pytest.approx(simulate(programs, ceilings).step_seconds, rel=1e-5)  # host memory is fast, and does not scale
+    expected = simulate(programs, ceilings).step_seconds
+    assert scaled.step_seconds * factor == pytest.approx(expected, rel=1e-5)  # host memory is fast, and does not scale
 
 
 @given(random_programs(), any_machine)
