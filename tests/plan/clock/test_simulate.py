@@ -222,7 +222,8 @@ def test_time_scales_with_the_machine(programs: list[Program], ceilings: Ceiling
             return {name: scaled_rate(each) for name, each in rate.items()}
         return None if rate is None else rate * factor  # None: nobody measured it
 
-    ceilings = replace(ceilings, host_memory_bytes_per_second=1e12)  # eight times that is still a rate
+    attended = ceilings.attention_bytes_per_second  # what is assumed where nobody measured it does not scale
+    ceilings = replace(ceilings, host_memory_bytes_per_second=1e12, attended_bytes_per_second=attended)
     values = ceilings.to_json()
     for name in values:
         if "_per_second" in name:
