@@ -15,8 +15,7 @@ from versions import COMPILES_EXPERTS
 from headrace.model import BlockCall, Chain, profile
 from headrace.model.chain.compiled import CompiledBlocks, check_compiler, check_compiles
 from headrace.model.trials.block_major import compare_gradients
-from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.instance import tiny_runner, tiny_samples
 from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.optimizer import Optimizer

@@ -12,7 +12,7 @@ from headrace.model.blocks.chain_values import IGNORED
 from headrace.model.parts import head_rows
 from headrace.model.parts.head_rows import rows_of_range
 from headrace.model.trials.head_check import takes_head_by_rows
-from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.instance import tiny_runner
 from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.options.optimizer import Optimizer
 

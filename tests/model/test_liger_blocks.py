@@ -15,8 +15,7 @@ from headrace.model import Chain
 from headrace.model.chain import liger
 from headrace.model.chain.liger import LigerBlocks, check_liger
 from headrace.model.trials.block_major import compare_gradients
-from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.instance import tiny_runner, tiny_samples
 from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.optimizer import Optimizer
@@ -80,7 +79,6 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     sys.modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = functions  # type: ignore[attr-defined]
     CALLS.clear()
     yield functions
-    liger._why_not.cache_clear()
 
 
 def llama() -> Any:
@@ -101,7 +99,7 @@ def test_every_block_runs_by_the_kernels_and_computes_the_same() -> None:
 @pytest.mark.usefixtures("package")
 def test_they_are_checked_on_a_tiny_instance() -> None:
     config = make_config(CONFIGS["llama"])
-    assert liger._why_not(type(config), architecture_key(config), "cpu") == ""
+    assert liger._why_not(config, "cpu") == ""
     assert CALLS
 
 

@@ -1,8 +1,7 @@
 """Whether tables in the blocks of an architecture can be read, and trained, by rows: tried on a tiny instance."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,22 +9,25 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headrace.model.by_rows.learned_rows import LearnedRows
+from headrace.model.parts.runner import Runner
 from headrace.model.parts.stored_rows import StoredRows
 from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
-from headrace.terms.errors import in_one_line
+from headrace.model.trials.trial import run_back, tried, unless_alike, why_other
 from headrace.terms.layout import lay_out
 
 
-def why_whole_tables(config: Any) -> str:
-    """Return why tables of the architecture of `config` come with their block; "" where their rows can be read."""
-    return _table_check(cast(Hashable, type(config)), architecture_key(config))
+@tried
+def why_whole_tables(runner: Runner) -> str:
+    """Return why tables of an architecture come with their block; "" where their rows can be read."""
+    for name in _tables(runner):
+        runner.model.get_parameter(name).requires_grad_(False)
+    return _why_other_by_rows(runner, _try_rows)
 
 
-def why_not_trained(config: Any) -> str:
-    """Return why tables of the architecture of `config` cannot be trained by rows; "" where they can."""
-    return _training_check(cast(Hashable, type(config)), architecture_key(config))
+@tried
+def why_not_trained(runner: Runner) -> str:
+    """Return why tables of an architecture cannot be trained by rows; "" where they can."""
+    return _why_other_by_rows(runner, _try_training)
 
 
 def is_table(module: nn.Module) -> bool:
@@ -40,42 +42,28 @@ def holder_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(outer), attribute
 
 
-@lru_cache(maxsize=64)
-def _table_check(config_class: type, key: str) -> str:
-    model, names = _tried_model(config_class, key)
-    for name in names:
-        model.get_parameter(name).requires_grad_(False)
-    return _differs(model, lambda: _try_rows(model, names))
-
-
-@lru_cache(maxsize=64)
-def _training_check(config_class: type, key: str) -> str:
-    model, names = _tried_model(config_class, key)
-    return _differs(model, lambda: _try_training(model, names))
-
-
-def _tried_model(config_class: type, key: str) -> tuple[Any, list[str]]:
-    """Return a tiny instance, and the names of tables in its blocks."""
-    runner = tiny_runner(config_class, key)
+def _tables(runner: Runner) -> list[str]:
+    """Return the names of tables in the blocks of a tiny instance."""
     inside = {id(module) for block in runner.blocks for module in block.modules() if is_table(module)}
-    return runner.model, [f"{name}.weight" for name, module in runner.model.named_modules() if id(module) in inside]
+    return [f"{name}.weight" for name, module in runner.model.named_modules() if id(module) in inside]
 
 
-def _differs(model: Any, change: Callable[[], "dict[str, _TriedSource]"]) -> str:
-    """Return why a model's results differ after a change, which returns what gets gradients by rows, by parameter; "" if they
-    do not.
-    """
-    samples = tiny_samples(model)
-    try:
-        expected = [_results(model, sample.input_ids, {}) for sample in samples]
-        sources = change()
-        made = [_results(model, sample.input_ids, sources) for sample in samples]
-    except Exception as error:  # whatever code raises that reads the weight itself
-        return in_one_line(error)
-    for one, other in zip(expected, made, strict=True):
-        if one.keys() != other.keys() or not all(torch.equal(one[name], other[name]) for name in one):
-            return "its results differ where rows of tables are read"
-    return ""
+def _why_other_by_rows(runner: Runner, change: "Callable[[nn.Module, Sequence[str]], dict[str, _TriedSource]]") -> str:
+    """Return why results differ after a change, which returns what gets gradients by rows, by parameter; "" if they do not."""
+    model, sources = runner.model, dict[str, _TriedSource]()
+
+    def results() -> list[dict[str, Tensor]]:
+        return [
+            run_back(model, sample.input_ids)
+            | {name: sums for name, source in sources.items() if (sums := source.taken()) is not None}
+            for sample in tiny_samples(model)
+        ]
+
+    def changed() -> list[dict[str, Tensor]]:
+        sources.update(change(model, _tables(runner)))
+        return results()
+
+    return why_other(results, changed, unless_alike("its results differ where rows of tables are read"))
 
 
 def _try_rows(model: nn.Module, names: Sequence[str]) -> "dict[str, _TriedSource]":
@@ -136,14 +124,3 @@ class _TriedRows(StoredRows):
 
     def _looked_up(self, wanted: Tensor, places: Tensor, device: torch.device) -> Tensor:
         return self._numbers[wanted][places.view(-1)].view(*places.shape, -1).to(device)
-
-
-def _results(model: Any, ids: Tensor, sources: Mapping[str, _TriedSource]) -> dict[str, Tensor]:
-    """Return the logits of a row, and the gradients of all that has one; those of tables in `sources` are there."""
-    out = model(input_ids=ids, use_cache=False).logits
-    out.backward(torch.cos(out.detach()))
-    found = {"": out.detach()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name], parameter.grad = parameter.grad, None
-    return found | {name: sums for name, source in sources.items() if (sums := source.taken()) is not None}

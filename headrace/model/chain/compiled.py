@@ -6,21 +6,18 @@ Invariants: a block is one whole graph, or the option is refused. The graph is a
 shapes. So a resumed run computes what an unbroken one does (docs/decisions/0008).
 """
 
-from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from headrace.model.parts.runner import run_block
+from headrace.model.parts.runner import Runner, run_block
 from headrace.model.trials.block_major import compare_gradients
 from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
+from headrace.model.trials.trial import tried
 from headrace.terms.errors import ConfigError
 
 # There are two graphs for each kind of block, shape of a micro-batch and kind of mask; torch's own limit of 8 is too small.
@@ -82,7 +79,7 @@ def check_compiles(config: Any) -> None:
     Raises:
         ConfigError: a block breaks into several graphs, cannot be traced, or computes something else; the message says why.
     """
-    reason = _why_not(cast(Hashable, type(config)), architecture_key(config))
+    reason = _why_not(config)
     if reason:
         raise ConfigError(
             f"compile_blocks: the blocks of {type(config).__name__} cannot be compiled: {reason}; leave compile_blocks out, or "
@@ -90,9 +87,8 @@ def check_compiles(config: Any) -> None:
         )
 
 
-@lru_cache(maxsize=64)
-def _why_not(config_class: type, key: str) -> str:
-    runner = tiny_runner(config_class, key)
+@tried
+def _why_not(runner: Runner) -> str:
     try:
         return compare_gradients(runner, CompiledBlocks(_TRACE_ONLY), tiny_samples(runner.model)[:1])
     except ConfigError as error:

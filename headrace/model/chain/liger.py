@@ -12,20 +12,18 @@ import contextlib
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from headrace.model.blocks.chain_values import MicroBatch
-from headrace.model.parts.runner import run_block
+from headrace.model.parts.runner import Runner, run_block
 from headrace.model.trials.block_major import compare_gradients
 from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
+from headrace.model.trials.trial import tried
 from headrace.terms.errors import ConfigError
 
 # What is replaced, by Liger's own names. All else that it can replace, above all losses, is switched off.
@@ -72,14 +70,13 @@ def check_liger(config: Any, device: torch.device) -> None:
     if device.type != "cuda":
         raise ConfigError(f"liger: its kernels run on a GPU, but this run computes on the {device.type}; leave liger out")
     _liger_functions()
-    reason = _why_not(cast(Hashable, type(config)), architecture_key(config), str(device))
+    reason = _why_not(config, str(device))
     if reason:
         raise ConfigError(f"liger: with its kernels {type(config).__name__} computes something else: {reason}; leave liger out")
 
 
-@lru_cache(maxsize=64)
-def _why_not(config_class: type, key: str, device: str) -> str:
-    runner = tiny_runner(config_class, key)
+@tried
+def _why_not(runner: Runner, device: str) -> str:
     runner.model.to(device)
     samples = [
         MicroBatch(one.input_ids.to(device), one.labels.to(device), torch.ones_like(one.input_ids, device=device))

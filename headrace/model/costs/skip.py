@@ -4,28 +4,25 @@ They are found on the architecture's tiny instance (`probe`), and transferred to
 that a block runs. A block whose sequence does not occur in the tiny instance is recomputed whole.
 """
 
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from headrace.model.blocks.replay import count_operators, find_skippable, operator_name
+from headrace.model.parts.runner import Runner
 from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
+from headrace.model.trials.trial import tried
 from headrace.terms.costs import OperatorCosts
 
 
 def skippable(config: Any, operators: Sequence[OperatorCosts]) -> tuple[int, ...]:
     """Return the ordinals that recompute of a block running `operators` may skip, for the architecture of `config`."""
-    known = _skippable(cast(Hashable, type(config)), architecture_key(config))
-    return known.get(tuple(operator.name for operator in operators), ())
+    return _skippable(config).get(tuple(operator.name for operator in operators), ())
 
 
-@lru_cache(maxsize=64)
-def _skippable(config_class: type, key: str) -> dict[tuple[str, ...], tuple[int, ...]]:
-    runner = tiny_runner(config_class, key)
+@tried
+def _skippable(runner: Runner) -> dict[tuple[str, ...], tuple[int, ...]]:
     sample = tiny_samples(runner.model)[0]
     found: dict[tuple[str, ...], tuple[int, ...]] = {}
     with torch.no_grad():

@@ -4,56 +4,39 @@ Invariant: an architecture gets no banks if its tiny instance gave other bits wi
 announced. Its blocks then come whole.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, cast
-
-import torch
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from headrace.model.parts.banks import Banks, BlockExperts, find_experts
-from headrace.model.seats.generation_check import ready_to_generate
+from headrace.model.parts.runner import Runner
+from headrace.model.seats.generation_check import GREEDY, generated, ready_to_generate
 from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
-from headrace.terms.errors import in_one_line
-
-_NEW_TOKENS = 3
+from headrace.model.trials.trial import Found, tried, unless_alike, why_other
 
 
-def why_no_banks(config: Any) -> str:
-    """Return why experts of the architecture of `config` come with their whole block; "" where they need not."""
-    return _bank_check(cast(Hashable, type(config)), architecture_key(config))
-
-
-@lru_cache(maxsize=64)
-def _bank_check(config_class: type, key: str) -> str:
-    runner = tiny_runner(config_class, key)
+@tried
+def why_no_banks(runner: Runner) -> str:
+    """Return why experts of an architecture come with their whole block; "" where they need not."""
     model = runner.model
     ready_to_generate(model)
     experts = find_experts(model, runner.blocks)
     if not any(experts):
         return "it has no stacked experts"
-    try:
-        expected = [_generated(model, sample.input_ids) for sample in tiny_samples(model)]
-    except Exception as error:  # the architecture's own code
-        return f"its own generate raises {in_one_line(error)}"
     trial = _BankTrial(experts)
-    try:
+
+    def own() -> list[Found]:
+        return [generated(model, {"input_ids": sample.input_ids}, GREEDY) for sample in tiny_samples(model)]
+
+    def one_by_one() -> list[Found]:
         with trial:
-            found = [_generated(model, sample.input_ids) for sample in tiny_samples(model)]
+            found = own()
             trial.conclude()
-    except Exception as error:  # whatever code raises that takes a bank for a tensor
-        return in_one_line(error)
-    same = all(
-        torch.equal(one, other) for own, ours in zip(expected, found, strict=True) for one, other in zip(own, ours, strict=True)
-    )
-    return trial.failure or ("" if same else "its logits differ where experts come one at a time")
+        return found
 
+    def differing(expected: Found, found: Found) -> str:
+        return trial.failure or unless_alike("its logits differ where experts come one at a time")(expected, found)
 
-def _generated(model: Any, ids: torch.Tensor) -> Sequence[torch.Tensor]:
-    asked = {"max_new_tokens": _NEW_TOKENS, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
-    out = model.generate(ids, **asked, return_dict_in_generate=True, output_logits=True)
-    return [out.sequences, *out.logits]
+    return why_other(own, one_by_one, differing, own_fails="its own generate raises {}")
 
 
 class _BankTrial:

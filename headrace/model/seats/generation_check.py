@@ -4,9 +4,9 @@ Invariant: no architecture is used whose tiny instance gave other bits than tran
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,9 +18,8 @@ from headrace.model.seats.host_attention import attending_here
 from headrace.model.seats.seats import Seat, SeatTaps
 from headrace.model.seats.stored_layer import StoredLayer
 from headrace.model.seats.tiered_cache import tier_layers
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
-from headrace.terms.errors import ModelError, in_one_line
+from headrace.model.trials.trial import Found, furthest, tried, why_other
+from headrace.terms.errors import ModelError
 
 _NEW_TOKENS = 4
 # Tokens of the prompts and how many of them are padding; the long one exceeds all counts of tokens before it is whole.
@@ -30,7 +29,11 @@ _LENT_BYTES = 1 << 20
 _SEEDS = (3, 4)
 # Logits of tiny instances are about 2; rounding in float32 made them differ by 7e-7 at most (27 architectures).
 _CHUNKS_DIFFER = 1e-4
-_WAYS: tuple[Mapping[str, Any], ...] = ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9})
+GREEDY: Mapping[str, Any] = {"do_sample": False}
+_SAMPLED: Mapping[str, Any] = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+_CHUNKED: Mapping[str, Any] = {**GREEDY, "prefill_chunk_size": 4}
+# The name of tokens in what is found, beside those of logits.
+_TOKENS = "tokens"
 
 
 def check_generation(config: Any) -> None:
@@ -41,7 +44,7 @@ def check_generation(config: Any) -> None:
             why.
     """
     check_architecture(config)
-    if reason := _generation_check(cast(Hashable, type(config)), architecture_key(config)):
+    if reason := _why_other_tokens(config):
         raise ModelError(f"{type(config).__name__}: cannot generate block by block: {reason}")
 
 
@@ -50,7 +53,7 @@ def why_not_tiered(config: Any) -> str:
 
     The check is the one above, but keys and values leave memory between two uses of a block, and come back as bytes.
     """
-    return _generation_check(cast(Hashable, type(config)), architecture_key(config), tiered=True)
+    return _why_other_tokens(config, tiered=True)
 
 
 def why_not_attended(config: Any) -> str:
@@ -59,8 +62,7 @@ def why_not_attended(config: Any) -> str:
     Where the host calls the same function, a tiny instance must give the bits of its own `generate`. The host's own loop rounds
     otherwise, so there the logits must be about the same.
     """
-    same: tuple[Any, ...] = (cast(Hashable, type(config)), architecture_key(config), True)
-    return _generation_check(*same, attended="same") or _generation_check(*same, attended="loop")
+    return _why_other_tokens(config, tiered=True, attended="same") or _why_other_tokens(config, tiered=True, attended="loop")
 
 
 def why_not_narrow(config: Any) -> str:
@@ -68,7 +70,7 @@ def why_not_narrow(config: Any) -> str:
 
     A tiny instance in bfloat16 must give the bits of its own `generate`, both with that loop.
     """
-    return _generation_check(cast(Hashable, type(config)), architecture_key(config), narrow=True)
+    return _why_other_tokens(config, narrow=True)
 
 
 def why_not_recomputed(config: Any) -> str:
@@ -76,29 +78,24 @@ def why_not_recomputed(config: Any) -> str:
 
     The check is that of `why_not_tiered`, with keys and values of prompts made again for each use, of whole prompts and chunks.
     """
-    return _generation_check(cast(Hashable, type(config)), architecture_key(config), tiered=True, by_inputs=True)
+    return _why_other_tokens(config, tiered=True, by_inputs=True, chunked=not why_not_chunked(config))
 
 
-@lru_cache(maxsize=64)
-def _chunk_check(config_class: type, key: str) -> str:
-    runner = tiny_runner(config_class, key)
-    ready_to_generate(runner.model)
-    rows = _micro_batches(runner, [_LONG])[0]
-    whole = _alone(runner.model, rows, _WAYS[0], 0)
-    try:
-        chunked = _alone(runner.model, rows, {**_WAYS[0], "prefill_chunk_size": 4}, 0)
-    except Exception as error:  # the architecture's own code
-        return f"its own generate raises {in_one_line(error)} then"
-    differs = max(float((one - other).abs().max()) for one, other in zip(whole.logits, chunked.logits, strict=True))
-    return f"its logits then differ by {differs:.2g}" if differs > _CHUNKS_DIFFER else ""
-
-
-def why_not_chunked(config: Any) -> str:
-    """Return why prompts of this architecture are not taken in chunks; "" if they may be.
+@tried
+def why_not_chunked(runner: Runner) -> str:
+    """Return why prompts of an architecture are not taken in chunks; "" if they may be.
 
     transformers' own loop over chunks must give the logits of whole prompts, but for rounding: products have other shapes.
     """
-    return _chunk_check(cast(Hashable, type(config)), architecture_key(config))
+    ready_to_generate(runner.model)
+    rows = _micro_batches(runner, [_LONG])[0]
+
+    def differing(whole: Found, chunked: Found) -> str:
+        differs = max(furthest(one, chunked[name]) for name, one in whole.items() if name != _TOKENS)
+        return f"its logits then differ by {differs:.2g}" if differs > _CHUNKS_DIFFER else ""
+
+    whole, chunked = ((lambda way=way: [_alone(runner.model, rows, way, 0)]) for way in (GREEDY, _CHUNKED))
+    return why_other(whole, chunked, differing, fails="its own generate raises {} then")
 
 
 def ready_to_generate(model: Any) -> None:
@@ -117,38 +114,45 @@ def seat_taps(runner: Runner, context: Any) -> SeatTaps:
     return SeatTaps(runner.blocks, runner.outside, runner.tuple_length, context, runner.takes)
 
 
-@lru_cache(maxsize=64)
-def _generation_check(
-    config_class: type, key: str, tiered: bool = False, attended: str = "", by_inputs: bool = False, narrow: bool = False
+@tried
+def _why_other_tokens(
+    runner: Runner,
+    *,
+    tiered: bool = False,
+    attended: str = "",
+    by_inputs: bool = False,
+    narrow: bool = False,
+    chunked: bool = False,
 ) -> str:
-    runner = tiny_runner(config_class, key)
     ready_to_generate(runner.model)
     arithmetic: Callable[[], Any] = contextlib.nullcontext
     if narrow:
         arithmetic = NarrowProducts
         for parameter in runner.model.parameters():  # buffers are float32 in models of bfloat16, too
             parameter.data = parameter.data.bfloat16()
-    chunked = [{**_WAYS[0], "prefill_chunk_size": 4}] if by_inputs and not _chunk_check(config_class, key) else []
-    for way in (*_WAYS, *chunked):
-        try:
-            with arithmetic():
-                expected = [
-                    _alone(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)
-                ]
-        except Exception as error:  # the architecture's own code
-            return f"its own generate raises {in_one_line(error)}"
-        try:
-            found = _block_by_block(runner, way, tiered, attended, by_inputs, arithmetic)
-        except Exception as error:
-            return f"its code raises {in_one_line(error)} there and not in its own generate"
-        for own, ours in zip(expected, found, strict=True):
-            if not torch.equal(own.sequences, ours.sequences):
-                return "tokens differ from those of its own generate"
-            for one, other in zip(own.logits, ours.logits, strict=True):
-                differs = float((one - other).abs().max())
-                if differs > _CHUNKS_DIFFER if attended == "loop" else not torch.equal(one, other):
-                    return f"logits differ from those of its own generate by {differs:.2g}"
-    return ""
+
+    def own(way: Mapping[str, Any]) -> list[Found]:
+        with arithmetic():
+            return [_alone(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)]
+
+    def ours(way: Mapping[str, Any]) -> list[Found]:
+        return _block_by_block(runner, way, tiered, attended, by_inputs, arithmetic)
+
+    def differing(expected: Found, found: Found) -> str:
+        if not torch.equal(expected[_TOKENS], found[_TOKENS]):
+            return "tokens differ from those of its own generate"
+        for name, logits in expected.items():
+            differs = furthest(logits, found[name])
+            if differs > _CHUNKS_DIFFER if attended == "loop" else not torch.equal(logits, found[name]):
+                return f"logits differ from those of its own generate by {differs:.2g}"
+        return ""
+
+    words = {
+        "own_fails": "its own generate raises {}",
+        "fails": "its code raises {} there and not in its own generate",
+    }
+    ways = (GREEDY, _SAMPLED, *([_CHUNKED] if chunked else []))
+    return next(filter(None, (why_other(partial(own, way), partial(ours, way), differing, **words) for way in ways)), "")
 
 
 def _micro_batches(runner: Runner, lengths: Sequence[tuple[int, int]] = _LENGTHS) -> list[dict[str, torch.Tensor]]:
@@ -164,26 +168,28 @@ def _micro_batches(runner: Runner, lengths: Sequence[tuple[int, int]] = _LENGTHS
     return batches
 
 
-def _settings(way: Mapping[str, Any]) -> dict[str, Any]:
+def generated(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any]) -> Found:
+    """Return the tokens and the logits of each new one that a model's own `generate` gives in a `way`."""
     asked = {"max_new_tokens": _NEW_TOKENS, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
-    return {**asked, "return_dict_in_generate": True, "output_logits": True, **way}
+    out = model.generate(**rows, **asked, return_dict_in_generate=True, output_logits=True, **way)
+    return {_TOKENS: out.sequences, **{f"logits {place}": logits for place, logits in enumerate(out.logits)}}
 
 
-def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any], seed: int) -> Any:
+def _alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any], seed: int) -> Found:
     """Return what a fresh model generates by itself: rotary tables that grow stay large until a short row comes."""
     with torch.random.fork_rng(devices=[]), left_as_found(model.modules()):
         torch.manual_seed(seed)
-        return model.generate(**rows, **_settings(way))
+        return generated(model, rows, way)
 
 
 def _block_by_block(
     runner: Runner, way: Mapping[str, Any], tiered: bool, attended: str, by_inputs: bool, arithmetic: Callable[[], Any]
-) -> list[Any]:
-    def run(rows: Mapping[str, torch.Tensor]) -> Any:
-        return lambda: runner.model.generate(**rows, **_settings(way))
-
+) -> list[Found]:
     with seat_taps(runner, arithmetic) as taps, torch.no_grad(), arithmetic():
-        seats = [Seat(taps, run(rows), seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)]
+        seats = [
+            Seat(taps, partial(generated, runner.model, rows, way), seed)
+            for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)
+        ]
         try:
             for seat in seats:
                 seat.turn()

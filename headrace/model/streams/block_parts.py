@@ -4,11 +4,10 @@ Invariant: an operator reads the same numbers as with whole blocks, so the bits 
 architecture.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, cast
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,11 @@ from headrace.model.blocks.binding import GradientSink, parameter_owners
 from headrace.model.chain.chain import Chain
 from headrace.model.parts.banks import find_experts
 from headrace.model.parts.part_slots import ModulePart, PartSlots
+from headrace.model.parts.runner import Runner
 from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
+from headrace.model.trials.trial import run_back, tried, unless_alike, why_other
 from headrace.terms.block_parts import PART_SLOTS, BlockParts
-from headrace.terms.errors import ConfigError, in_one_line
+from headrace.terms.errors import ConfigError
 from headrace.terms.forms import SSD, Form
 from headrace.terms.layout import ParameterSpec, UnitLayout, cut_out
 
@@ -93,38 +92,34 @@ def block_parts(chain: Chain, forms: Sequence[Form]) -> BlockParts | None:
     return cut.figures if cut else None
 
 
-def why_not_cut(config: Any, *, trained: bool = False) -> str:
-    """Return why blocks of the architecture of `config` cannot come in parts, or be `trained` so; "" where they can."""
-    return _cutting_check(cast(Hashable, type(config)), architecture_key(config), trained)
-
-
-@lru_cache(maxsize=64)
-def _cutting_check(config_class: type, key: str, trained: bool) -> str:
-    runner = tiny_runner(config_class, key)
+@tried
+def why_not_cut(runner: Runner, *, trained: bool = False) -> str:
+    """Return why blocks of an architecture cannot come in parts, or be `trained` so; "" where they can."""
     model = runner.model.requires_grad_(trained)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    samples = tiny_samples(model)
-    try:
-        expected = [_results(model, sample.input_ids, {}) for sample in samples]
-        parts, flats = _parts_of(runner.blocks, names)
-        if not any(parts):
-            return "its blocks have no linear modules"
+    if not any(is_linear(module) for block in runner.blocks for module in block.modules()):
+        return "its blocks have no linear modules"
+    rows = [sample.input_ids for sample in tiny_samples(model)]
+    whole = partial(run_back, model, embedded=True)
+
+    def by_parts() -> list[dict[str, Tensor]]:
+        parts, flats = _parts_of(runner.blocks, {id(parameter): name for name, parameter in model.named_parameters()})
         largest = max(part.elements for unit in parts for part in unit)
         memory = [torch.empty(largest, dtype=torch.float32) for _ in range(PART_SLOTS)]
         slots = PartSlots(memory, CpuMachine(separate_device=True))
-        caught: dict[str, Tensor] = {}
-        catch = _sink(caught) if trained else None
+        found = list[dict[str, Tensor]]()
         with ExitStack() as stack:
+            caught: dict[str, Tensor] = {}
+            catch = _sink(caught) if trained else None
             for unit, flat in zip(parts, flats, strict=True):
                 stack.enter_context(slots.coming(unit, flat, (lambda spec: catch) if catch else None))
-            # Twice: what follows a part is known, and so comes ahead, from the second time on.
-            made = [_results(model, sample.input_ids, caught) for _ in range(2) for sample in samples]
-    except Exception as error:  # whatever code raises that reads a weight elsewhere than in its module
-        return in_one_line(error)
-    for one, other in zip([*expected, *expected], made, strict=True):
-        if one.keys() != other.keys() or not all(torch.equal(one[name], other[name]) for name in one):
-            return "its gradients differ where blocks come in parts"
-    return ""
+            for ids in (*rows, *rows):  # twice: what follows a part is known, and so comes ahead, from the second time on
+                caught.clear()
+                found.append(whole(ids) | caught)
+        return found
+
+    return why_other(
+        lambda: [whole(ids) for ids in rows] * 2, by_parts, unless_alike("its gradients differ where blocks come in parts")
+    )
 
 
 def _sink(caught: dict[str, Tensor]) -> GradientSink:
@@ -156,17 +151,3 @@ def _parts_of(blocks: Sequence[nn.Module], names: dict[int, str]) -> tuple[list[
         parts.append(found)
         flats.append(torch.cat(pieces))
     return parts, flats
-
-
-def _results(model: Any, ids: Tensor, caught: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the logits of a row, and the gradients of its embedding and of what is trained; those of parts are `caught`."""
-    caught.clear()
-    hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
-    out = model(inputs_embeds=hidden, use_cache=False).logits
-    out.backward(torch.cos(out.detach()))
-    assert hidden.grad is not None
-    found = {"": out.detach(), " ": hidden.grad}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name], parameter.grad = parameter.grad, None
-    return found | caught

@@ -4,8 +4,9 @@ import torch
 
 from headrace.model.blocks.chain_values import IGNORED, shift_labels
 from headrace.model.parts.runner import Runner
-from headrace.model.trials.block_major import RELATIVE_TOLERANCE, take_gradients
+from headrace.model.trials.block_major import RELATIVE_TOLERANCE
 from headrace.model.trials.instance import tiny_samples
+from headrace.model.trials.trial import Found, gradients_of, unless_alike, why_other
 
 # Rows of a range: no divisor of the tiny vocabulary, so that the last range is smaller.
 _ROWS = 40
@@ -22,25 +23,15 @@ def takes_head_by_rows(runner: Runner) -> bool:
         hidden = runner.prologue(sample).hidden
     wanted = torch.linspace(-1.0, 1.0, targets.numel(), dtype=torch.float32).view(targets.shape) * (targets != IGNORED)
 
-    def found(rows: int) -> list[torch.Tensor | None]:
+    def found(rows: int) -> list[Found]:
         runner.head_rows, leaf = rows, hidden.detach().requires_grad_()
         try:
             log_probs = runner.label_log_probs(sample.input_ids, leaf, targets)
             log_probs.backward(wanted)  # type: ignore[no-untyped-call]
         finally:
-            runner.head_rows, gradients = 0, take_gradients(runner.model)
-        return [torch.where(targets != IGNORED, log_probs.detach(), 0.0), leaf.grad, *gradients.values()]
+            runner.head_rows, gradients = 0, gradients_of(runner.model)
+        assert leaf.grad is not None
+        return [{"": torch.where(targets != IGNORED, log_probs.detach(), 0.0), " ": leaf.grad, **gradients}]
 
     whole = found(0)
-    try:
-        by_rows = found(_ROWS)
-    except Exception:  # the architecture's own code, on logits of some rows; or it has no module that is its head
-        return False
-    return all(_agree(one, other) for one, other in zip(whole, by_rows, strict=True))
-
-
-def _agree(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Return whether two results differ by rounding alone."""
-    if one is None or other is None:
-        return one is other
-    return bool((one - other).abs().max() <= RELATIVE_TOLERANCE * one.abs().max())
+    return not why_other(lambda: whole, lambda: found(_ROWS), unless_alike("logits differ", RELATIVE_TOLERANCE))

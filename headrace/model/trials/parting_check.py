@@ -3,31 +3,23 @@
 Invariant: an architecture gets no parts if the results or gradients of its tiny instance had other bits with them.
 """
 
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.model.parts.banks import BlockExperts, Weights, find_experts
 from headrace.model.parts.parted_experts import GROUPED, PartedExperts, Recompute, Visit
+from headrace.model.parts.runner import Runner
 from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
-from headrace.model.trials.thresholds import architecture_key
-from headrace.terms.errors import in_one_line
+from headrace.model.trials.trial import gradients_of, run_back, tried, unless_alike, why_other
 
 
-def why_not_parted(config: Any, *, trained: bool = False) -> str:
-    """Return why experts of the architecture of `config` are trained, or trained beside, with their whole block; "" where
-    they need not be.
-    """
-    return _parting_check(cast(Hashable, type(config)), architecture_key(config), trained)
-
-
-@lru_cache(maxsize=64)
-def _parting_check(config_class: type, key: str, trained: bool) -> str:
-    runner = tiny_runner(config_class, key)
+@tried
+def why_not_parted(runner: Runner, *, trained: bool = False) -> str:
+    """Return why experts of an architecture are trained, or trained beside, with their whole block; "" where not."""
     model = runner.model.requires_grad_(False)
     experts = find_experts(model, runner.blocks)
     for weight in _stacks(experts) if trained else ():
@@ -36,37 +28,27 @@ def _parting_check(config_class: type, key: str, trained: bool) -> str:
         return "it has no stacked experts"
     if model.config._experts_implementation != GROUPED:
         return "its experts are summed in a way of its own"
-    samples = tiny_samples(model)
-    try:
-        expected = [found for sample in samples for found in _results(model, sample.input_ids, experts)]
+    rows = [sample.input_ids for sample in tiny_samples(model)]
+
+    def parted() -> list[dict[str, Tensor]]:
         with _Trial(experts, trained=trained) as trial:
-            made = [found for sample in samples for found in trial.results(model, sample.input_ids)]
-    except Exception as error:  # whatever code raises that is called otherwise than it expects
-        return in_one_line(error)
-    same = all(torch.equal(one, other) for one, other in zip(expected, made, strict=True))
-    return "" if same else "its gradients differ where experts come one at a time"
+            return [trial.results(model, ids) for ids in rows]
+
+    whole = partial(run_back, model, embedded=True)
+    return why_other(
+        lambda: [whole(ids) for ids in rows], parted, unless_alike("its gradients differ where experts come one at a time")
+    )
 
 
 def _stacks(experts: Sequence[BlockExperts | None]) -> list[nn.Parameter]:
     return [getattr(each.module, name) for each in experts if each is not None for name in each.names]
 
 
-def _results(model: Any, ids: Tensor, experts: Sequence[BlockExperts | None]) -> list[Tensor]:
-    """Return the logits of a row, and the gradients of its embedding, and of experts that are trained."""
-    hidden = model.get_input_embeddings()(ids).detach().requires_grad_()
-    out = model(inputs_embeds=hidden, use_cache=False).logits
-    out.backward(torch.cos(out.detach()))
-    assert hidden.grad is not None
-    found = [out.detach(), hidden.grad, *(weight.grad for weight in _stacks(experts) if weight.grad is not None)]
-    model.zero_grad()
-    return found
-
-
 class _Trial:
     """Brings the experts of tiny blocks one at a time: ascending in forward, descending in backward."""
 
     def __init__(self, experts: Sequence[BlockExperts | None], *, trained: bool) -> None:
-        self._parts, self._experts = PartedExperts(experts, trained=trained), experts
+        self._parts = PartedExperts(experts, trained=trained)
         self._outputs: list[Tensor] = []
         self._again: list[Recompute] = []
 
@@ -77,8 +59,8 @@ class _Trial:
     def __exit__(self, *exception: object) -> None:
         self._parts.remove()
 
-    def results(self, model: Any, ids: Tensor) -> list[Tensor]:
-        """As `_results`."""
+    def results(self, model: Any, ids: Tensor) -> dict[str, Tensor]:
+        """As `run_back`."""
         self._outputs, self._again = [], []
         with self._parts.visited_by(self), torch.no_grad():
             embedded = model.get_input_embeddings()(ids)
@@ -95,9 +77,8 @@ class _Trial:
             again.visit.gradients = lambda found=found: found  # type: ignore[method-assign,misc]
         out.backward(gradient)
         assert hidden.grad is not None
-        own = [weight.grad for weight in _stacks(self._experts) if weight.grad is not None]
-        model.zero_grad()
-        return [expected if torch.equal(expected, out) else torch.full_like(expected, torch.nan), hidden.grad, *own]
+        same = expected if torch.equal(expected, out) else torch.full_like(expected, torch.nan)
+        return {"": same, " ": hidden.grad, **gradients_of(model)}
 
     def at_experts(self, visit: Visit) -> Tensor:
         """See `Visitor`."""

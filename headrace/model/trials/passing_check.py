@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from headrace.model.blocks.chain_values import PrologueResult
-from headrace.model.trials.instance import tiny_samples
-from headrace.model.trials.probe import tiny_runner
+from headrace.model.trials.instance import tiny_runner, tiny_samples
 from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.errors import ModelError
 

@@ -4,7 +4,6 @@ Invariant: nothing about an architecture is written down here; a family that tra
 or refused with the reason.
 """
 
-import copy
 import inspect
 import json
 from collections.abc import Hashable, Iterator, Mapping
@@ -20,7 +19,7 @@ from headrace.model.blocks.chain_values import IGNORED, MicroBatch, shift_labels
 from headrace.model.blocks.find_blocks import check_architecture, find_blocks, refuse_shared_between_blocks
 from headrace.model.blocks.kinds import NO_KINDS, Kinds, find_kinds
 from headrace.model.blocks.skeleton import build_skeleton
-from headrace.model.parts.runner import Runner, left_as_found, parameter_names
+from headrace.model.parts.runner import Runner, parameter_names
 from headrace.model.trials.block_major import (
     RELATIVE_TOLERANCE,
     block_major_backward,
@@ -29,7 +28,7 @@ from headrace.model.trials.block_major import (
     take_gradients,
 )
 from headrace.model.trials.head_check import takes_head_by_rows
-from headrace.model.trials.instance import LENGTHS, tiny_model, tiny_samples
+from headrace.model.trials.instance import LENGTHS, tiny_runner, tiny_samples
 from headrace.model.trials.thresholds import architecture_key, key_without, tiny_of
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
@@ -187,44 +186,6 @@ def _words_for_its_errors(config: Any) -> Iterator[None]:
             f"{type(config).__name__}: cannot be run block by block: its own code raises {in_one_line(error)}; blocks may "
             "pass on more than hidden states"
         ) from error
-
-
-def tiny_runner(config_class: type, key: str) -> Runner:
-    """Return a tiny float32 instance of an architecture, ready to be run block by block."""
-    model = tiny_model(config_class, key)
-    blocks = find_blocks(model).modules
-    seen: list[int | None] = []
-    handle = blocks[0].register_forward_hook(
-        lambda module, args, out: seen.append(len(out) if isinstance(out, tuple) else None)
-    )
-    try:
-        with torch.no_grad(), left_as_found(model.modules()):
-            model(input_ids=tiny_samples(model)[0].input_ids, use_cache=False, **_without_asides(model))
-    except Exception as error:  # the architecture's own code, on sizes that it may not like
-        raise ModelError(
-            f"{config_class.__name__}: its tiny instance does not run: {in_one_line(error)}; untried models are not trained"
-        ) from error
-    finally:
-        handle.remove()
-    if not seen:
-        raise ModelError(f"{config_class.__name__}: its forward does not call its first block")
-    # On a copy, because it leaves hooks, which could not be compiled.
-    collect = bool(getattr(model.config, "output_router_logits", False)) and _has_aside_loss(copy.deepcopy(model))
-    model.config.output_router_logits = False
-    return Runner(model, blocks, tuple_length=seen[0], collect_asides=collect)
-
-
-@torch.no_grad()
-def _has_aside_loss(model: Any) -> bool:
-    """Return whether a model adds an auxiliary loss to its own; some have the switch for one, but no loss."""
-    if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
-        return False
-    ids = tiny_samples(model)[0].input_ids
-    return isinstance(getattr(model(input_ids=ids, use_cache=False, output_router_logits=True), "aux_loss", None), torch.Tensor)
-
-
-def _without_asides(model: Any) -> dict[str, Any]:
-    return {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
 
 
 @lru_cache(maxsize=64)

@@ -3,29 +3,20 @@
 A coded linear module has no `weight` until the first forward pass, unless config.json asks for decoding while files are read.
 """
 
-from collections.abc import Hashable
-from functools import lru_cache
-from typing import Any, cast
-
 import torch
 from torch import nn
 from transformers.quantizers import base
 
-from headrace.model.blocks.find_blocks import find_blocks
-from headrace.model.trials.instance import tiny_model
-from headrace.model.trials.thresholds import architecture_key
+from headrace.model.parts.runner import Runner
+from headrace.model.trials.trial import tried
 
 
-def reads_weights_at_load(config: Any) -> bool:
-    """Return whether the code of an architecture asks for `weight` of linear modules in its blocks while it is loaded."""
-    return _reads_weights(cast(Hashable, type(config)), architecture_key(config))
-
-
-@lru_cache(maxsize=64)
+@tried
 @torch.no_grad()
-def _reads_weights(config_class: type, key: str) -> bool:
-    model = tiny_model(config_class, key)
-    for block in find_blocks(model).modules:
+def reads_weights_at_load(runner: Runner) -> bool:
+    """Return whether the code of an architecture asks for `weight` of linear modules in its blocks while it is loaded."""
+    model = runner.model
+    for block in runner.blocks:
         for module in block.modules():
             if isinstance(module, nn.Linear):
                 del module.weight

@@ -15,7 +15,8 @@ from headrace.model.blocks.text_part import names_in_whole
 from headrace.model.trials.block_major import RELATIVE_TOLERANCE
 from headrace.model.trials.instance import tiny_model
 from headrace.model.trials.thresholds import architecture_key
-from headrace.terms.errors import ModelError, in_one_line
+from headrace.model.trials.trial import Found, furthest, why_other
+from headrace.terms.errors import ModelError
 
 _TOKENS = 12
 
@@ -33,20 +34,23 @@ def check_whole(config: Any, whole: Any | None) -> None:
     tiny = build_whole(type(whole), _with_text(whole.config, text.config)).eval()
     _share(text, tiny)
     ids = _tokens(tiny.config, text.get_input_embeddings().weight.shape[0])
-    expected = text(input_ids=ids, use_cache=False).logits
-    try:
-        found = tiny(input_ids=ids, use_cache=False).logits
-    except Exception as error:  # its own code may want pictures, and finds parts without weights
-        raise ModelError(
-            f"{type(whole).__name__}: cannot be compared with its text model, because it does not run on text alone: "
-            f"{in_one_line(error)}"
-        ) from error
-    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
-    if not difference <= RELATIVE_TOLERANCE * largest:
-        raise ModelError(
-            f"{type(whole).__name__}: computes other logits from text than its text model alone, {type(text).__name__}. They "
-            f"differ by {difference:.2g}, and the largest is {largest:.2g}; it cannot be trained as a part"
+
+    def logits(model: Any) -> list[Found]:
+        return [{"": model(input_ids=ids, use_cache=False).logits}]
+
+    def differing(own: Found, ours: Found) -> str:
+        difference, largest = furthest(own[""], ours[""]), float(own[""].abs().max())
+        if difference <= RELATIVE_TOLERANCE * largest:
+            return ""
+        return (
+            f"computes other logits from text than its text model alone, {type(text).__name__}. They differ by "
+            f"{difference:.2g}, and the largest is {largest:.2g}; it cannot be trained as a part"
         )
+
+    # Its own code may want pictures, and finds parts without weights.
+    fails = "cannot be compared with its text model, because it does not run on text alone: {}"
+    if reason := why_other(lambda: logits(text), lambda: logits(tiny), differing, fails=fails):
+        raise ModelError(f"{type(whole).__name__}: {reason}")
 
 
 def _with_text(config: Any, text: Any) -> Any:

@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING
 from headrace.model import IGNORED, Chain, MicroBatch
 from headrace.model.costs.cost_profile import profile
 from headrace.model.trials.block_major import block_major_backward
-from headrace.model.trials.probe import probe, tiny_runner
+from headrace.model.trials.instance import tiny_runner
+from headrace.model.trials.probe import probe
 from headrace.model.trials.thresholds import architecture_key
 from headrace.terms.options.optimizer import Optimizer
 
