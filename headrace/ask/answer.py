@@ -34,6 +34,7 @@ from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.optimizer import ALL
 from headrace.terms.options.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
 from headrace.terms.packed_rows import PackedRows
+from headrace.terms.rule_figures import RuleFigures
 from headrace.update import optimizer_of, rule_of
 from headrace.update.wires import wire_of
 from headrace.update.wires.forms import notes_on
@@ -97,13 +98,48 @@ class Opened:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShapesToTrain:
+    """A model as it is trained, without weights: its `chain`, the `rule`, and the begin of a report on any training of it."""
+
+    chain: Chain
+    rule: RuleFigures
+    asked: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: Any, whole: Any | None, options: Options) -> "ShapesToTrain":
+        """Return the shapes of the model of a configuration, whose architecture is tried. Raises as `plan_model`."""
+        tokens, length = step_lengths_of(config, options)
+        config = with_router_loss(config, options)
+        self_check(config)
+        check_whole(config, whole)
+        optimizer = optimizer_of(options)
+        rule = rule_of(optimizer, options.compute_dtype).figures
+        chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
+        note_router_loss(chain, options)
+        asked = {
+            "model": type(chain.model if whole is None else whole).__name__,
+            "parameters": chain.num_parameters,
+            "compute_dtype": options.compute_dtype,
+            "rule": rule.name,
+            "tokens_per_step": tokens,
+            "sequence_length": length,
+        }
+        return cls(chain=chain, rule=rule, asked=asked)
+
+    @property
+    def lengths(self) -> dict[str, Any]:
+        """Tokens per step and sequence length."""
+        return {name: self.asked[name] for name in ("tokens_per_step", "sequence_length")}
+
+
 def open_question(
     model: str | Path, options: Options, *, here: bool, packed: PackedRows | None = None, head_rows: int | None = None
 ) -> Opened:
     """Open `model` on the machine of `options`; `head_rows` of the head are taken at a time if a plan says so. Raises as
     `plan_model`.
     """
-    budget, machine, optimizer = options.budget, options.machine, optimizer_of(options)
+    budget, machine = options.budget, options.machine
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     config, whole = read_parts(model)
     checkpoint, notes = None, list[str]()
@@ -113,22 +149,17 @@ def open_question(
         else:
             checkpoint = open_coded(model)
             config, whole = checkpoint.config, checkpoint.whole
-    tokens, length = step_lengths_of(config, options)
-    config = with_router_loss(config, options)
-    self_check(config)
-    check_whole(config, whole)
-    rule = rule_of(optimizer, options.compute_dtype).figures
-    chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
-    note_router_loss(chain, options)
+    notes += [] if whole is None else [note_on(whole)]
+    shapes = ShapesToTrain.of(config, whole, options)
+    chain = shapes.chain
     if head_rows is not None:
         chain.take_head_by(head_rows)
     weights = chain.attach(checkpoint) if checkpoint else None
-    parameters = chain.num_parameters
     if not _trains_all(options) and wire_of(options).is_beside:
         take_tables(chain, [table for table in block_tables_of(chain, weights) if is_large(table)])
     elif isinstance(wire_of(options), RowsWire):
         take_tables(chain, trained_tables_of(chain, weights))
-    stored = stored_codes(chain, weights, rule.planes) if weights else StoredCodes()
+    stored = stored_codes(chain, weights, shapes.rule.planes) if weights else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
     place = RunPlace.of(ceilings, here=here)
@@ -142,25 +173,18 @@ def open_question(
         saves=options.saves,
         sharers=sharers_on(ceilings) if ceilings is not None else 1,
     )
-    if not allowance.device_overhead_bytes and not multiplies(options.compute_dtype, ceilings, here=here):
+    if not (allowance.device_overhead_bytes or narrow):
         chain.multiply_wide()
-    lengths: dict[str, Any] = {"tokens_per_step": tokens, "sequence_length": length}
-    question = Question.of(options, allowance, **lengths, packed=packed, offered_bytes=place.offered_bytes)
+    question = Question.of(options, allowance, **shapes.lengths, packed=packed, offered_bytes=place.offered_bytes)
     planner = ModelPlans(chain, stored, question, ceilings, here=here, weights=weights)
     question = planner.chosen(question)
     report = PlanReport(
-        model=type(chain.model if whole is None else whole).__name__,
-        parameters=parameters,
-        compute_dtype=options.compute_dtype,
-        rule=rule.name,
-        tokens_per_step=tokens,
-        sequence_length=length,
+        **shapes.asked,
         machine=planner.ceilings.name,
         measured=ceilings is not None,
         allowed_bytes=question.allowed_bytes,
         unused_tensors=chain.unused_tensors if checkpoint else None,
     )
-    notes += [] if whole is None else [note_on(whole)]
     return Opened(chain=chain, planner=planner, question=question, report=report, notes=tuple(notes))
 
 

@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from headrace.ask.answer import DEFAULT_STEPS, step_lengths_of
+from headrace.ask.answer import DEFAULT_STEPS, ShapesToTrain, step_lengths_of
 from headrace.ask.cluster_report import ClusterReport, ElasticReport, Purchase
 from headrace.ask.model_config import read_parts
 from headrace.ask.place import RunPlace, multiplies
-from headrace.ask.question import Question
+from headrace.ask.question import ModelToPlan, Question
 from headrace.files import default_ssd_bytes, file_systems
-from headrace.losses.router import note_router_loss, with_router_loss
-from headrace.model import Chain, Profiles, check_whole, self_check
+from headrace.model import Profiles
 from headrace.plan.clock.endurance import endurance
 from headrace.plan.clock.machine_profiles import load_bare_profile
 from headrace.plan.forecast.cluster import Cluster, ClusterForecast, forecast_cluster
@@ -26,13 +25,12 @@ from headrace.plan.search.search import make_plan
 from headrace.plan.search.serving import serving_plan
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
-from headrace.terms.forms import in_place_forms
+from headrace.terms.forms import Form, in_place_forms
 from headrace.terms.layout import realigned
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.muster import Muster
 from headrace.terms.options.plan_options import PlanOptions
-from headrace.update import optimizer_of, rule_of
 from headrace.update.combinations import refuse_combination
 
 # Bytes per second of a network without a given rate: 10 Gbit/s.
@@ -75,13 +73,8 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
             f"give {workers * length} at least"
         )
     refuse_combination(options, at_node=True)
-    config = with_router_loss(config, options)
-    self_check(config)
-    check_whole(config, whole)
-    optimizer = optimizer_of(options)
-    rule = rule_of(optimizer, options.compute_dtype).figures
-    chain = Chain.from_config(config, options.compute_dtype, optimizer, rule.parameter_alignment)
-    note_router_loss(chain, options)
+    shapes = ShapesToTrain.of(config, whole, options)
+    chain = shapes.chain
     if not multiplies(options.compute_dtype, worker, here=here) and not worker.has_device:
         chain.multiply_wide()
     cluster = Cluster.of(
@@ -93,12 +86,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
         widening=1.0 if (options.gradient_dtype or options.compute_dtype) == "float32" else 2.0,
     )
     report = ClusterReport(
-        model=type(chain.model if whole is None else whole).__name__,
-        parameters=chain.num_parameters,
-        compute_dtype=options.compute_dtype,
-        rule=rule.name,
-        tokens_per_step=tokens,
-        sequence_length=length,
+        **shapes.asked,
         workers=workers,
         nodes=options.nodes,
         node_ssds=len(node.drives),
@@ -107,7 +95,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
         link_bytes_per_second=cluster.worker.network_bytes_per_second,
     )
     rows = -(-(tokens // length) // workers)  # of the worker that has most
-    plans = _Plans(chain, options, cluster, tokens=tokens, worker_tokens=rows * length, length=length, here=here)
+    plans = _Plans(shapes, options, cluster, worker_tokens=rows * length, here=here)
     try:
         planned = plans.worker(), plans.node()
     except PlanInfeasible as error:
@@ -137,23 +125,15 @@ class _Plans:
     """The plans of a worker and of a node for one model."""
 
     def __init__(
-        self,
-        chain: Chain,
-        options: PlanOptions,
-        cluster: Cluster,
-        *,
-        tokens: int,
-        worker_tokens: int,
-        length: int,
-        here: bool,
+        self, shapes: ShapesToTrain, options: PlanOptions, cluster: Cluster, *, worker_tokens: int, here: bool
     ) -> None:
-        self._chain, self._options, self._cluster, self._here = chain, options, cluster, here
-        self._tokens, self._worker_tokens, self._length = tokens, worker_tokens, length
-        for_gpu = cluster.worker.has_device
-        self._costs = partial(Profiles(chain, for_gpu=for_gpu, huge_pages=None if here else True).of, length=length)
-        self._rule = rule_of(optimizer_of(options), options.compute_dtype).figures
-        layouts = [realigned(layout, self._rule.parameter_alignment) for layout in chain.layouts]
-        self._forms = in_place_forms(layouts, chain.num_blocks, self._rule)
+        self._chain, self._options, self._cluster, self._here = shapes.chain, options, cluster, here
+        self._tokens, self._length = shapes.lengths["tokens_per_step"], shapes.lengths["sequence_length"]
+        self._worker_tokens, self._rule = worker_tokens, shapes.rule
+        profiles = Profiles(self._chain, for_gpu=cluster.worker.has_device, huge_pages=None if here else True)
+        self._costs = partial(profiles.of, length=self._length)
+        layouts = [realigned(layout, self._rule.parameter_alignment) for layout in self._chain.layouts]
+        self._forms = in_place_forms(layouts, self._chain.num_blocks, self._rule)
 
     def worker(self) -> Plan:
         """Return a worker's plan: all units are far, and no gradient is held until the norm is known, which the node does.
@@ -174,7 +154,7 @@ class _Plans:
         allowance = place.allowance(Budget(), ssd_bytes=default_ssd_bytes(node, ()), import_workspace_bytes=None)
         question = Question.of(self._options, allowance, tokens_per_step=self._tokens, sequence_length=self._length)
         try:
-            return serving_plan(question.problem(self._forms, self._costs, self._rule), node)
+            return serving_plan(question.problem(self._model(self._forms), self._costs), node)
         except PlanInfeasible as error:
             error.args = (f"the node: {error}", *error.args[1:])
             raise
@@ -196,7 +176,10 @@ class _Plans:
         if cluster.network.workers > 1:  # gradients are rounded after they are added, not before
             question = replace(question, gradient_dtype="float32")
         forms = tuple(replace(form, is_far=True) for form in self._forms)
-        return question.problem(forms, self._costs, self._rule)
+        return question.problem(self._model(forms), self._costs)
+
+    def _model(self, forms: tuple[Form, ...]) -> ModelToPlan:
+        return ModelToPlan(chain=self._chain, forms=forms, rule=self._rule, by_parts=False)
 
     def purchases(self, worker: Plan, node: Plan) -> Iterator[Purchase]:
         """Yield what one could buy, with the gain of each: its tokens per second relative to those of now."""

@@ -11,14 +11,13 @@ from itertools import islice
 from typing import Any
 
 from headrace.ask.plan_report import Alternative
-from headrace.ask.question import Question
-from headrace.ask.tables import with_block_tables, with_embedding
+from headrace.ask.question import ModelToPlan, Question
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
 from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters.adapters import Adapters
 from headrace.model.by_rows.block_tables import block_tables_of, by_rows, is_large, take_as, take_tables, trained_tables_of
-from headrace.model.by_rows.embedding_rows import embedding_rows_of, has_own_head, head_range_bytes
+from headrace.model.by_rows.embedding_rows import embedding_rows_of, has_own_head
 from headrace.model.streams.block_parts import block_parts
 from headrace.model.streams.stored_experts import NotStoredSingly
 from headrace.plan.forecast.footprint import with_footprint
@@ -283,10 +282,17 @@ class ModelPlans:
         cuts = partial(block_parts, self._chain, forms) if alone else no_parts
         # A search asks again and again, and to find what adapters are beside takes longer than a plan.
         costs_of = cache(partial(self._costs, question.wire, length=question.workload.sequence_length))
-        problem = question.problem(forms, costs_of, rule, own)
-        head: dict[str, Any] = {"own_head": self._own_head, "head_range_bytes": head_range_bytes(self._chain)}
-        problem = with_block_tables(problem, by_rows(self._chain))
-        return with_embedding(replace(problem, experts=self._experts, cuts=cuts, **head), self._embedding)
+        model = ModelToPlan(
+            chain=self._chain,
+            forms=forms,
+            rule=rule,
+            own_rule=own,
+            experts=self._experts,
+            embedding=self._embedding,
+            own_head=self._own_head,
+            cuts=cuts,
+        )
+        return question.problem(model, costs_of)
 
     def with_fewer_checkpoints(self, question: Question, plan: Plan, found: Forecast | None) -> tuple[Alternative, ...]:
         """Return the variant of a plan with few commits, if it is faster. Commits write the states that live in memory. A step

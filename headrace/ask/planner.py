@@ -9,18 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from headrace.ask.place import RunPlace, kept_products_bytes, runtime_here
-from headrace.ask.question import Question
-from headrace.ask.tables import with_block_tables, with_embedding
+from headrace.ask.question import ModelToPlan, Question
 from headrace.files import Beside, default_ssd_bytes
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.host_memory import return_pieces
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
-from headrace.model.by_rows.block_tables import by_rows
-from headrace.model.by_rows.embedding_rows import head_range_bytes
+from headrace.model import Profiles, WeightMap, import_workspace_bytes
 from headrace.plan.forecast.footprint import with_runtime
 from headrace.plan.search.given import adopted
 from headrace.plan.search.problem import Problem
@@ -28,47 +24,32 @@ from headrace.plan.search.search import holds_states, make_plan
 from headrace.plan.search.serving import grouping_of
 from headrace.plan.search.staging import placed
 from headrace.plan.value.allowance import Allowance
-from headrace.plan.value.expert_plan import ExpertParts
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import StagePlace
 from headrace.store import Manifest
-from headrace.terms.block_parts import BlockParts, no_parts
-from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.options import Options
 from headrace.terms.packed_rows import PackedRows
-from headrace.terms.rule_figures import RuleFigures
 from headrace.terms.sizes import format_bytes
 from headrace.update.wires.forms import notes_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedModel:
+class PlannedModel(ModelToPlan):
     """A model that is planned for, on the machine that computes it.
 
-    `forms` are those of the chain's units; `weights` are the checkpoint's, which the import reads (None: nothing is imported).
-    `experts` are those that are parts. So many ranks of this machine are `sharers` of one host copy. `warm_up` loads and
-    compiles what a run will have loaded, so that this process can be measured. Rows of the `embedding` can be read one by one
-    (None: they cannot). With an `own_head` the head's matrix is in the last unit, all of it here. `cuts` says how blocks can
-    come in parts.
+    `weights` are the checkpoint's, which the import reads (None: nothing is imported). So many ranks of this machine are
+    `sharers` of one host copy. `warm_up` loads and compiles what a run will have loaded, so that this process can be measured.
     """
 
-    chain: Chain
     machine: Machine
     weights: WeightMap | None
-    forms: tuple[Form, ...]
-    rule: RuleFigures
-    own_rule: RuleFigures | None
     cores: int
     warm_up: Callable[[], None]
-    experts: ExpertParts | None = None
     sharers: int = 1
-    embedding: EmbeddingRows | None = None
-    own_head: bool = False
-    cuts: Callable[[], BlockParts | None] = no_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +86,10 @@ class RunPlanner:
         self._runtime_bytes: int | None = None
         self._place: StagePlace | None = None
         self._chunk_elements: int | None = None
+
+    def of(self, model: PlannedModel) -> "RunPlanner":
+        """Return a planner of the same steps for `model` as it is now."""
+        return RunPlanner(self._options, model, self._ways)
 
     def be_stage(self, place: StagePlace, chunk_elements: int | None = None) -> None:
         """Plan for a stage from now on, whose states are cut into such chunks, if others have cut theirs already."""
@@ -223,11 +208,7 @@ class RunPlanner:
             head_passes=self._ways.head_passes,
             place=self._place,
         )
-        problem = question.problem(self._forms, costs_of, self._model.rule, self._model.own_rule)
-        model = self._model
-        head: dict[str, Any] = {"own_head": model.own_head, "head_range_bytes": head_range_bytes(self._chain)}
-        problem = with_block_tables(problem, by_rows(self._chain))
-        return with_embedding(replace(problem, experts=model.experts, cuts=model.cuts, **head), model.embedding)
+        return question.problem(replace(self._model, forms=self._forms), costs_of)
 
     def plan_here(self, plan: Plan, tell: Callable[[str], None]) -> Plan:
         """Return an earlier process's plan with the memory that libraries take in this one. An excess is reported, not refused:

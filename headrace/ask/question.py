@@ -3,17 +3,23 @@
 Invariant: all of them count the same bytes for libraries, whatever a process has done before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace.ask.tables import with_tables
+from headrace.ask.tables import with_block_tables, with_embedding, with_tables
+from headrace.model import Chain
+from headrace.model.by_rows.block_tables import by_rows
+from headrace.model.by_rows.embedding_rows import head_range_bytes
 from headrace.plan.search.problem import Problem
 from headrace.plan.search.staging import stage_problem
 from headrace.plan.value.allowance import Allowance
+from headrace.plan.value.expert_plan import ExpertParts
 from headrace.plan.value.stage_place import StagePlace
 from headrace.plan.value.workload import Workload
+from headrace.terms.block_parts import BlockParts, no_parts
 from headrace.terms.costs import ModelCosts
+from headrace.terms.embedding_rows import EmbeddingRows
 from headrace.terms.forms import Form
 from headrace.terms.grouping import Grouping
 from headrace.terms.options.optimizer import Optimizer
@@ -23,6 +29,26 @@ from headrace.terms.rule_figures import RuleFigures
 from headrace.update import optimizer_of
 from headrace.update.wires import DenseWire, wire_of
 from headrace.update.wires.wire import Wire
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelToPlan:
+    """What a plan depends on of a model, whose units have these `forms`.
+
+    `own_rule` is the rule for trained families. Rows of the `embedding` can be read one by one (None: they cannot). With an
+    `own_head` the head's matrix is in the last unit, all of it here. `experts` are those that are parts; `cuts` says how blocks
+    can come in parts. Without `by_parts` units come whole, whatever the model is.
+    """
+
+    chain: Chain
+    forms: tuple[Form, ...]
+    rule: RuleFigures
+    own_rule: RuleFigures | None = None
+    experts: ExpertParts | None = None
+    embedding: EmbeddingRows | None = None
+    own_head: bool = False
+    cuts: Callable[[], BlockParts | None] = no_parts
+    by_parts: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,27 +102,30 @@ class Question:
             **more,
         )
 
-    def problem(
-        self,
-        forms: Sequence[Form],
-        costs_of: Callable[[int], ModelCosts],
-        rule: RuleFigures,
-        own_rule: RuleFigures | None = None,
-    ) -> Problem:
-        """Return the question about a model whose units have these forms, under an update rule. Its costs are by rows of a
-        micro-batch; `own_rule` is the rule for trained families.
-        """
+    def problem(self, model: ModelToPlan, costs_of: Callable[[int], ModelCosts]) -> Problem:
+        """Return the question about a model, whose costs are by rows of a micro-batch."""
         whole = Problem(
-            forms=tuple(forms),
-            own_rule=own_rule,
+            forms=model.forms,
+            own_rule=model.own_rule,
             costs_of=costs_of,
             workload=self.workload,
-            allowance=with_tables(self.allowance, forms, own_rule, self.workload),
+            allowance=with_tables(self.allowance, model.forms, model.own_rule, self.workload),
             compute_dtype=self.compute_dtype,
             gradient_dtype=self.gradient_dtype,
-            rule=rule,
+            rule=model.rule,
         )
-        return stage_problem(whole, self.place) if self.place else whole
+        problem = stage_problem(whole, self.place) if self.place else whole
+        if not model.by_parts:
+            return problem
+        problem = with_block_tables(problem, by_rows(model.chain))
+        problem = replace(
+            problem,
+            experts=model.experts,
+            cuts=model.cuts,
+            own_head=model.own_head,
+            head_range_bytes=head_range_bytes(model.chain),
+        )
+        return with_embedding(problem, model.embedding)
 
     @property
     def allowed_bytes(self) -> dict[str, int]:

@@ -22,7 +22,8 @@ def with_embedding(problem: Problem, embedding: EmbeddingRows | None) -> Problem
     if table is None or rule is None or embedding is None:
         return replace(problem, embedding=embedding)
     layout = row_layout(table.rows, table.width, rule.planes)
-    return replace(problem, embedding=replace(embedding, stored_bytes=2 * layout.page_bytes, learns=True), by_rows=True)
+    embedding = replace(embedding, stored_bytes=2 * layout.page_bytes, learns=True)
+    return replace(problem, embedding=embedding).saving(by_rows=True)
 
 
 def with_block_tables(problem: Problem, tables: tuple[BlockRows, ...]) -> Problem:

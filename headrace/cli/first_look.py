@@ -74,7 +74,7 @@ def with_model_here(config: _Config) -> _Config:
         look_at_model(config.model)
         return config
     model = model_here(config.model)  # first: without a network that is said before torch is imported, which takes seconds
-    from headrace.runs.prepare import default_output
+    from headrace.runs.job import default_output
 
     return replace(config, model=model, output=config.output or default_output(config))
 

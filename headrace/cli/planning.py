@@ -23,7 +23,7 @@ from headrace.ask.which import plan_which
 from headrace.cli.first_look import is_gguf, model_here
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
-from headrace.plan.search.given import with_lengths_of_plan
+from headrace.plan.search.given import lengths_in_plan
 from headrace.process import cache_directory, machine_profile_path
 from headrace.terms.errors import ConfigError, StorageError
 from headrace.terms.events import Event, Notice
@@ -32,7 +32,6 @@ from headrace.terms.machine.drives import Drive
 from headrace.terms.options.border import usual_border
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.generate_options import GenerateOptions
-from headrace.terms.options.options import Options
 from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.packed_rows import PackedRows
 from headrace.terms.plain_figures import plain_figure
@@ -119,11 +118,13 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
         StorageError: an SSD directory cannot be used.
     """
     here, model = options.machine is None, str(options.model)
-    options = going_on(with_lengths_of_plan(options))
+    tokens, length = lengths_in_plan(options.plan, options.tokens_per_step, options.sequence_length)
+    changes: dict[str, Any] = {"tokens_per_step": tokens, "sequence_length": length, "adapter": going_on(options.adapter)}
     asked_ssd = not here or bool(options.ssd)
     if here:
-        options = replace(options, ssd=options.ssd or (Path.cwd(),))
-        options = replace(options, machine=_measured_machine(options))
+        ssd = options.budget.ssd or (Path.cwd(),)
+        changes |= {"ssd": ssd, "machine": _measured_machine(ssd, options.compute_dtype)}
+    options = replace(options, **changes)
     compares = options.link is not None and (options.workers, options.ranks, options.stages) == (None,) * 3
     if (options.local_steps is not None or compares) and isinstance(options.machine, str):
         options = replace(options, machine=load_bare_profile(options.machine))
@@ -154,7 +155,7 @@ def _generation(options: PlanOptions, given: Collection[str], asked: GenerationA
     own = GenerateOptions.of({key: getattr(options, key) for key in given if key in _OF_GENERATION})
     here, machine = own.machine is None, own.machine
     if here:
-        machine = _measured_machine(options)
+        machine = _measured_machine(options.budget.ssd, options.compute_dtype)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
     return plan_generation(str(options.model), own, ceilings, here=here, compress=compress, say_twice=True, **vars(asked))
 
@@ -164,7 +165,7 @@ def _compression(options: PlanOptions, code: str) -> _Report:
 
     machine, dtype = options.machine, CompressOptions.compute_dtype
     if machine is None:
-        machine = _measured_machine(replace(options, ssd=options.ssd or (Path.cwd(),), compute_dtype=dtype))
+        machine = _measured_machine(options.budget.ssd or (Path.cwd(),), dtype)
     here, row_tokens = options.machine is None, options.sequence_length
     return plan_compression(str(options.model), code, machine, row_tokens=row_tokens, here=here, budget=options.budget)
 
@@ -271,12 +272,12 @@ def _drive_lines(index: int, drive: Drive) -> Iterator[str]:
         yield f"{f'ssd {index} in flight':<18} {threads:8d} each way, in pieces of {piece}"
 
 
-def _measured_machine(options: Options) -> Ceilings | None:
-    """Return the profile of this machine, or what a run measured of it; None if there is none."""
+def _measured_machine(ssd: tuple[Path, ...], compute_dtype: str) -> Ceilings | None:
+    """Return the profile of this machine, or what a run measured of it with drives `ssd`; None if there is none."""
     profile = machine_profile_path()
     if profile.exists():
         return load_profile(profile)
-    return find_kept(cache_directory(), Wanted(directories=options.budget.ssd, compute_dtype=options.compute_dtype))
+    return find_kept(cache_directory(), Wanted(directories=ssd, compute_dtype=compute_dtype))
 
 
 def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[BesideSteps]]:

@@ -19,7 +19,7 @@ from headrace.cli.streams import StdoutLost
 from headrace.files.yaml_options import read_yaml
 from headrace.report import LineProgress, LiveProgress, Reporter
 from headrace.runs import Interrupted, RunDirectory, RunOptions, resume, train
-from headrace.runs.prepare import default_output
+from headrace.runs.job import default_output
 from headrace.terms.errors import ConfigError, PeerLost, StepFailed
 from headrace.terms.launch import Launch
 from headrace.terms.options.options import Options

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.cli.runs import Terminal, stops
-from headrace.runs.prepare import default_output
+from headrace.runs.job import default_output
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.options import Options

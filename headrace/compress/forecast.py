@@ -71,7 +71,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class CodingWork:
     """What is rounded: `blocks`, for `tokens` of `hidden_bytes` each, in rows of `row_tokens`. Around the blocks lie
     `other_parameters`. The loss of held-out tokens takes logits of a `vocabulary`.
 
@@ -114,7 +114,7 @@ class _Terms:
     written: float
 
 
-def terms(job: Job, ceilings: Ceilings) -> dict[str, float]:
+def terms(job: CodingWork, ceilings: Ceilings) -> dict[str, float]:
     """Return the seconds of each term, as if nothing else ran."""
     found: dict[str, float] = {}
     read, write = _drives(ceilings)
@@ -136,7 +136,7 @@ def terms(job: Job, ceilings: Ceilings) -> dict[str, float]:
     return {label: seconds for label, seconds in found.items() if seconds}
 
 
-def side_by_side(job: Job, ceilings: Ceilings) -> float:
+def side_by_side(job: CodingWork, ceilings: Ceilings) -> float:
     """Return the seconds of the programs, whose lanes work side by side. Rows go in a few large lots, and blocks that are alike
     are simulated until they follow one another evenly. That the last block of all has a pass less is not counted.
     """
@@ -177,7 +177,7 @@ def _drives(ceilings: Ceilings) -> tuple[float, float]:
     return read, sum(drive.write_bytes_per_second for drive in ceilings.drives)
 
 
-def _terms_of(block: Block, job: Job, ceilings: Ceilings) -> _Terms:
+def _terms_of(block: Block, job: CodingWork, ceilings: Ceilings) -> _Terms:
     coded, tokens = block.matrices, job.tokens
     products, single = ceilings.flops_per_second["bfloat16"], ceilings.flops_per_second["float32"]
     read, write = _drives(ceilings)
@@ -215,7 +215,7 @@ def _terms_of(block: Block, job: Job, ceilings: Ceilings) -> _Terms:
     )
 
 
-def _loss_seconds(job: Job, ceilings: Ceilings) -> float:
+def _loss_seconds(job: CodingWork, ceilings: Ceilings) -> float:
     """Return what the loss of held-out rows takes, twice."""
     logits = job.passes_of_held_out * job.tokens * job.vocabulary
     product = job.hidden_bytes / ceilings.flops_per_second["bfloat16"]  # two operations for each of the hidden numbers

@@ -20,7 +20,7 @@ from headrace.ask.model_config import read_parts, refuse_other_dtypes
 from headrace.ask.place import RunPlace
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
-from headrace.compress.forecast import EXPERTS_AT_ONCE, Block, Job, Matrices, side_by_side, terms
+from headrace.compress.forecast import EXPERTS_AT_ONCE, Block, CodingWork, Matrices, side_by_side, terms
 from headrace.compress.recoding import MOST_BYTES_IN_MEMORY
 from headrace.compress.room import Room, groups_of_sums, room_in
 from headrace.model import Chain
@@ -139,13 +139,28 @@ def plan_compression(
     measured = load_profile(machine) if isinstance(machine, str) else machine
     ceilings = measured
     if ceilings is None:
-        place = RunPlace.of(None, here=True)
-        ceilings = nominal_machine(place.cores, host_bytes=place.host_bytes, device_bytes=None)
+        usual = RunPlace.of(None, here=True)
+        ceilings = nominal_machine(usual.cores, host_bytes=usual.host_bytes, device_bytes=None)
     config, _ = read_parts(model)
     refuse_other_dtypes(code, config)
     chain = Chain.from_config(config, "bfloat16", Optimizer())
     if code.lossless:
         return _without_loss(code, chain, ceilings, budget)
+    place = RunPlace.of(measured, here=here or machine is None) if budget.host_bytes is not None else None
+    return _calibrated(code, chain, ceilings, place, budget, tokens, row_tokens)
+
+
+def _calibrated(
+    code: Code,
+    chain: Chain,
+    ceilings: Ceilings,
+    place: RunPlace | None,
+    budget: Budget,
+    tokens: int | None,
+    row_tokens: int | None,
+) -> CompressionReport:
+    """Return what rounding by what calibration rows see takes; in a `place`, within the `budget` there."""
+    config = chain.config
     blocks = [_matrices(layout.parameters, config, code) for layout in chain.layouts[1 : chain.num_blocks + 1]]
     coded = [matrix for block in blocks for matrix in block]
     num_coded = sum(matrix.weights for matrix in coded)
@@ -158,16 +173,16 @@ def plan_compression(
         for otherwise in (False, True)
     )
     sizes = [layout.num_elements for layout in chain.layouts[1 : chain.num_blocks + 1]]
-    result = {f"{name} matrices": size, "what stays in 16 bits": _BYTES * rest}
+    result = {f"{code.name} matrices": size, "what stays in 16 bits": _BYTES * rest}
     memory = {
         "the largest block in 16 bits": _BYTES * max(sizes),
         "sums of inputs of 16 experts": max(4 * min(EXPERTS_AT_ONCE, each.count) * each.inputs**2 for each in coded),
     }
     room, passes = None, [1] * len(blocks)
-    if budget.host_bytes is not None:
-        room = _room(chain, code, RunPlace.of(measured, here=here or machine is None), budget)
+    if place is not None:
+        room = _room(chain, code, place, budget)
         memory, passes = _memory(room, blocks)
-    job = Job(
+    job = CodingWork(
         blocks=[
             Block(parameters, matrices, _file_bytes(code, parameters, matrices), count)
             for parameters, matrices, count in zip(sizes, blocks, passes, strict=True)
@@ -181,7 +196,7 @@ def plan_compression(
     )
     return CompressionReport(
         model=type(chain.model).__name__,
-        code=name,
+        code=code.name,
         machine=ceilings.called,
         parameters=chain.num_parameters,
         coded_parameters=num_coded,

@@ -156,9 +156,11 @@ def begin_run(
     """
     whole = whole or WholeRun()
     ssd = options.budget.ssd
-    options, machine = on_machine(going_on(options))
+    if (adapter := going_on(options.adapter)) != options.adapter:
+        options = replace(options, adapter=adapter)
+    options, machine = on_machine(options)
     whole_model_at(model)
-    _ = options.schedule  # refuses a schedule without an end
+    schedule = options.schedule  # refuses one without an end
     with contextlib.ExitStack() as closers:
         if options.output is None:
             directory = Path(closers.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
@@ -182,9 +184,7 @@ def begin_run(
             if fleet:
                 step = fleet.share_of_step(planner, step, options.gradient_sum, state=directories, beside=beside)
             subject.choose_wire(lambda forms: planner.suits(forms, *step, state=directories, beside=beside))
-            planner, plan = _planned(
-                subject, planner, planned, ways, lambda by: by.plan(*step, state=directories, beside=beside)
-            )
+            planner, plan = _planned(subject, planner, ways, lambda by: by.plan(*step, state=directories, beside=beside))
             if measure is not None and machine is None and (found := measure(plan, subject.machine)) is not None:
                 planner.use(found := found.of_directories(file_systems(directories)))
                 plan = planner.plan(*step, state=directories, beside=beside)
@@ -195,17 +195,17 @@ def begin_run(
             store = subject.create_store(directory, directories, beside, plan, sink)
             undo.callback(store.remove)
             rows = subject.open_rows(store, undo)
-            tune(store, options)
+            tune(store, options.machine)
             if fleet:
                 fleet.introduce(subject, store, options, plan)
             if plan is not None:
                 sink(Planned(plan=plan))
-            if warning := options.schedule.warning:
+            if warning := schedule.warning:
                 sink(Notice(text=warning))
             sink(Notice(text=subject.importing, level="info"))
             with fleet.reaching(store, importing=True) if fleet else contextlib.nullcontext():
                 never = {REPLANS_LEFT: 0} if ways.given else {}
-                subject.import_into(store, first_record(options, plan, subject) | never)
+                subject.import_into(store, first_record(options.to_record(), plan, subject) | never)
             undo.pop_all()
         closers.callback(store.close)
         if options.output is None:
@@ -247,7 +247,7 @@ def resume_run(
             fleet.agree(store.manifest.identity, options)
         seams = replace(own, fleet=fleet) if fleet else seams or own
         seams.check(store)
-        tune(store, options)
+        tune(store, options.machine)
         if verify:
             store.verify()
         model = Path(str(store.manifest.identity["model"]))
@@ -287,10 +287,10 @@ def on_machine(options: Options) -> tuple[Options, Ceilings | None]:
     return replace(options, machine=machine.of_directories(file_systems(options.budget.ssd) or (0,))), machine
 
 
-def first_record(options: Options, plan: Plan | None, subject: Subject) -> dict[str, Any]:
-    """Return what the first commit says: the model is imported, no step is done."""
+def first_record(options: dict[str, Any], plan: Plan | None, subject: Subject) -> dict[str, Any]:
+    """Return what the first commit says, with `options` as records have them: the model is imported, no step is done."""
     return {
-        "options": options.to_record(),
+        "options": options,
         "plan": plan.to_json() if plan else None,
         "num_steps": 0,
         "updates": (0,) * len(subject.chain.layouts),
@@ -300,7 +300,7 @@ def first_record(options: Options, plan: Plan | None, subject: Subject) -> dict[
 
 
 def _planned(
-    subject: Subject, planner: RunPlanner, options: Options, ways: WaysToPlan, plan_by: Callable[[RunPlanner], Plan]
+    subject: Subject, planner: RunPlanner, ways: WaysToPlan, plan_by: Callable[[RunPlanner], Plan]
 ) -> tuple[RunPlanner, Plan]:
     """Return a plan, and the planner that made it. Where nothing fits, tables in blocks are read by rows. Where that is not
     enough, experts become parts, if they can be; if not, the embedding is trained by rows, if it can be.
@@ -308,18 +308,18 @@ def _planned(
     given = ways.given
     takes = ways.may_learn_rows or subject.seams.wire.is_beside
     if given is not None and given.results.tables and takes and subject.take_tables():
-        planner = RunPlanner(options, subject.planned, ways)
+        planner = planner.of(subject.planned)
     if subject.parted is None and (subject.seams.parted or (given is not None and given.experts is not None)):
         subject.part_experts()
-        planner = RunPlanner(options, subject.planned, ways)
+        planner = planner.of(subject.planned)
     elif given is not None and given.embedding is not None and given.embedding.learns and subject.forms[0].table is None:
         subject.learn_rows()
-        planner = RunPlanner(options, subject.planned, ways)
+        planner = planner.of(subject.planned)
     try:
         return planner, plan_by(planner)
     except PlanInfeasible as refusal:
         if given is None and takes and subject.take_tables():
-            return _planned(subject, RunPlanner(options, subject.planned, ways), options, ways, plan_by)
+            return _planned(subject, planner.of(subject.planned), ways, plan_by)
         if subject.parted is not None:
             raise
         try:
@@ -328,14 +328,14 @@ def _planned(
             words = str(why)
         else:
             subject.chain.notes += (note_on_parts(refusal.tier, refusal.needed_bytes),)
-            planner = RunPlanner(options, subject.planned, ways)
+            planner = planner.of(subject.planned)
             return planner, plan_by(planner)
-        return _with_rows(subject, options, ways, plan_by, refusal, words)
+        return _with_rows(subject, planner, ways, plan_by, refusal, words)
 
 
 def _with_rows(
     subject: Subject,
-    options: Options,
+    planner: RunPlanner,
     ways: WaysToPlan,
     plan_by: Callable[[RunPlanner], Plan],
     refusal: PlanInfeasible,
@@ -352,7 +352,7 @@ def _with_rows(
     except ConfigError:
         raise refused from None
     subject.chain.notes += (note_on_learned_rows(refused.tier, refused.needed_bytes),)
-    planner = RunPlanner(options, subject.planned, ways)
+    planner = planner.of(subject.planned)
     try:
         return planner, plan_by(planner)
     except PlanInfeasible as least:

@@ -49,6 +49,7 @@ class Engine(Scoring, Replanning, Closing):
         """Step with the parts of `run`, and close them at the end. `open` and `resume` make them."""
         self._run = run
         self.options, self.plan, self.store = run.options, run.plan, run.store
+        self._rates = run.options.schedule
         self._subject, self._planner, self._emit, self._closers = run.subject, run.planner, run.sink, run.closers
         self.chain, self.machine, self._token_loss = run.subject.chain, run.subject.machine, run.subject.seams.token_loss
         self._heap: HeapGuard | None = None
@@ -257,7 +258,7 @@ class Engine(Scoring, Replanning, Closing):
         return Verdict(
             step=self.num_steps,
             updates=self._updates,
-            learning_rate=self._subject.optimizer.lr * self.options.schedule.factor(self.num_steps)
+            learning_rate=self._subject.optimizer.lr * self._rates.factor(self.num_steps)
             if learning_rate is None
             else learning_rate,
             gradient_scale=1.0 / scale,
@@ -271,7 +272,7 @@ class Engine(Scoring, Replanning, Closing):
         """Return the payload of a commit: the position of the run after the step of `verdict`."""
         scale = self._after(verdict)
         return {
-            **first_record(self.options, self.plan, self._subject),
+            **first_record(self.options.to_record(), self.plan, self._subject),
             "num_steps": verdict.step + 1,
             "updates": verdict.updates_after,
             "position": position,

@@ -11,7 +11,6 @@ from typing import Any
 
 from headrace.report.metrics import Record, best_of
 from headrace.terms.events import Event, StepResult
-from headrace.terms.options.run_options import RunOptions
 
 
 def trainer_state(
@@ -50,13 +49,13 @@ def trainer_state(
     }
 
 
-def of_run(config: RunOptions, total_steps: int, steps_per_epoch: float | None) -> dict[str, Any]:
+def of_run(eval_steps: int | None, total_steps: int, steps_per_epoch: float | None, rows_per_step: int) -> dict[str, Any]:
     """Return what `trainer_state` is told of a run besides its records."""
     return {
-        "eval_steps": config.eval_steps,
+        "eval_steps": eval_steps,
         "max_steps": total_steps,
         "num_train_epochs": total_steps / (steps_per_epoch or total_steps),
-        "train_batch_size": (config.tokens_per_step or 0) // (config.sequence_length or 1),
+        "train_batch_size": rows_per_step,
     }
 
 

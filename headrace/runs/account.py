@@ -20,11 +20,11 @@ from headrace.files import file_systems
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.value.plan import Plan
 from headrace.report.metrics import Record
+from headrace.runs.measuring import MachineHere
 from headrace.runs.protocols import Display
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.machine.ceilings import Ceilings
-from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_bytes, format_seconds
 
 # The forecast is corrected if steps are longer or shorter by more than this factor, and at least so many seconds are left.
@@ -38,8 +38,9 @@ class Account:
     def __init__(
         self,
         plan: Plan,
-        config: RunOptions,
+        model: Path,
         directory: RunDirectory,
+        machine: MachineHere,
         num_steps: int,
         between: Sequence[BesideSteps] = (),
         *,
@@ -49,12 +50,12 @@ class Account:
         began.
         """
         if ceilings is None:
-            ceilings = _ceilings(config, directory, file_systems(config.budget.ssd or (directory.path,)))
+            ceilings = _ceilings(machine, directory)
         self._directory, self._ceilings = directory, ceilings
         self._report: PlanReport = report_of(
             plan,
             ceilings,
-            model=_architecture(config.model),
+            model=_architecture(model),
             num_steps=num_steps,
             between=between,
         )
@@ -103,18 +104,19 @@ class Account:
         return explain_outcome(outcome)
 
 
-def _ceilings(config: RunOptions, directory: RunDirectory, systems: Sequence[int]) -> Ceilings | None:
-    """Return the machine with the drives of the run's directories, whose file systems are `systems`; None if there is none.
+def _ceilings(machine: MachineHere, directory: RunDirectory) -> Ceilings | None:
+    """Return the machine with the drives of the run's directories; None if there is none.
 
     A resumed run has them in its directory, whatever became of the profile. They must not be divided again, because drive i no
     longer belongs to directory i.
     """
+    systems, named = file_systems(machine.directories), machine.named
     with contextlib.suppress(ConfigError):
         return load_profile(directory.path / "machine.json")
     with contextlib.suppress(ConfigError):  # a new run has read it before
-        machine = load_profile(config.machine) if isinstance(config.machine, str) else config.machine
-        if machine is not None:
-            return machine.of_directories(systems)
+        found = load_profile(named) if isinstance(named, str) else named
+        if found is not None:
+            return found.of_directories(systems)
     return None
 
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from headrace.ask.between_steps import BesideSteps, Keeping, Pacing
@@ -36,9 +37,14 @@ class Checkpoints:
     config: RunOptions
     evaluations: Evaluations
 
+    @cached_property
+    def saves(self) -> bool:
+        """Whether models are kept during the run."""
+        return self.config.saves
+
     def due(self, step: int) -> bool:
         """Return whether the model after `step` is kept: by the interval, else with each evaluation or epoch; and the last."""
-        if not self.config.saves or step == 0:
+        if not self.saves or step == 0:
             return False
         if step == self.evaluations.total_steps:
             return True
@@ -56,7 +62,7 @@ class Checkpoints:
 
     def between_steps(self) -> list[BesideSteps]:
         """Return what the run does besides its steps, for its plan."""
-        keeping = [keeping_of(self.config, self.count)] if self.config.saves else []
+        keeping = [keeping_of(self.config, self.count)] if self.saves else []
         pacing = Pacing.asked(self.config.max_write_per_day)
         return [each for each in (self.evaluations.asked(), *keeping, *pacing) if each is not None]
 
@@ -153,7 +159,7 @@ class CheckpointWriter:
 
     def _is_over(self) -> bool:
         """Return whether the run stops early, and its last model is kept."""
-        return self.plan.config.saves and self.plan.evaluations.over(self.evaluations)
+        return self.plan.saves and self.plan.evaluations.over(self.evaluations)
 
     def _remove_superseded(self) -> None:
         remove_superseded(self.directory, self.engine.provenance["run_id"], self.plan, self.evaluations)

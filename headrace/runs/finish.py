@@ -97,7 +97,7 @@ def _became_final(kept: Path, wanted: object, run: RunDirectory, card: str, plan
         return False
     _refuse_another(run.final)
     with run.writing():
-        if plan.config.saves:
+        if plan.saves:
             link_model(kept, run.final, {_CARD_NAME: card})
         else:
             write_whole(kept / _CARD_NAME, card)

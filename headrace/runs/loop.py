@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.data import Batch
-from headrace.data.batches.batches import Batches
-from headrace.data.batches.open_data import note_of_epochs, step_tensors_of
+from headrace.data.batches.open_data import step_tensors_of
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.near_limit import NearLimit
@@ -23,24 +22,22 @@ from headrace.plan.search.serving import explain_serving, grouping_of
 from headrace.plan.value.plan import Plan
 from headrace.report import LanesFile, MetricsFile, Reporters, TensorBoard, TraceFile, TrainerStateFile
 from headrace.report.completions import COMPLETIONS_NAME, CompletionsFile
-from headrace.report.metrics import read_metrics
 from headrace.report.trackers import TRACKERS, Tracker
 from headrace.report.trainer_state import of_run, trainer_state
 from headrace.runs.checkpoints import Checkpoints, CheckpointWriter
 from headrace.runs.counted import for_people
 from headrace.runs.evaluating import Evaluations, RunEvaluator
 from headrace.runs.finish import keep_model, write_final
+from headrace.runs.job import Job, resolve, resolve_begun
 from headrace.runs.measuring import MachineOfRun
-from headrace.runs.open_rows import open_rows
 from headrace.runs.pausing import Pauses
-from headrace.runs.prepare import check, prepare
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.references import References
 from headrace.runs.replanning import PlanInUse
 from headrace.runs.rollouts import Beside, Rollouts
 from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.errors import RunDirectoryError, StorageError
+from headrace.terms.errors import StorageError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
@@ -60,24 +57,31 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one process works with. `total_steps` is the decided `config.max_steps`; `meter` and `saving` began with the
-    process.
-    """
+    """What one process works with; `meter` and `saving` began with it."""
 
-    config: RunOptions
-    directory: RunDirectory
-    stream: Batches
-    total_steps: int
+    job: Job
     display: Display
-    engines: Engines
     meter: MemoryMeter
     saving: SaveRequest
     checkpoints: Checkpoints
+
+    @classmethod
+    def of(cls, job: Job, display: Display | None, meter: MemoryMeter, saving: SaveRequest) -> "_Run":
+        """Return what works on a job, whose notes are shown."""
+        display = display or NoDisplay()
+        for note in job.notes:
+            display.say(f"note: {note}")
+        return cls(job, display, meter, saving, Checkpoints(job.options, Evaluations(job.options, job.rows, job.steps)))
 
     @property
     def evaluations(self) -> Evaluations:
         """The run's evaluations."""
         return self.checkpoints.evaluations
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run's directory."""
+        return self.job.directory
 
 
 def train(config: RunOptions, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
@@ -90,14 +94,10 @@ def train(config: RunOptions, *, display: Display | None = None, engines: Engine
         Interrupted: SIGINT or SIGTERM came; the run can be resumed.
     """
     with MemoryMeter() as meter, SaveRequest() as saving:
-        checked, directory = check(config)
-        engines = engines or _engines()
-        resolved, stream = prepare(checked, directory, engines)
-        run = _run(resolved, directory, stream, display, engines, meter, saving)
-        if note := note_of_epochs(checked, stream):
-            run.display.say(f"note: {note}")
-        made = directory.write_config(resolved)
-        return _begin(run, on_failure=lambda: directory.forget(made))
+        job = resolve(config, engines)
+        run = _Run.of(job, display, meter, saving)
+        made = job.directory.write_config(job.options)
+        return _begin(run, on_failure=lambda: job.directory.forget(made))
 
 
 def resume(run_directory: str | Path, *, display: Display | None = None, engines: Engines | None = None) -> Finished:
@@ -110,26 +110,16 @@ def resume(run_directory: str | Path, *, display: Display | None = None, engines
         Interrupted: as for `train`.
     """
     with MemoryMeter() as meter, SaveRequest() as saving:
-        return _resume(RunDirectory(Path(run_directory).absolute()), display, engines or _engines(), meter, saving)
-
-
-def _resume(
-    directory: RunDirectory, display: Display | None, engines: Engines, meter: MemoryMeter, saving: SaveRequest
-) -> Finished:
-    config = directory.read_config()
-    kind = engines.state_of(directory.path)
-    if kind is StateKind.NONE and directory.final.exists():
-        engines.discard(directory.path)  # killed while it removed its state: nothing else would free the space
-        raise RunDirectoryError(f"{directory.path}: the run is finished; its model is in {directory.final}")
-    if kind is not StateKind.COMMITTED and (done := len(read_metrics(directory.metrics))):
-        raise RunDirectoryError(
-            f"{directory.path}: the run had taken {done} steps, but its state is gone (for example by headrace clean "
-            "--unfinished); start a new run"
-        )
-    run = _run(config, directory, open_rows(config, resumed=True), display, engines, meter, saving)
-    if kind is not StateKind.COMMITTED:
-        engines.discard(directory.path)  # killed while the model was imported: there is nothing to resume
+        job = resolve_begun(RunDirectory(Path(run_directory).absolute()), engines)
+        run = _Run.of(job, display, meter, saving)
+        if job.left is StateKind.COMMITTED:
+            return _resume(run)
+        job.engines.discard(job.directory.path)  # killed while the model was imported: there is nothing to resume
         return _begin(run)
+
+
+def _resume(run: _Run) -> Finished:
+    job = run.job
 
     def tell(plan: Plan) -> None:
         if plan.serves:
@@ -137,27 +127,26 @@ def _resume(
 
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
-        engine = stack.enter_context(engines.resume(directory.path, sink=for_people(reporters, tell)))
+        engine = stack.enter_context(job.engines.resume(job.directory.path, sink=for_people(reporters, tell)))
         if engine.position is not None:
-            run.stream.restore(engine.position["data"])
-            if run.stream.by_earlier_rules:
+            job.rows.restore(engine.position["data"])
+            if job.rows.by_earlier_rules:
                 run.display.say(
                     "note: the run keeps the tokens that it began with; earlier rules chose which of them are trained"
                 )
         account = _account(run, engine.plan) if engine.plan is not None and not engine.plan.serves else None
-        words = f": {account.in_short(steps_left=run.total_steps - engine.step_index)}" if account else ""
-        run.display.say(f"resuming {directory.path} after step {engine.step_index} of {run.total_steps}{words}")
+        words = f": {account.in_short(steps_left=job.steps - engine.step_index)}" if account else ""
+        run.display.say(f"resuming {job.directory.path} after step {engine.step_index} of {job.steps}{words}")
         return _drive(run, engine, reporters, account)
 
 
 def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
     """Open a new engine and drive it. If it cannot be opened, `on_failure` undoes what was made before."""
-    config = run.config
-    told: list[Account] = []
+    job, told = run.job, list["Account"]()
 
     with ExitStack() as stack:
         reporters = _reporters(run, stack)
-        machine = MachineOfRun(config, run.directory.path, total_steps=run.total_steps, sink=reporters)
+        machine = MachineOfRun(job.machine, total_steps=job.steps, sink=reporters)
 
         def tell(plan: Plan) -> None:
             if plan.serves:  # its workers forecast
@@ -166,10 +155,10 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
             told.append(_account(run, plan, machine.ceilings))
             told[0].tell_before(run.display)
 
-        options = replace(config, output=run.directory.path, machine=machine.ceilings or config.machine)
-        packed = run.stream.first_rows(run.total_steps)
+        options = job.options if machine.ceilings is None else replace(job.options, machine=machine.ceilings)
+        packed = job.rows.first_rows(job.steps)
         try:
-            engine = run.engines.open(config.model, options, for_people(reporters, tell), measure=machine, packed=packed)
+            engine = job.engines.open(options.model, options, for_people(reporters, tell), measure=machine, packed=packed)
         except BaseException:
             if on_failure is not None:
                 on_failure()
@@ -182,7 +171,8 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     """Take the steps that are left, then finish. The caller closes the engine and the reporters, in this order. `account`
     reports on the plan, which has already been shown; a node's, which has no forecast, is made at the end.
     """
-    plans = PlanInUse(account, run.config, engine, reporters, partial(_account, run, found=True))
+    options = run.job.options
+    plans = PlanInUse(account, engine, reporters, partial(_account, run, found=True), may_change=options.may_replan)
     with run.directory.writing():
         metrics = _files(run, reporters, engine.step_index)
 
@@ -200,8 +190,8 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             if stop.received is not None:
                 raise _interrupted(run, engine.step_index, stop.received)
 
-        run.engines.heed(heed)
-        pauses = Pauses.of(run.config, run.directory.path, engine, lambda: stop.received is not None, reporters)
+        run.job.engines.heed(heed)
+        pauses = Pauses.of(options.max_write_per_day, run.directory.path, engine, lambda: stop.received is not None, reporters)
         tensors, of_held_out, logged = _makers(run, engine, metrics, lambda: stop.received is not None, closing)
         evaluator, keeper = _between_steps(run, engine, reporters, metrics, lambda: stop.received is not None)
         evaluator = replace(evaluator, tensors=of_held_out)
@@ -214,23 +204,23 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
 
         look_after_step()
         while (
-            engine.step_index < run.total_steps
+            engine.step_index < run.job.steps
             and stop.received is None
             and reporters.failure is None
             and not evaluator.plan.over(metrics.evaluations)
         ):
-            if (batch := tensors(run.stream.next_batch())) is None:
+            if (batch := tensors(run.job.rows.next_batch())) is None:
                 break
-            result = engine.step(batch, position={"data": run.stream.state()})
+            result = engine.step(batch, position={"data": run.job.rows.state()})
             reporters(replace(result, step=engine.step_index, metrics={**result.metrics, **logged()}))
             taken.append(result.seconds)
             if stop.received is None and reporters.failure is None:
-                plans.after_step(taken, steps_left=run.total_steps - engine.step_index)
+                plans.after_step(taken, steps_left=run.job.steps - engine.step_index)
                 look_after_step()
-                if engine.step_index < run.total_steps:
+                if engine.step_index < run.job.steps:
                     pauses.after_step(result)
         engine.flush()
-        _say(run, "\n".join(run.stream.left_out))
+        _say(run, "\n".join(run.job.rows.left_out))
         keeper.close()
         reporters.close()
         if reporters.failure is not None:
@@ -239,8 +229,8 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             _say(run, summary())
             raise _interrupted(run, engine.step_index, stop.received)
     steps = engine.step_index
-    if steps < run.total_steps:
-        patience = run.config.early_stopping_patience
+    if steps < run.job.steps:
+        patience = run.job.options.early_stopping_patience
         run.display.say(f"stopped early: {patience} evaluations in a row had no lower loss than the best before them")
     words = summary()  # before the model, which is the last that may fail
     try:
@@ -250,7 +240,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
             words = summary()  # writing the model also takes memory
     finally:
         _say(run, words)
-    if not run.config.keep_state:
+    if not run.job.options.keep_state:
         engine.remove_state()
     run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
     return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
@@ -267,12 +257,10 @@ def _makers(
     file = CompletionsFile(run.directory.path / COMPLETIONS_NAME, committed_steps=engine.step_index)
     beside = Beside(
         file,
-        lambda: trainer_state(
-            metrics.records, metrics.evaluations, **of_run(run.config, run.total_steps, run.stream.steps_per_epoch)
-        ),
+        lambda: trainer_state(metrics.records, metrics.evaluations, **_of_run(run.job)),
         run.display.say,
     )
-    if (rollouts := Rollouts.of(run.config, run.stream, engine, run.directory.path, beside)) is not None:
+    if (rollouts := Rollouts.of(run.job.options, run.job.rows, engine, run.directory.path, beside)) is not None:
         closing.callback(rollouts.close)
         return partial(rollouts.rows, heed=heed), step_tensors_of, lambda: rollouts.figures
     return step_tensors_of, step_tensors_of, dict
@@ -280,7 +268,7 @@ def _makers(
 
 def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> References | None:
     """Return the log-probabilities of the reference, made before the first step; None if the loss takes none."""
-    references = References.of(run.config, run.stream)
+    references = References.of(run.job.options, run.job.rows)
     if references is not None:
         started = time.monotonic()
         if made := references.make(engine, run.evaluations, heed):
@@ -301,7 +289,7 @@ def _between_steps(
         metrics.evaluations,
         reporters,
         run.saving,
-        lambda path: keep_model(engine, path, run.config),
+        lambda path: keep_model(engine, path, run.job.options),
     )
 
 
@@ -324,27 +312,10 @@ def _account(run: _Run, plan: Plan, measured: Ceilings | None = None, *, found: 
     """
     from headrace.runs.account import Account  # late, for the same reason as the engine
 
-    config = run.config if measured is None else replace(run.config, machine=measured)
+    job, between = run.job, run.checkpoints.between_steps()
+    machine = job.machine if measured is None else replace(job.machine, named=measured)
     ceilings = measured if found else None
-    return Account(plan, config, run.directory, run.total_steps, run.checkpoints.between_steps(), ceilings=ceilings)
-
-
-def _run(
-    config: RunOptions,
-    directory: RunDirectory,
-    stream: Batches,
-    display: Display | None,
-    engines: Engines,
-    meter: MemoryMeter,
-    saving: SaveRequest,
-) -> _Run:
-    if config.max_steps is None:
-        raise RunDirectoryError(f"{directory.config}: max_steps is missing; restore the file as the run wrote it")
-    display = display or NoDisplay()
-    for notice in stream.notices:
-        display.say(f"note: {notice}")
-    checkpoints = Checkpoints(config, Evaluations(config, stream, config.max_steps))
-    return _Run(config, directory, stream, config.max_steps, display, engines, meter, saving, checkpoints)
+    return Account(plan, job.options.model, job.directory, machine, job.steps, between, ceilings=ceilings)
 
 
 def _reporters(run: _Run, stack: ExitStack) -> Reporters:
@@ -352,14 +323,14 @@ def _reporters(run: _Run, stack: ExitStack) -> Reporters:
     reporters = Reporters()
     stack.callback(reporters.close)
     stack.enter_context(NearLimit(reporters))
-    reporters.add(run.display.progress(run.total_steps))
+    reporters.add(run.display.progress(run.job.steps))
     return reporters
 
 
 def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
     """Add the reporters that write files, each without what belongs to steps after `done_steps`."""
-    directory, config = run.directory, run.config
-    steps_per_epoch = run.stream.steps_per_epoch
+    directory, config = run.directory, run.job.options
+    steps_per_epoch = run.job.rows.steps_per_epoch
     metrics = reporters.add(MetricsFile(directory.metrics, committed_steps=done_steps, steps_per_epoch=steps_per_epoch))
     reporters.add(
         TrainerStateFile(
@@ -367,7 +338,7 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
             metrics.records,
             evaluations=metrics.evaluations,
             clock=time.monotonic,
-            **of_run(run.config, run.total_steps, run.stream.steps_per_epoch),
+            **_of_run(run.job),
         )
     )
     # Memory in use is the same figure as the measured peaks.
@@ -385,15 +356,13 @@ def _files(run: _Run, reporters: Reporters, done_steps: int) -> MetricsFile:
 
 def _interrupted(run: _Run, step: int, number: int) -> Interrupted:
     return Interrupted(
-        f"{signal.Signals(number).name}: stopped after step {step} of {run.total_steps}, which is committed; "
+        f"{signal.Signals(number).name}: stopped after step {step} of {run.job.steps}, which is committed; "
         f"resume with: headrace resume {run.directory.path}",
         signal_number=number,
         step=step,
     )
 
 
-def _engines() -> Engines:
-    # Late, because it imports the model library and the kernels' compiler; bad options should be refused before that.
-    from headrace.runs.engines import headrace_engines
-
-    return headrace_engines()
+def _of_run(job: Job) -> dict[str, Any]:
+    """Return what the trainer's state is told of a run besides its records."""
+    return of_run(job.options.eval_steps, job.steps, job.rows.steps_per_epoch, job.rows.spec.rows_per_step)

@@ -5,7 +5,7 @@ figures were kept, they are used, so that rates which differ from one measuremen
 """
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,19 +33,40 @@ _WAIT_SECONDS = 30.0
 _ROOM_SHARE = 0.75
 
 
+@dataclass(frozen=True, slots=True)
+class MachineHere:
+    """What is known of this machine before a run: the profile that is `named`, if any, and the `directories` of the state.
+
+    `cache` has what earlier runs measured. `measures`: it may be measured.
+    """
+
+    named: str | Ceilings | None
+    directories: tuple[Path, ...]
+    compute_dtype: str
+    cache: Path
+    measures: bool
+
+    @classmethod
+    def of(cls, options: RunOptions, run_directory: Path) -> "MachineHere":
+        """Return the machine of a run in `run_directory`."""
+        return cls(
+            options.machine, options.budget.ssd or (run_directory,), options.compute_dtype, options.cache, options.measure
+        )
+
+
 class MachineOfRun:
-    """The figures of the machine for one run of `config` in `run_directory`; `sink` is told what is done.
+    """The figures of the machine for one run of `total_steps` steps; `sink` is told what is done.
 
     `ceilings` are what is known without measuring. Called with the plan that is made without any, it measures if the run is
     long, and returns what it found.
     """
 
-    def __init__(self, config: RunOptions, run_directory: Path, *, total_steps: int, sink: Sink) -> None:
-        self._cache, self._steps, self._sink = config.cache, total_steps, sink
-        self._wanted = Wanted(directories=config.budget.ssd or (run_directory,), compute_dtype=config.compute_dtype)
-        self.may_measure = config.measure and config.machine is None
+    def __init__(self, here: MachineHere, *, total_steps: int, sink: Sink) -> None:
+        self._cache, self._steps, self._sink = here.cache, total_steps, sink
+        self._wanted = Wanted(directories=here.directories, compute_dtype=here.compute_dtype)
+        self.may_measure = here.measures and here.named is None
         self.ceilings: Ceilings | None = None
-        if config.machine is None:
+        if here.named is None:
             self.ceilings = find_kept(self._cache, self._wanted)
 
     def __call__(self, plan: Plan, machine: Machine) -> Ceilings | None:

@@ -77,7 +77,7 @@ def serve(
 
 def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
     from headrace.runs.engines import node_engines
-    from headrace.runs.prepare import default_output
+    from headrace.runs.job import default_output
 
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     engines = node_engines(crowd)
@@ -127,7 +127,7 @@ def _listener(config: NodeOptions, secret: bytes | None, silence_seconds: float)
             shape=TOGETHER if config.local_steps is None else APART,
         )
     except ConfigError as error:
-        from headrace.runs.prepare import default_output
+        from headrace.runs.job import default_output
         from headrace.store import lock_holder
 
         folder = Path(config.output or default_output(config)).absolute()

@@ -5,7 +5,7 @@ from datetime import date
 
 from headrace.data import DataSpec
 from headrace.data.batches.batches import Batches
-from headrace.data.batches.open_data import open_batches, open_tokenizer
+from headrace.data.batches.open_data import open_stream, open_streamed, open_tokenizer
 from headrace.data.batches.prompt_batches import PromptBatches, read_prompts
 from headrace.data.chat.chat_template import asks_for_time
 from headrace.data.chat.prompts import Prompts
@@ -19,14 +19,14 @@ from headrace.terms.options.run_options import RunOptions
 
 
 def open_rows(config: RunOptions, *, resumed: bool = False) -> Batches:
-    """Return the batches of a decided configuration: see `open_batches`, and `PromptBatches` for losses of rewards.
+    """Return the batches of a decided configuration: see `open_stream`, and `PromptBatches` for losses of rewards.
 
     Raises:
         InputError: the data, the tokenizer or an option cannot be used.
     """
     if isinstance(loss := loss_of(config.loss), Grpo):
         return _open_prompts(config, loss)
-    return open_batches(config, resumed=resumed)
+    return (open_streamed if config.streams else open_stream)(config, resumed=resumed)
 
 
 def _open_prompts(config: RunOptions, loss: Grpo) -> PromptBatches:

@@ -13,7 +13,6 @@ from headrace.ask.between_steps import Pacing
 from headrace.runs.protocols import RunningEngine
 from headrace.terms.errors import DiskFull
 from headrace.terms.events import Notice, Sink, StepResult
-from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
 # What stays free for records of steps: a step writes some 20 KB of lanes, now and then a timeline of a megabyte.
@@ -42,10 +41,12 @@ class Pauses:
 
     @classmethod
     def of(
-        cls, config: RunOptions, directory: Path, engine: RunningEngine, stopping: Callable[[], bool], sink: Sink
+        cls, most_bytes: int | None, directory: Path, engine: RunningEngine, stopping: Callable[[], bool], sink: Sink
     ) -> "Pauses":
-        """Return the waits of a run. What waits within a step of `engine` ends, too, when the run is to stop."""
-        pauses = cls(directory, Pacing.asked(config.max_write_per_day), stopping, sink)
+        """Return the waits of a run whose steps write `most_bytes` a day at most (None: any number). What waits within a step
+        of `engine` ends, too, when the run is to stop.
+        """
+        pauses = cls(directory, Pacing.asked(most_bytes), stopping, sink)
         engine.heed(pauses.stopped)
         return pauses
 

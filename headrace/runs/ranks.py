@@ -30,7 +30,7 @@ def train_in_ranks(config: RunOptions, launch: Launch, *, display: Display | Non
     Raises:
         As `train` and `resume`; PeerLost: a rank did not come, or is gone.
     """
-    from headrace.runs.prepare import default_output
+    from headrace.runs.job import default_output
 
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     if launch.again and directory.config.exists():

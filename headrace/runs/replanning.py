@@ -11,7 +11,6 @@ from headrace.plan.value.plan import Plan
 from headrace.runs.protocols import RunningEngine
 from headrace.terms.events import Notice, Sink
 from headrace.terms.machine.ceilings import Ceilings
-from headrace.terms.options.run_options import RunOptions
 from headrace.terms.sizes import format_seconds
 
 if TYPE_CHECKING:
@@ -28,15 +27,15 @@ class PlanInUse:
     def __init__(
         self,
         account: "Account | None",
-        config: RunOptions,
         engine: RunningEngine,
         sink: Sink,
         account_of: Callable[[Plan, Ceilings], "Account"],
+        *,
+        may_change: bool,
     ) -> None:
         """Write the plan into the run directory, and follow it if the run may take another one."""
         self.account, self._engine, self._sink, self._account_of = account, engine, sink, account_of
-        # Who says how, or that nothing is to be measured, gets what was said.
-        self._may_change = account is not None and config.measure and config.plan is None
+        self._may_change = account is not None and may_change
         self._since = 0  # steps of this process before the plan in use was taken, or looked for
         if account is not None:
             account.keep_plan()

@@ -71,7 +71,7 @@ def train_in_stages(config: RunOptions, staging: Staging, *, display: Display | 
         RunDirectoryError: `output` holds another run, or one that began with other options.
         As `train` and `resume`, except for lost stages: they are waited for.
     """
-    from headrace.runs.prepare import default_output
+    from headrace.runs.job import default_output
 
     directory = RunDirectory(Path(config.output or default_output(config)).absolute())
     config = replace(config, output=directory.path, measure=False)

@@ -13,7 +13,7 @@ from compressing import run, write_model
 from tiers import sampled
 
 from headrace.codec.grids import Int4Grid
-from headrace.compress.forecast import Block, Job, Matrices, side_by_side, terms
+from headrace.compress.forecast import Block, CodingWork, Matrices, side_by_side, terms
 from headrace.compress.planner import plan_compression
 from headrace.compress.rounding import BlockRounder
 from headrace.compress.schedule import BlockFigures, MatrixGroup, ProgramFigures, build_block
@@ -45,10 +45,10 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def job(**changes: Any) -> Job:
+def job(**changes: Any) -> CodingWork:
     matrices = [Matrices(1, 512, 512, 1.0, tries=16), Matrices(1, 512, 512, 1.0, tries=16, summed=False)]
     values: dict[str, Any] = {"tokens": 1 << 15, "hidden_bytes": 1024, "other_parameters": 1 << 20, "row_tokens": 256}
-    return Job(blocks=[Block(1 << 19, matrices, 1 << 18, 1)] * 4, **(values | {"vocabulary": 1000} | changes))
+    return CodingWork(blocks=[Block(1 << 19, matrices, 1 << 18, 1)] * 4, **(values | {"vocabulary": 1000} | changes))
 
 
 @pytest.mark.parametrize(("kind", "sums"), sampled([("llama", 4), ("opt", 4), ("phi3", 4), ("mixtral", 4)]))

@@ -1,7 +1,6 @@
 """Liger's kernels are worn by blocks, one call at a time, and leave no trace. The kernels here are fakes: there is no GPU."""
 
 import sys
-from collections.abc import Iterator
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -71,14 +70,14 @@ def apply_to_llama(
 
 
 @pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def package(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A package `liger_kernel` that knows Llama."""
     functions: dict[str, Any] = {"llama": apply_to_llama}
     for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["liger_kernel.transformers.monkey_patch"].MODEL_TYPE_TO_APPLY_LIGER_FN = functions  # type: ignore[attr-defined]
     CALLS.clear()
-    yield functions
+    return functions
 
 
 def llama() -> Any:

@@ -360,7 +360,7 @@ def test_the_need_that_is_named_is_enough(host_mib: int, ssd_mib: int, rows: int
     assert named in ([], ["host"], ["ssd"], ["host", "ssd"])
     assert plan.fits
     if "ssd" in named:
-        ways = [made, replace(made, one_by_one=True)]
+        ways = [made, made.saving(one_by_one=True)]
         choices = [plan_of(way, choice) for way in ways for thrift in THRIFTS for choice in usual_placements(way, thrift)]
         within = [choice.peak("ssd") for choice in choices if choice.peak("host") <= made.allowance.host_bytes]
         assert made.allowance.ssd_bytes == min(within)
@@ -417,7 +417,7 @@ def test_pages_are_looked_for_however_far_ahead_states_are_read(more: int) -> No
     made = problem(512 * MIB, device_bytes=256 * MIB)
     plan = plan_of(made, next(placements_of(made, "immediate", 0)))
     plan = plan.with_updates(state_slots=plan.updates.state_slots + more)
-    found = search._like(plan, replace(made, paged=True))
+    found = search._like(plan, made.saving(paged=True))
     assert found
     assert {choice.state_elements for choice in found} == {states_of(made, 0)}
 

@@ -21,7 +21,7 @@ from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.forecast.forecast import forecast
 from headrace.report.pages import read_run
 from headrace.runs import RunOptions, measuring, resume, train
-from headrace.runs.measuring import MachineOfRun
+from headrace.runs.measuring import MachineHere, MachineOfRun
 from headrace.terms.errors import DiskFull
 from headrace.terms.events import Event, Notice, StepResult
 from headrace.terms.machine.ceilings import Ceilings
@@ -69,7 +69,8 @@ def measurer(monkeypatch: pytest.MonkeyPatch) -> Measurer:
 def machine_of(folder: Path, steps: int, told: list[Event] | None = None, **options: Any) -> MachineOfRun:
     (folder / "run").mkdir(exist_ok=True)
     given = {"model": "m", "data": "d", "cache": folder / "cache"} | options
-    return MachineOfRun(RunOptions.of(given), folder / "run", total_steps=steps, sink=(told if told is not None else []).append)
+    here = MachineHere.of(RunOptions.of(given), folder / "run")
+    return MachineOfRun(here, total_steps=steps, sink=(told if told is not None else []).append)
 
 
 def words(told: list[Event]) -> list[str]:

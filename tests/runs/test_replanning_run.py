@@ -83,7 +83,13 @@ def test_a_run_under_a_given_plan_never_asks(options: dict[str, Any], tmp_path: 
     given = RunOptions.of(options | {"plan": tmp_path / "plan.json"})
     engine, account = SimpleNamespace(plan_again=lambda: pytest.fail("it asked")), SimpleNamespace(keep_plan=lambda: None)
     account.refined = lambda taken, steps_left: ""
-    plans = PlanInUse(account, given, engine, lambda event: None, lambda plan, machine: account)  # type: ignore[arg-type]
+    plans = PlanInUse(
+        account,  # type: ignore[arg-type]
+        engine,  # type: ignore[arg-type]
+        lambda event: None,
+        lambda plan, machine: account,  # type: ignore[arg-type,return-value]
+        may_change=given.may_replan,
+    )
     plans.after_step([40.0] * 5, steps_left=100)
 
 

@@ -125,23 +125,27 @@ def read_chat_template(path: Path) -> str:
 
 
 def with_lengths(config: _Config) -> _Config:
-    """Return `config` with `sequence_length` and `tokens_per_step` decided.
+    """Return `config` with `sequence_length` and `tokens_per_step` decided. Raises as `lengths_of`."""
+    return replace(config, **lengths_of(config.model, config.tokens_per_step, config.sequence_length))
+
+
+def lengths_of(model: Path, tokens: int | None, length: int | None) -> dict[str, Any]:
+    """Return `sequence_length` and `tokens_per_step` for a model; those that are given stay.
 
     Raises:
         ConfigError: `sequence_length` is more than the model has positions.
     """
-    model_config = read_model_config(config.model)
+    model_config = read_model_config(model)
     named = (model_config.get(name) for name in ("max_position_embeddings", "n_positions"))
     positions = next((number for number in named if type(number) is int and number > 0), None)
-    tokens, length = config.tokens_per_step, config.sequence_length
     if length is None:
         length = min(DEFAULT_SEQUENCE_LENGTH, positions or DEFAULT_SEQUENCE_LENGTH, tokens or DEFAULT_SEQUENCE_LENGTH)
     elif positions and length > positions:
         raise ConfigError(
-            f"sequence_length: {length} is more than the {positions} positions of {config.model.name}; use at most that, or "
+            f"sequence_length: {length} is more than the {positions} positions of {model.name}; use at most that, or "
             "raise max_position_embeddings in its config.json if the model's positions may be stretched"
         )
-    return replace(config, sequence_length=length, tokens_per_step=tokens or DEFAULT_ROWS_PER_STEP * length)
+    return {"sequence_length": length, "tokens_per_step": tokens or DEFAULT_ROWS_PER_STEP * length}
 
 
 def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -> tuple[TokenSet, DataSpec]:
@@ -154,23 +158,19 @@ def open_tokens(config: RunOptions, tokenizer: Any, *, contents: bool = False) -
         ModelError: the tokenizer makes ids for which the model has no embedding.
     """
     spec = _spec(config, tokenizer, contents=contents)
-    tokens = fitting(load_tokens(spec, tokenizer, config.cache), config.model)
+    return _tokens(spec, tokenizer, config.model, config.cache), spec
+
+
+def _tokens(spec: DataSpec, tokenizer: Any, model: Path, cache: Path) -> TokenSet:
+    tokens = fitting(load_tokens(spec, tokenizer, cache), model)
     if spec.template_date is None:
-        return tokens, spec
+        return tokens
     dated = f"the chat template asks for the date: it is {spec.template_date} (template_date)"
-    return replace(tokens, notices=(dated, *tokens.notices)), spec
+    return replace(tokens, notices=(dated, *tokens.notices))
 
 
-def open_batches(config: RunOptions, *, resumed: bool = False) -> Batches:
-    """Return the batches of a decided configuration: see `open_stream`, and `streamed.py` for data that are read as they come.
-
-    Raises:
-        InputError: see `open_tokens`.
-    """
-    return _open_streamed(config, resumed=resumed) if config.streams else open_stream(config, resumed=resumed)
-
-
-def _open_streamed(config: RunOptions, *, resumed: bool) -> StreamedBatches:
+def open_streamed(config: RunOptions, *, resumed: bool) -> StreamedBatches:
+    """Return the batches of data that are read as they come (`streamed.py`). Raises as `open_tokens`."""
     tokenizer = tokenizer_for_data(config.model, config.chat_template)
     entries = tuple(replace(source_of(entry), streaming=True) for entry in config.data)
     spec = _spec(replace(config, data=entries), tokenizer)
@@ -192,8 +192,7 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
     """
     tokenizer = tokenizer_for_data(config.model, config.chat_template)
     spec = _spec(config, tokenizer)
-    config = replace(config, template_date=spec.template_date or config.template_date)  # one day, also around midnight
-    sets = _token_sets(config, tokenizer, spec, resumed=resumed)
+    sets = _token_sets(spec, tokenizer, config.model, config.cache, resumed=resumed)
     if config.eval_split is not None:
         sets = [split_off(each, config.eval_split, config.seed, spec.samples_together) for each in sets]
     elif config.eval_data:
@@ -205,17 +204,17 @@ def open_stream(config: RunOptions, *, resumed: bool = False) -> BatchStream:
 
 def _evaluated(config: RunOptions, spec: DataSpec, tokenizer: Any, *, resumed: bool) -> tuple[list[TokenSet], DataSpec]:
     """Return the token sets of `eval_data`, and `spec` with the day that their template was told."""
-    of_evaluation = replace(config, data=config.eval_data, streaming=False, buffer_size=None)
-    their = _spec(of_evaluation, tokenizer)
-    sets = _token_sets(of_evaluation, tokenizer, their, resumed=resumed)
+    day = spec.template_date or config.template_date  # one day for both, also around midnight
+    their = _spec(replace(config, data=config.eval_data, streaming=False, buffer_size=None, template_date=day), tokenizer)
+    sets = _token_sets(their, tokenizer, config.model, config.cache, resumed=resumed)
     return sets, replace(spec, template_date=spec.template_date or their.template_date)
 
 
-def _token_sets(config: RunOptions, tokenizer: Any, spec: DataSpec, *, resumed: bool) -> list[TokenSet]:
+def _token_sets(spec: DataSpec, tokenizer: Any, model: Path, cache: Path, *, resumed: bool) -> list[TokenSet]:
     """Return the tokens of the data, and if the run is `resumed` also those that were made by earlier rules."""
-    earlier = [fitting(each, config.model) for each in earlier_tokens(spec, tokenizer, config.cache)] if resumed else []
+    earlier = [fitting(each, model) for each in earlier_tokens(spec, tokenizer, cache)] if resumed else []
     try:
-        tokens, _ = open_tokens(config, tokenizer)
+        tokens = _tokens(spec, tokenizer, model, cache)
     except DataError:
         if not earlier:
             raise
@@ -271,12 +270,12 @@ def total_steps(config: RunOptions, stream: Batches) -> int:
     return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * (stream.steps_per_epoch or 0)))
 
 
-def note_of_epochs(config: RunOptions, stream: Batches) -> str:
-    """Return a note where a step has more rows than an epoch, so that `epochs` hardly decides how long the run is; else ""."""
+def note_of_epochs(epochs: float | None, steps: int, stream: Batches) -> str:
+    """Return a note where a step has more rows than an epoch, so that `epochs` hardly decides the `steps` of a run; else ""."""
     per_epoch = stream.steps_per_epoch
-    if config.max_steps is not None or per_epoch is None or per_epoch >= 1:
+    if per_epoch is None or per_epoch >= 1:
         return ""
-    asked, steps, rows = config.epochs or 1.0, total_steps(config, stream), stream.spec.rows_per_step
+    asked, rows = epochs or 1.0, stream.spec.rows_per_step
     return (
         f"epochs: an epoch has {per_epoch * rows:g} of the {rows} rows of a step, so {asked:g} epoch{'s' * (asked != 1)} take "
         f"{steps} step{'s' * (steps > 1)}, which are {steps / per_epoch:.3g} epochs; a smaller tokens_per_step comes closer"

@@ -107,7 +107,7 @@ def _reshare(
     found = ShardStore.open(run_directory, sink=sink)
     subject.use_lent(found, sink)
     fleet.adopt(found)
-    tune(found, options)
+    tune(found, options.machine)
     sink(Planned(plan=new))
     return found, new
 

@@ -273,11 +273,11 @@ def _begun(fleet: Fleet, told: Introduction, subject: Subject, planner: RunPlann
     store = subject.create_store(directory, directories, None, told.plan, sink)
     assert isinstance(store, ShardStore), "a rank's store"
     try:
-        tune(store, told.options)
+        tune(store, told.options.machine)
         fleet.adopt(store)
         while (words := fleet.hear()[0])["do"] == "write":
             fleet.answer(store, words)
-        store.commit(told.record or first_record(told.options, told.plan, subject))
+        store.commit(told.record or first_record(told.options.to_record(), told.plan, subject))
     except BaseException:
         store.remove()
         raise
@@ -288,6 +288,6 @@ def _resumed(fleet: Fleet, told: Introduction, sink: Sink) -> ShardStore:
     """Open this rank's store at the commit that rank 0 names."""
     store = ShardStore.open(told.base / "run", sink=sink, at=told.at)
     fleet.adopt(store)
-    tune(store, told.options)
+    tune(store, told.options.machine)
     store.verify()
     return store

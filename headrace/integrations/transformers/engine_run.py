@@ -24,7 +24,7 @@ from headrace.runs.account import Account
 from headrace.runs.counted import for_people
 from headrace.runs.engines import opened_engine as open_engine
 from headrace.runs.engines import resumed_engine as resume_engine
-from headrace.runs.measuring import MachineOfRun
+from headrace.runs.measuring import MachineHere, MachineOfRun
 from headrace.runs.protocols import RunningEngine
 from headrace.runs.replanning import PlanInUse
 from headrace.store.run_directory import RunDirectory
@@ -47,7 +47,7 @@ class EngineRun(Closing):
     ) -> None:
         self.engine, self.config, self._reporters, self._closers = engine, config, reporters, closers
         self.directory = RunDirectory(Path(str(config.output)))
-        self._plans = PlanInUse(account, config, engine, reporters, self._account_of)
+        self._plans = PlanInUse(account, engine, reporters, self._account_of, may_change=config.may_replan)
         self._taken: list[float] = []
         self._meter = closers.enter_context(MemoryMeter())
         self._metrics: MetricsFile | None = None
@@ -64,11 +64,12 @@ class EngineRun(Closing):
         told: list[Account] = []
         with ExitStack() as closers:
             reporters = _screen(closers, say)
-            machine = MachineOfRun(config, directory.path, total_steps=config.max_steps or 1, sink=reporters)
+            here = MachineHere.of(config, directory.path)
+            machine = MachineOfRun(here, total_steps=config.max_steps or 1, sink=reporters)
 
             def tell(plan: Plan) -> None:
                 known = replace(config, machine=machine.ceilings or config.machine)
-                told.append(Account(plan, known, directory, config.max_steps or 1))
+                told.append(_account(known, plan))
                 told[0].tell_before(_Said(say))
 
             begun = directory.config.exists()  # and killed before its first commit: `resumed` has removed its state
@@ -97,8 +98,7 @@ class EngineRun(Closing):
         with ExitStack() as closers:
             reporters = _screen(closers, say)
             engine = closers.enter_context(resume_engine(path, sink=for_people(reporters)))
-            plan = engine.plan
-            account = Account(plan, config, RunDirectory(path), config.max_steps or 1) if plan is not None else None
+            account = _account(config, engine.plan) if engine.plan is not None else None
             return cls(engine, config, account, reporters, closers.pop_all())
 
     def record(self, steps_per_epoch: float) -> None:
@@ -173,7 +173,7 @@ class EngineRun(Closing):
             account.sum_up(self._metrics.records, self._metrics.evaluations, host_peak_bytes=self._meter.peak_bytes())
 
     def _account_of(self, plan: Plan, machine: Ceilings) -> Account:
-        return Account(plan, self.config, self.directory, self.config.max_steps or 1, ceilings=machine)
+        return _account(self.config, plan, machine)
 
     def close(self) -> None:
         """Close the engine and the records."""
@@ -229,3 +229,10 @@ class _Said:
     def progress(self, total_steps: int) -> _Notices:
         """Return a reporter of notices: the Trainer has its own progress."""
         return _Notices(self._say)
+
+
+def _account(config: RunOptions, plan: Plan, ceilings: Ceilings | None = None) -> Account:
+    """Return the account of a run's plan; `ceilings` stand in for those with which it began."""
+    directory = RunDirectory(Path(str(config.output)))
+    here = MachineHere.of(config, directory.path)
+    return Account(plan, config.model, directory, here, config.max_steps or 1, ceilings=ceilings)

@@ -3,7 +3,6 @@
 A search without that comes first, and is as it was.
 """
 
-from dataclasses import replace
 from functools import wraps
 from typing import Protocol
 
@@ -37,7 +36,7 @@ def in_parts_if_needed(search: Search) -> Search:
             leaner = _leaner(problem, refusal)
             if leaner is None:
                 raise
-            note = note_on_one_block if leaner.one_by_one != problem.one_by_one else note_on_block_parts
+            note = note_on_one_block if leaner.savings.one_by_one != problem.savings.one_by_one else note_on_block_parts
             return searched(leaner, ceilings, seconds_of).with_notes((note(refusal.tier, refusal.needed_bytes),))
 
     return searched
@@ -45,12 +44,12 @@ def in_parts_if_needed(search: Search) -> Search:
 
 def _leaner(problem: Problem, refusal: PlanInfeasible) -> Problem | None:
     """Return a question whose plans take less of the tier that is short; None where there is none."""
-    if refusal.tier == "device" and problem.parts is None and not problem.costs_of(1).by_samples:
+    if refusal.tier == "device" and problem.savings.parts is None and not problem.costs_of(1).by_samples:
         parts = problem.cuts()
-        return replace(problem, parts=parts) if parts else None
+        return problem.saving(parts=parts) if parts else None
     # What has room in memory then need not wait on the drives.
-    if refusal.tier in ("host", "ssd") and not problem.one_by_one and _comes_whole(problem):
-        return replace(problem, one_by_one=True)
+    if refusal.tier in ("host", "ssd") and not problem.savings.one_by_one and _comes_whole(problem):
+        return problem.saving(one_by_one=True)
     return None
 
 

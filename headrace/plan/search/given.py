@@ -8,7 +8,7 @@ decide the order of sums. So runs agree bit for bit only under the same plan.
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace.plan.forecast.footprint import runtime_row, with_footprint
 from headrace.plan.search.problem import Problem
@@ -19,9 +19,6 @@ from headrace.plan.value.replaying import operators_of
 from headrace.plan.value.results import PLAN_NAME
 from headrace.terms.errors import ConfigError
 from headrace.terms.json_text import parse_json
-from headrace.terms.options.run_options import RunOptions
-
-_Config = TypeVar("_Config", bound=RunOptions)
 
 
 def load_plan(path: Path) -> Plan:
@@ -53,20 +50,16 @@ def load_plan(path: Path) -> Plan:
     return plan
 
 
-def with_lengths_of_plan(config: _Config) -> _Config:
-    """Return `config`; if a plan is given, lengths that are not are the plan's.
+def lengths_in_plan(plan: str | Path | None, tokens: int | None, length: int | None) -> tuple[int | None, int | None]:
+    """Return tokens per step and sequence length: what is not given is the plan's, if there is one.
 
     Raises:
         ConfigError: `plan` names no plan.
     """
-    if not config.plan:
-        return config
-    plan = load_plan(Path(config.plan))
-    return replace(
-        config,
-        tokens_per_step=config.tokens_per_step or plan.batch.tokens_per_step,
-        sequence_length=config.sequence_length or plan.batch.sequence_length,
-    )
+    if not plan:
+        return tokens, length
+    batch = load_plan(Path(plan)).batch
+    return tokens or batch.tokens_per_step, length or batch.sequence_length
 
 
 def adopted(plan: Plan, problem: Problem) -> Plan:

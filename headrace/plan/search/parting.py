@@ -45,7 +45,7 @@ def _sizes(count: int) -> list[int]:
 def _of_size(plan: Plan, problem: Problem, costs: ModelCosts, experts: ExpertParts) -> Plan:
     """Return `plan` with these groups of micro-batches, and the largest rounds that fit; the smallest where none do."""
     most = max(experts.figures.num_experts)
-    experts = replace(experts, remakes=problem.remakes and experts.together > 1)
+    experts = replace(experts, remakes=problem.savings.remakes and experts.together > 1)
     for in_round in dict.fromkeys((-(-most // _FEWEST_ROUNDS), experts_in_round(most))):
         found = with_footprint(replace(plan, experts=replace(experts, in_round=in_round)), costs, problem.allowance)
         if found.fits:

@@ -1,8 +1,9 @@
 """What a plan is searched for: a model, what is trained of it, a step, and the memory that it may take."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.expert_plan import ExpertParts
@@ -20,17 +21,28 @@ from headrace.terms.rule_figures import RuleFigures
 OF_GROUPS = "packed rows run in groups of samples of one length"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Savings:
+    """Ways to save memory at a price of time: a search asks for them one after the other."""
+
+    hosted: bool = False  # hidden states wait in host memory between blocks
+    by_rows: bool = False  # rows of the embedding are read in the model's files
+    visits: bool = False  # compute has the head's matrix for the loss only
+    ranged: bool = False  # of a head that visits, compute has a range of its rows at a time
+    remakes: bool = False  # see `ExpertParts`
+    parts: BlockParts | None = None  # blocks come in these
+    one_by_one: bool = False  # host memory has one block at a time
+    paged: bool = False  # weights come in pages (`paging`)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A model whose units have these `forms`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`.
 
     `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
-    memory between blocks; where they are `hosted`, they do. Rows of the `embedding` can be read in the model's files;
-    None: they cannot. In plans `by_rows` they are. A model with an `own_head` has its matrix in the last unit; where that
-    `visits`, compute has it for the loss only. Where it is `ranged`, too, compute has a range of its rows at a time, in a slot
-    of `head_range_bytes` (0: it cannot come so). See `ExpertParts` for `remakes`. `place` is that of a stage, whose part of a
-    model these are. `cuts` says how blocks can come in parts (None: they cannot); with `parts` they do. With `one_by_one`
-    host memory has one block at a time. Where they are `paged`, weights come in pages (`paging`).
+    memory between blocks. Rows of the `embedding` can be read in the model's files; None: they cannot. A model with an
+    `own_head` has its matrix in the last unit; a range of its rows comes in a slot of `head_range_bytes` (0: it cannot).
+    `place` is that of a stage, whose part of a model these are. `cuts` says how blocks can come in parts (None: they cannot).
     """
 
     forms: tuple[Form, ...]
@@ -44,20 +56,17 @@ class Problem:
     experts: ExpertParts | None = None  # experts that are parts; how many come together is left open
     attention_share: float = 1.0  # the share of the matrix rate that attention's products reach (`Ceilings`)
     may_wait: bool = True
-    hosted: bool = False
     embedding: EmbeddingRows | None = None
-    by_rows: bool = False
     tables: tuple[BlockRows, ...] = ()  # those of blocks whose rows are read; how many a token asks for is left open
     own_head: bool = False
-    visits: bool = False
     head_range_bytes: int = 0
-    ranged: bool = False
-    remakes: bool = False
     place: StagePlace | None = None
     cuts: Callable[[], BlockParts | None] = no_parts
-    parts: BlockParts | None = None
-    one_by_one: bool = False
-    paged: bool = False
+    savings: Savings = Savings()
+
+    def saving(self, **changes: Any) -> "Problem":
+        """Return the problem with other savings."""
+        return replace(self, savings=replace(self.savings, **changes))
 
     @cached_property
     def units(self) -> tuple[UnitFigures, ...]:
@@ -131,7 +140,7 @@ class Problem:
     @property
     def homes(self) -> tuple[str, ...]:
         """Where block inputs and kept outputs may wait, nearest first."""
-        if self.hosted:
+        if self.savings.hosted:
             return "host", "ssd"
         return ("device", "host", "ssd") if self.separate_device else ("device", "ssd")
 

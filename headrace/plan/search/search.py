@@ -110,18 +110,18 @@ def _plan_of_states(problem: Problem, seconds_of: StepSeconds, *, measured: bool
     Raises:
         PlanInfeasible: see `make_plan`.
     """
-    hosted = replace(problem, hosted=problem.can_host)
+    hosted = problem.saving(hosted=problem.can_host)
     try:
         plan = _fastest_plan(problem, seconds_of, measured=measured)
     except PlanInfeasible as refusal:
-        if not hosted.hosted:
+        if not hosted.savings.hosted:
             raise
         try:
             plan = _fastest_plan(hosted, seconds_of, measured=measured)
         except PlanInfeasible as least:  # it says what is needed at least
             raise least if least.tier == refusal.tier else refusal from None
     else:
-        if hosted.hosted and measured and _may_gain(plan, seconds_of):
+        if hosted.savings.hosted and measured and _may_gain(plan, seconds_of):
             plan = _or_faster(plan, lambda: _fastest_plan(hosted, seconds_of, measured=measured), seconds_of)
     return _or_paged(plan, hosted if plan.hosted else problem, seconds_of) if measured else plan
 
@@ -130,7 +130,7 @@ def _or_paged(plan: Plan, problem: Problem, seconds_of: StepSeconds) -> Plan:
     """Return the plan, or one like it whose weights come in pages, where that is faster."""
     if not may_page(problem, plan, seconds_of):
         return plan
-    problem, policy = replace(problem, paged=True), plan.updates.policy
+    problem, policy = problem.saving(paged=True), plan.updates.policy
     placements = _like(plan, problem)
     if not placements:
         return plan
@@ -278,7 +278,7 @@ def _with_groups_as_large_as_pays(
     """Return the question and its choices with larger groups at the experts of a block, if that is faster: micro-batches wait
     there without graphs, which are made again.
     """
-    remaking = replace(problem, remakes=True)
+    remaking = problem.saving(remakes=True)
     plans = ((choice, plan_of(remaking, choice)) for _, choice in found) if problem.experts else ()
     again = [(seconds_of(filled(remaking, plan)), choice) for choice, plan in plans if plan.fits]
     if again and min(again, key=_seconds)[0] * ALIKE < min(found, key=_seconds)[0]:

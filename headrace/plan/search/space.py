@@ -87,7 +87,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     policy, units = choice.policy, problem.units
     spared = 0 if problem.separate_device or num_micro > 1 else spared_sums(units, costs)
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
-    alone = problem.one_by_one or (choice.lean and problem.separate_device)
+    alone = problem.savings.one_by_one or (choice.lean and problem.separate_device)
     prefetch = 0 if alone else 1 if choice.lean or num_blocks < 3 else 2
     tables = asked_tables(problem.tables, costs)
     kept: list[list[int]] = [[] for _ in costs.blocks]
@@ -110,7 +110,9 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             head_rows=costs.head_rows,
             head_passes=workload.head_passes,
         ),
-        host_slots=1 if problem.one_by_one else min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
+        host_slots=1
+        if problem.savings.one_by_one
+        else min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
         prefetch=prefetch,
         compute_threads=workload.grouping.compute_threads if workload.grouping else problem.allowance.cores,
@@ -144,14 +146,14 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         rule=problem.rule,
         own_rule=problem.own_rule,
         freed_memory=choice.freed_memory,
-        hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.hosted else None,
-        embedding=problem.embedding if problem.by_rows else None,
-        visiting_head=problem.head_home if problem.visits else None,
-        head_slot_bytes=problem.head_range_bytes if problem.visits and problem.ranged else None,
-        parts=problem.parts,
+        hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.savings.hosted else None,
+        embedding=problem.embedding if problem.savings.by_rows else None,
+        visiting_head=problem.head_home if problem.savings.visits else None,
+        head_slot_bytes=problem.head_range_bytes if problem.savings.visits and problem.savings.ranged else None,
+        parts=problem.savings.parts,
         stage=problem.place.choices(num_micro) if problem.place else None,
     )
-    plan = paged(plan, lean=choice.lean) if problem.paged else plan
+    plan = paged(plan, lean=choice.lean) if problem.savings.paged else plan
     return fitted(with_groups(plan, problem), problem, costs)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.data import BatchStream
+from headrace.data.batches.batches import Batches
 from headrace.data.batches.open_data import open_stream
 from headrace.engine.local.outer import OuterState, outer_options
 from headrace.model import Checkpoint
@@ -19,15 +20,15 @@ from headrace.model.written.export import files_beside_weights
 from headrace.net import Generation, Listener
 from headrace.report import MetricsFile, Reporters
 from headrace.runs.checkpoints import Checkpoints
-from headrace.runs.engines import discard, headrace_engines, state_of
+from headrace.runs.engines import discard, state_of
 from headrace.runs.evaluating import Evaluations
 from headrace.runs.finish import write_final
+from headrace.runs.job import default_output, resolve
 from headrace.runs.local_steps.broker import Broker
 from headrace.runs.local_steps.ledger import read_journal
 from headrace.runs.local_steps.rounds import ByQuorum, Replayed, Rounds
 from headrace.runs.local_steps.session import Session, Told
 from headrace.runs.loop import Finished
-from headrace.runs.prepare import check, default_output, prepare
 from headrace.runs.protocols import Display, StateKind
 from headrace.runs.signals import Interrupted, StopRequest
 from headrace.store.run_directory import RunDirectory
@@ -54,13 +55,12 @@ def serve_learners(
     if directory.config.exists():
         refuse(directory, config)
         found = directory.read_config()
-        stream = open_stream(found, resumed=True)
+        stream: Batches = open_stream(found, resumed=True)
     else:
-        checked, directory = check(config)
-        found, batches = prepare(checked, directory, headrace_engines())
-        assert isinstance(batches, BatchStream), "streaming is refused where learners train by themselves"
-        stream = batches
+        job = resolve(config)
+        found, stream = job.options, job.rows
         directory.write_config(found)
+    assert isinstance(stream, BatchStream), "streaming is refused where learners train by themselves"
     assert isinstance(found, NodeOptions), "it is a node's"
     with _opened(found, directory, display) as state:
         return _Node(found, directory, stream, state, listener, display).run()

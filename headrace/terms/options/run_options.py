@@ -304,6 +304,11 @@ class RunOptions(Options):
         return self.save_steps is not None or self.save_total_limit is not None
 
     @property
+    def may_replan(self) -> bool:
+        """Whether another plan may be taken: who says how, or that nothing is to be measured, gets what was said."""
+        return self.measure and self.plan is None
+
+    @property
     def models_at_once(self) -> int:
         """How many finished models lie beside the state at most: a new one is whole before another goes, `final/` is the last.
         Without a limit and a number of steps, it is unknown how many are kept: two count.
