@@ -13,7 +13,7 @@ from headrace.plan.forecast.cluster import ClusterForecast, Phase
 from headrace.plan.value.plan import Plan
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.tables import Memory, figures, line, memory_table
+from headrace.terms.tables import Memory, Report, figures, line, memory_table
 
 _COLUMN = 14
 # A purchase is only worth a line if it gives at least so many times the tokens per second.
@@ -57,6 +57,43 @@ class ClusterReport(TrainingReport):
         """The name of the purchase that gains most; "none" where compute leaves hardly anything to gain."""
         worthy = [each for each in self.purchases if each.gain >= _WORTH_IT]
         return worthy[0].name if worthy else "none"
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
+        size = f"{plain_figure(self.parameters / 1e9)} billion parameters"
+        yield line("model", f"{self.model}, {size}, {self.compute_dtype} compute, {self.rule}")
+        link = f"{plain_figure(self.link_bytes_per_second * 8 / 1e9)} Gbit/s each way"
+        yield line("workers", f"{self.workers} x {self.worker_machine}, a link of {link}")
+        nodes = f"{self.nodes} x " if self.nodes > 1 else ""
+        yield line("node", f"{nodes}{self.node_machine} with {self.node_ssds} SSDs, a link of {link}")
+        yield line("step", f"{self.tokens_per_step} tokens of all workers, sequences of {self.sequence_length}")
+        found, worker, node = self.forecast, self.worker_plan, self.node_plan
+        if found is None or worker is None or node is None:
+            yield line("fits", f"no: {self.reason}")
+            return
+        yield line("fits", "yes")
+        yield ""
+        yield from _tiers(worker, node)
+        yield ""
+        at_best = format_seconds(found.lower_bound_seconds)
+        yield line(
+            "time",
+            f"{format_seconds(found.step_seconds)} per step, {plain_figure(found.tokens_per_second, 4)} tokens/s of all "
+            f"workers, {plain_figure(found.tokens_per_second_per_worker, 4)} of each (at best {at_best}, if nothing waited)",
+        )
+        for at, words in enumerate(limit_words(found).split("; ")):
+            yield line("" if at else "limit", words)
+        yield from _purchases(self)
+        one, other = found.worker_bytes, found.node_bytes
+        yield line(
+            "network",
+            f"each worker receives {format_bytes(one.received)} and sends {format_bytes(one.sent)} per step, "
+            f"each node receives {format_bytes(other.received)} and sends {format_bytes(other.sent)}",
+        )
+        read, written = found.ssd_bytes_read_per_step, found.ssd_bytes_written_per_step
+        yield line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step, at the node")
+        if self.endurance is not None:
+            yield line("run", self.endurance.explain())
 
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain JSON values; unknown figures are null."""
@@ -102,7 +139,7 @@ def limit_words(found: ClusterForecast) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElasticReport:
+class ElasticReport(Report):
     """A run that begins with some workers and takes in more: with the `most`, and with the `least` that it goes on with."""
 
     most: ClusterReport
@@ -112,8 +149,9 @@ class ElasticReport:
         """Return the JSON values of the most workers, and below `least` those of the least."""
         return self.most.to_json() | {"least": self.least.to_json()}
 
-    def explain(self) -> str:
-        """Return the report of the most workers as text, and a line on the least."""
+    def lines(self) -> Iterator[str]:
+        """Yield the report of the most workers, and a line on the least."""
+        yield from self.most.lines()
         found = self.least.forecast
         with_least = f"with {self.least.workers} worker{'s' if self.least.workers > 1 else ''}"
         if found is None:
@@ -121,49 +159,7 @@ class ElasticReport:
         else:
             seconds, tokens = format_seconds(found.step_seconds), plain_figure(found.tokens_per_second, 4)
             words = f"{with_least}: {seconds} per step, {tokens} tokens/s; {limit_words(found)}"
-        return "\n".join((explain_cluster(self.most), line("at least", words)))
-
-
-def explain_cluster(report: ClusterReport) -> str:
-    """Return `report` as lines of text."""
-    return "\n".join(_lines(report))
-
-
-def _lines(report: ClusterReport) -> Iterator[str]:
-    size = f"{plain_figure(report.parameters / 1e9)} billion parameters"
-    yield line("model", f"{report.model}, {size}, {report.compute_dtype} compute, {report.rule}")
-    link = f"{plain_figure(report.link_bytes_per_second * 8 / 1e9)} Gbit/s each way"
-    yield line("workers", f"{report.workers} x {report.worker_machine}, a link of {link}")
-    nodes = f"{report.nodes} x " if report.nodes > 1 else ""
-    yield line("node", f"{nodes}{report.node_machine} with {report.node_ssds} SSDs, a link of {link}")
-    yield line("step", f"{report.tokens_per_step} tokens of all workers, sequences of {report.sequence_length}")
-    found, worker, node = report.forecast, report.worker_plan, report.node_plan
-    if found is None or worker is None or node is None:
-        yield line("fits", f"no: {report.reason}")
-        return
-    yield line("fits", "yes")
-    yield ""
-    yield from _tiers(worker, node)
-    yield ""
-    at_best = format_seconds(found.lower_bound_seconds)
-    yield line(
-        "time",
-        f"{format_seconds(found.step_seconds)} per step, {plain_figure(found.tokens_per_second, 4)} tokens/s of all workers, "
-        f"{plain_figure(found.tokens_per_second_per_worker, 4)} of each (at best {at_best}, if nothing waited)",
-    )
-    for at, words in enumerate(limit_words(found).split("; ")):
-        yield line("" if at else "limit", words)
-    yield from _purchases(report)
-    one, other = found.worker_bytes, found.node_bytes
-    yield line(
-        "network",
-        f"each worker receives {format_bytes(one.received)} and sends {format_bytes(one.sent)} per step, "
-        f"each node receives {format_bytes(other.received)} and sends {format_bytes(other.sent)}",
-    )
-    read, written = found.ssd_bytes_read_per_step, found.ssd_bytes_written_per_step
-    yield line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step, at the node")
-    if report.endurance is not None:
-        yield line("run", report.endurance.explain())
+        yield line("at least", words)
 
 
 def _purchases(report: ClusterReport) -> Iterator[str]:

@@ -4,17 +4,17 @@ Invariant: seconds of a step are those of the learner's own plan; a learner wait
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
 from headrace.terms.forms import UnitFigures
 from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.tables import figures
+from headrace.terms.tables import Report, figures, line
 from headrace.update.sites.travel import TRAVELS
 
 # Bytes per second of a network without a given rate: 100 Mbit/s, for which local steps are made.
@@ -26,7 +26,7 @@ _PULLED_BYTES = 2 * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalReport:
+class LocalReport(Report):
     """The plan of a learner, and its rounds of `local_steps`. `numbers` are those that travel, `way_bytes` their bytes."""
 
     plan: PlanReport
@@ -83,21 +83,18 @@ class LocalReport:
         names = ("local_steps", "exchange_dtype", "link_bytes_per_second", "numbers", "way_bytes", "exchange_seconds")
         return self.plan.to_json() | figures(self, *names, "busy_share", "least_steps", "together_seconds")
 
-    def explain(self) -> str:
-        """Return the report as lines for people."""
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
+        yield from self.plan.lines()
         if not self.plan.fits:
-            return explain(self.plan)
+            return
         way, rate = format_bytes(self.way_bytes), f"{8 * self.link_bytes_per_second / 1e6:g} Mbit/s"
         computing, moving = format_seconds(self.local_steps * self.step_seconds), format_seconds(self.exchange_seconds)
-        return "\n".join(
-            (
-                explain(self.plan),
-                f"round     {self.local_steps} local steps in {computing}; then {way} up and {way} down in {moving} at {rate}: "
-                f"computes {self.busy_share:.0%} of the time",
-                f"          from {self.least_steps} local steps on it computes {_BUSY:.0%} of the time",
-                f"          without local steps weights alone would take {format_seconds(self.together_seconds)} in each step",
-            )
-        )
+        words = f"{self.local_steps} local steps in {computing}; then {way} up and {way} down in {moving} at {rate}"
+        yield line("round", f"{words}: computes {self.busy_share:.0%} of the time")
+        yield line("", f"from {self.least_steps} local steps on it computes {_BUSY:.0%} of the time")
+        seconds = format_seconds(self.together_seconds)
+        yield line("", f"without local steps weights alone would take {seconds} in each step")
 
 
 def _travelling(unit: UnitFigures) -> int:

@@ -1,16 +1,17 @@
-"""After a run: planned figures beside measured ones, row by row.
+"""After a run: planned figures beside measured ones, row by row, for people and for `summary.json`.
 
 Invariant: every tier of the plan has its row; a figure that was not measured is null, and never taken from the plan.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.ask.between_steps import Evaluating
-from headrace.ask.plan_report import PlanReport
+from headrace.ask.plan_report import NOMINAL, PlanReport
 from headrace.report.metrics import Record, steady_ssd_bytes
+from headrace.terms.tables import Report, line, quantity, row
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class OutcomeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOutcome:
+class RunOutcome(Report):
     """The rows of a run of `steps` steps. `on_measured_machine` is false if times were planned for a nominal machine."""
 
     rows: tuple[OutcomeRow, ...]
@@ -43,6 +44,18 @@ class RunOutcome:
     machine: str
     on_measured_machine: bool
 
+    def lines(self) -> Iterator[str]:
+        """Yield planned beside measured figures."""
+        yield row("", ("planned", "measured", "ratio"))
+        for each in self.rows:
+            ratio = "-" if each.ratio is None else f"{each.ratio:.2f}"
+            yield row(each.name, (quantity(each.planned, each.unit), quantity(each.measured, each.unit), ratio))
+        skipped = f", {self.skipped_steps} of them skipped" if self.skipped_steps else ""
+        yield line("steps", f"{self.steps}{skipped}; times are the median, bytes the mean of those after the first")
+        times_planned = any(each.unit == "seconds" and each.planned is not None for each in self.rows)
+        if times_planned and not self.on_measured_machine:
+            yield line("machine", self.machine + NOMINAL)
+
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain JSON values."""
         return {
@@ -50,7 +63,7 @@ class RunOutcome:
             "skipped_steps": self.skipped_steps,
             "machine": self.machine,
             "measured_machine": self.on_measured_machine,
-            "planned_and_measured": {row.key: row.to_json() for row in self.rows},
+            "planned_and_measured": {each.key: each.to_json() for each in self.rows},
         }
 
 

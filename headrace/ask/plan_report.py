@@ -1,8 +1,10 @@
-"""What `headrace plan` answers, as a value.
+"""What `headrace plan` answers, as a value, and as the table that people read before a run.
 
-Invariant: it fits if and only if there is a plan, and a plan's peaks are within what is allowed.
+Invariant: it fits if and only if there is a plan, and a plan's peaks are within what is allowed. Every printed number is one of
+the report's; nothing is computed for the table but sums and units.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,7 +12,12 @@ from headrace.ask.between_steps import BesideSteps
 from headrace.plan.clock.endurance import Endurance
 from headrace.plan.forecast.forecast import Forecast
 from headrace.plan.value.plan import Plan
-from headrace.terms.tables import figures
+from headrace.plan.value.words import explain_plan
+from headrace.terms.plain_figures import plain_figure
+from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.tables import Memory, Report, figures, line, memory_table
+
+NOMINAL = ": no figures of this machine, so times are guesses; measure it with `headrace bench machine`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +36,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingReport:
+class TrainingReport(Report):
     """What the report of any training has. `reason` says why it does not fit."""
 
     model: str
@@ -77,6 +84,26 @@ class PlanReport(TrainingReport):
         """Whether there is a plan within the budgets."""
         return self.plan is not None
 
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
+        yield line("model", f"{self.model}, {_count(self.parameters)} parameters, {self.compute_dtype} compute, {self.rule}")
+        yield line("machine", self.machine + ("" if self.measured else NOMINAL))
+        yield line("step", f"{self.tokens_per_step} tokens, sequences of {self.sequence_length}")
+        if self.plan is None:
+            yield line("fits", f"no: {self.reason}")
+            yield from _alternatives(self)
+            return
+        yield line("fits", "yes")
+        yield ""
+        peaks = self.plan.results.peak_bytes
+        columns = [Memory(tier, purposes, self.allowed_bytes.get(tier)) for tier, purposes in peaks.items()]
+        yield from memory_table(columns, free=True)
+        yield ""
+        yield from _choices(self.plan)
+        yield from _times(self)
+        if self.alternatives:
+            yield from _alternatives(self)
+
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain JSON values; unknown figures are null."""
         forecast, plan = self.forecast, self.plan
@@ -97,3 +124,46 @@ class PlanReport(TrainingReport):
             **{key: value for each in self.between for key, value in each.to_json().items()},
             **({} if self.unused_tensors is None else {"unused_tensors": list(self.unused_tensors)}),
         }
+
+
+def _choices(plan: Plan) -> Iterator[str]:
+    """Yield the plan's own words, without those that the table already has."""
+    told = {"model", "step", *plan.results.peak_bytes}
+    for words in explain_plan(plan).splitlines():
+        label, _, text = words.partition(" ")
+        if label not in told:
+            yield line(label, text.strip())
+
+
+def _times(report: PlanReport) -> Iterator[str]:
+    forecast, wear = report.forecast, report.endurance
+    if forecast is None or wear is None:
+        return
+    yield line(
+        "time",
+        f"{format_seconds(forecast.step_seconds)} per step, {plain_figure(forecast.tokens_per_second, 4)} tokens/s (at best "
+        f"{format_seconds(forecast.lower_bound_seconds)}, if nothing waited)",
+    )
+    yield line("limit", forecast.explanation)
+    for resource, seconds in report.doubled.items():
+        gain = forecast.step_seconds / seconds
+        yield line("", f"twice the {resource}: {format_seconds(seconds)} per step, {gain:.2f} times as fast")
+    read, written = forecast.ssd_bytes_read_per_step, forecast.ssd_bytes_written_per_step
+    yield line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step")
+    yield line("run", wear.explain())
+    for each in report.between:
+        yield line(each.label, each.explain())
+
+
+def _alternatives(report: PlanReport) -> Iterator[str]:
+    if not report.alternatives:
+        yield line("instead", "no variant was found that fits; a smaller model, or a machine with more memory, is needed")
+    for alternative in report.alternatives:
+        time = f"{format_seconds(alternative.step_seconds)} per step, {plain_figure(alternative.tokens_per_second, 4)} tokens/s"
+        takes = f"{format_bytes(alternative.peak_bytes['host'])} of host memory"
+        wear = f"{format_bytes(alternative.ssd_bytes_written_per_step)} written per step"
+        yield line("instead", f"{alternative.change}: {time}, {takes}, {wear}")
+
+
+def _count(parameters: int) -> str:
+    return f"{plain_figure(parameters / 1e9)} billion" if parameters >= 1e9 else f"{parameters / 1e6:.3g} million"

@@ -4,11 +4,11 @@ Ranks of one machine share its drives, cores and memory, and have one host copy 
 of its own. The plan is that of the rank with the largest share. Its memory is planned as a run plans it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.ask.answer import plan_model, step_lengths_of
-from headrace.ask.explain import explain
 from headrace.ask.model_config import read_parts
 from headrace.ask.place import default_host_bytes
 from headrace.ask.plan_report import PlanReport
@@ -20,12 +20,12 @@ from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.tables import figures
+from headrace.terms.tables import Report, figures, line
 from headrace.update.combinations import refuse_in_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RanksReport:
+class RanksReport(Report):
     """The `plan` of the rank with the largest share of a step of `tokens_per_step`, of `ranks` on so many `machines`."""
 
     plan: PlanReport
@@ -57,21 +57,19 @@ class RanksReport:
             **figures(self, "exchanged_bytes", "link_bytes_per_second"),
         }
 
-    def explain(self) -> str:
-        """Return the report as lines for people."""
-        if not self.plan.fits or self.plan.forecast is None:
-            return explain(self.plan)
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
+        yield from self.plan.lines()
+        if self.plan.forecast is None:
+            return
         moved, rate = self.exchanged_bytes, self.link_bytes_per_second
         each = "of one machine" if self.machines == 1 else "on a machine each"
+        share = f"{self.plan.tokens_per_step:,} of {self.tokens_per_step:,} tokens a step"
+        yield line("ranks", f"{self.ranks} {each}; above is the one with the largest share: {share}")
+        yield line("", f"together {plain_figure(self.tokens_per_second, 4)} tokens/s")
         seconds = format_seconds(moved / rate)
-        return "\n".join(
-            (
-                explain(self.plan),
-                f"ranks     {self.ranks} {each}; above is the one with the largest share: {self.plan.tokens_per_step:,} of "
-                f"{self.tokens_per_step:,} tokens a step",
-                f"          together {plain_figure(self.tokens_per_second, 4)} tokens/s",
-                f"link      a rank sends and receives {format_bytes(moved)} a step: {seconds} at {format_bytes(round(rate))}/s",
-            )
+        yield line(
+            "link", f"a rank sends and receives {format_bytes(moved)} a step: {seconds} at {format_bytes(round(rate))}/s"
         )
 
 

@@ -14,7 +14,7 @@ from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import StageChoices, StagePlace
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.tables import figures, line, row
+from headrace.terms.tables import Report, figures, line, row
 
 # AxoNN keeps 4 bytes a parameter on the device, of 20 with master, moments and gradients in float32: so about a quarter.
 _AXONN = "AxoNN (Singh and Bhatele 2022) keeps a quarter there"
@@ -89,7 +89,7 @@ class StageFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagesReport:
+class StagesReport(Report):
     """Whether stages can train a model, how fast, and what crosses their cuts.
 
     `stages` are `count` of them, or fewer where the last of these does not fit. Each way `token_bytes` cross a cut for a token.
@@ -164,36 +164,32 @@ class StagesReport:
             "stages": [each.to_json() for each in self.stages],
         }
 
-    def explain(self) -> str:
-        """Return the report as lines for people."""
-        return "\n".join(_lines(self))
-
-
-def _lines(report: StagesReport) -> Iterator[str]:
-    first, rate = report.stages[0].report, f"{plain_figure(report.link_bytes_per_second * 8 / 1e6)} Mbit/s each way"
-    size = f"{plain_figure(first.parameters / 1e9)} billion parameters"
-    yield line("model", f"{first.model}, {size}, {first.compute_dtype} compute, {first.rule}")
-    names = dict.fromkeys(each.report.machine for each in report.stages)
-    yield line("stages", f"{report.count} x {', '.join(names)}, links of {rate}")
-    yield line("step", f"{report.tokens_per_step} tokens, sequences of {first.sequence_length}")
-    if not report.fits:
-        yield line("fits", f"no: {report.reason}")
-        return
-    yield line("fits", f"yes: {report.groups} groups of micro-batches")
-    yield ""
-    yield from _table(report)
-    yield ""
-    yield line(
-        "time", f"{format_seconds(report.step_seconds)} per step, {plain_figure(report.tokens_per_second, 4)} tokens/s together"
-    )
-    yield line(
-        "busy",
-        f"the slowest stage {report.utilisation:.0%} of the time, where {report.bound:.0%} is the most: G t / (G t + "
-        f"(S-1)(t + 2c)) with G = {report.groups}, t = {format_seconds(max(each.group_seconds for each in report.stages))}, "
-        f"c = {format_seconds(report.transfer_seconds)}",
-    )
-    yield line("link", f"a cut carries {format_bytes(report.cut_bytes)} a step, half of it each way")
-    yield line("device", f"of a stage's weights, states and gradients the part above lies on its device; {_AXONN}")
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
+        first, rate = self.stages[0].report, f"{plain_figure(self.link_bytes_per_second * 8 / 1e6)} Mbit/s each way"
+        size = f"{plain_figure(first.parameters / 1e9)} billion parameters"
+        yield line("model", f"{first.model}, {size}, {first.compute_dtype} compute, {first.rule}")
+        names = dict.fromkeys(each.report.machine for each in self.stages)
+        yield line("stages", f"{self.count} x {', '.join(names)}, links of {rate}")
+        yield line("step", f"{self.tokens_per_step} tokens, sequences of {first.sequence_length}")
+        if not self.fits:
+            yield line("fits", f"no: {self.reason}")
+            return
+        yield line("fits", f"yes: {self.groups} groups of micro-batches")
+        yield ""
+        yield from _table(self)
+        yield ""
+        yield line(
+            "time", f"{format_seconds(self.step_seconds)} per step, {plain_figure(self.tokens_per_second, 4)} tokens/s together"
+        )
+        yield line(
+            "busy",
+            f"the slowest stage {self.utilisation:.0%} of the time, where {self.bound:.0%} is the most: G t / (G t + "
+            f"(S-1)(t + 2c)) with G = {self.groups}, t = {format_seconds(max(each.group_seconds for each in self.stages))}, "
+            f"c = {format_seconds(self.transfer_seconds)}",
+        )
+        yield line("link", f"a cut carries {format_bytes(self.cut_bytes)} a step, half of it each way")
+        yield line("device", f"of a stage's weights, states and gradients the part above lies on its device; {_AXONN}")
 
 
 def _table(report: StagesReport) -> Iterator[str]:

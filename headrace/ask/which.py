@@ -15,7 +15,7 @@ from headrace.terms.errors import ConfigError, InputError, PlanInfeasible
 from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.tables import line
+from headrace.terms.tables import Report, figures, line
 
 # Machines that are compared, and the steps of a round: what DiLoCo was shown with.
 MACHINES, LOCAL_STEPS = 4, 100
@@ -39,7 +39,7 @@ class ClusterShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhichReport:
+class WhichReport(Report):
     """What one machine alone does (None: it does not fit), and what `machines` of them do together, by shape."""
 
     model: str
@@ -81,22 +81,11 @@ class WhichReport:
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         shapes = {each.name: {"tokens_per_second": each.tokens_per_second, "words": each.words} for each in self.shapes}
-        return {
-            "model": self.model,
-            "machine": self.machine,
-            "machines": self.machines,
-            "link_bytes_per_second": self.link_bytes_per_second,
-            "alone_tokens_per_second": self.alone_tokens_per_second,
-            "shapes": shapes,
-            "take": self.take,
-            "advice": self.advice,
-        }
+        asked = figures(self, "model", "machine", "machines", "link_bytes_per_second", "alone_tokens_per_second")
+        return asked | {"shapes": shapes} | figures(self, "take", "advice")
 
-    def explain(self) -> str:
-        """Return the report as lines for people."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
         yield line("model", self.model)
         rate = f"{plain_figure(self.link_bytes_per_second * 8 / 1e6)} Mbit/s each way"
         yield line("machines", f"{self.machines} x {self.machine}, links of {rate}; other numbers: --workers, --stages")

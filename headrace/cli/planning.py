@@ -8,13 +8,11 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from headrace.ask.answer import plan_model
 from headrace.ask.between_steps import BesideSteps, Pacing
 from headrace.ask.cluster import plan_workers
-from headrace.ask.cluster_report import ClusterReport, explain_cluster
-from headrace.ask.explain import explain
 from headrace.ask.local_rounds import LocalReport
 from headrace.ask.plan_report import PlanReport
 from headrace.ask.ranks import plan_ranks
@@ -36,7 +34,11 @@ from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.packed_rows import PackedRows
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.tables import Report
 from headrace.update.wires.going_on import going_on
+
+if TYPE_CHECKING:
+    from headrace.generate.plan.plan import GenerationPlan
 
 # The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
@@ -47,12 +49,6 @@ _OF_EVALUATIONS = frozenset(("eval_split", "eval_data", "eval_steps"))
 _OF_SAVING = frozenset(("save_steps", "save_total_limit"))
 _OF_DATA = frozenset(("epochs", "packing", "border", "cache", *_OF_EVALUATIONS))
 _OF_ONE_MACHINE = frozenset(("checkpoint_every", "output", "plan", "load_best_model_at_end", *_OF_SAVING, *_OF_EVALUATIONS))
-
-
-class _Report(Protocol):
-    def to_json(self) -> dict[str, Any]: ...
-
-    def explain(self) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +73,7 @@ def answer_plan(
     """
     if is_gguf(options.model):
         options = replace(options, model=model_here(options.model))
-    report: PlanReport | ClusterReport | _Report
+    report: Report | GenerationPlan
     if generation is not None:
         acting, report = _OF_GENERATION, _generation(options, given, generation, compress)
     elif compress is not None:
@@ -90,10 +86,10 @@ def answer_plan(
     if as_json:
         return json.dumps(report.to_json() | {"without_effect": idle}, indent=2)
     lines = [f"{'no effect':<10}on the plan: {', '.join(idle)}"] if idle else []
-    return "\n".join((_text(report), *lines))
+    return "\n".join((report.explain(), *lines))
 
 
-def _draw(report: PlanReport | ClusterReport | _Report, options: PlanOptions) -> None:
+def _draw(report: "Report", options: PlanOptions) -> None:
     """Write the plan as a page.
 
     Raises:
@@ -110,7 +106,7 @@ def _draw(report: PlanReport | ClusterReport | _Report, options: PlanOptions) ->
     _say(Notice(text=f"wrote {path}", level="info"))
 
 
-def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
+def make_report(options: PlanOptions) -> Report:
     """Return the plan of a training. With data, and no number of steps, the run is as long as its passes over the data.
 
     Raises:
@@ -149,7 +145,7 @@ def make_report(options: PlanOptions) -> PlanReport | ClusterReport | _Report:
     return report if options.local_steps is None else LocalReport.of(report, options)
 
 
-def _generation(options: PlanOptions, given: Collection[str], asked: GenerationAsked, compress: str | None) -> _Report:
+def _generation(options: PlanOptions, given: Collection[str], asked: GenerationAsked, compress: str | None) -> "GenerationPlan":
     from headrace.generate.passes.planner import plan_generation  # late: plans of training do without it
 
     own = GenerateOptions.of({key: getattr(options, key) for key in given if key in _OF_GENERATION})
@@ -160,7 +156,7 @@ def _generation(options: PlanOptions, given: Collection[str], asked: GenerationA
     return plan_generation(str(options.model), own, ceilings, here=here, compress=compress, say_twice=True, **vars(asked))
 
 
-def _compression(options: PlanOptions, code: str) -> _Report:
+def _compression(options: PlanOptions, code: str) -> Report:
     from headrace.compress.planner import plan_compression  # late: plans of training do without it
 
     machine, dtype = options.machine, CompressOptions.compute_dtype
@@ -189,13 +185,6 @@ def _of_training(options: PlanOptions) -> frozenset[str]:
 def _reads_data(options: PlanOptions) -> bool:
     evaluates = options.evaluates and options.workers is None
     return bool(options.data) and (options.max_steps is None or evaluates)
-
-
-def _text(report: PlanReport | ClusterReport | _Report) -> str:
-    """Return a report as the table that people read."""
-    if isinstance(report, PlanReport):
-        return explain(report)
-    return explain_cluster(report) if isinstance(report, ClusterReport) else report.explain()
 
 
 def measure_this_machine(directories: Sequence[Path], output: Path | None, *, seconds: float, as_json: bool) -> str:

@@ -37,6 +37,7 @@ from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.options.options import DEFAULT_SEQUENCE_LENGTH
 from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.tables import Report
 
 _RECODED_PER_SECOND = 3e8  # weights per second and core that become bf16x12 (docs/log/lossless)
 _BYTES = 2
@@ -44,7 +45,7 @@ _UNSAID = Budget()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressionReport:
+class CompressionReport(Report):
     """What compressing takes: parameters, bytes by part of the result, seconds by term and of all side by side, and bytes that
     must fit.
 
@@ -86,11 +87,8 @@ class CompressionReport:
         found = {name: getattr(self, name) for name in self.__slots__} | sums
         return found if self.warning is not None else {name: value for name, value in found.items() if name != "warning"}
 
-    def explain(self) -> str:
-        """Return lines for people."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
         yield f"model     {self.model}, {self.parameters / 1e9:.4g} billion parameters, {self.coded_parameters / 1e9:.4g} coded"
         yield f"machine   {self.machine}"
         if self.tokens:

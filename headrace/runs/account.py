@@ -12,7 +12,6 @@ from typing import Any
 
 from headrace.ask.answer import report_of
 from headrace.ask.between_steps import BesideSteps
-from headrace.ask.explain import explain, explain_outcome
 from headrace.ask.outcome import run_outcome_of
 from headrace.ask.plan_report import PlanReport
 from headrace.data.batches.open_data import read_model_config
@@ -63,7 +62,7 @@ class Account:
 
     def tell_before(self, display: Display) -> None:
         """Show the plan."""
-        display.say(explain(self._report))
+        display.say(self._report.explain())
 
     def in_short(self, *, steps_left: int) -> str:
         """Return the plan in half a line, for a resumed run. The whole plan was shown at its begin."""
@@ -101,7 +100,7 @@ class Account:
             return ""
         outcome = run_outcome_of(self._report, records, evaluations, host_peak_bytes=host_peak_bytes)
         self._directory.write_summary(outcome.to_json())
-        return explain_outcome(outcome)
+        return outcome.explain()
 
 
 def _ceilings(machine: MachineHere, directory: RunDirectory) -> Ceilings | None:

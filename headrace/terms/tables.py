@@ -1,12 +1,41 @@
 """How reports are written: labelled lines, columns of figures, and figures that may be unknown."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.terms.sizes import format_bytes
+from headrace.terms.plain_figures import plain_figure
+from headrace.terms.sizes import format_bytes, format_seconds
 
 _LABEL, _NAME = 10, 20
+
+
+class Report(ABC):
+    """An answer: lines for people, and plain JSON values for programs."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def lines(self) -> Iterator[str]:
+        """Yield the lines that people read."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; unknown figures are null."""
+
+    def explain(self) -> str:
+        """Return the report as lines for people."""
+        return "\n".join(self.lines())
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """Return a figure as people read it; `unit` is `bytes`, `seconds` or another that its row names."""
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return format_bytes(value)
+    return format_seconds(value) if unit == "seconds" else plain_figure(value, 4)
 
 
 def line(label: str, text: str) -> str:

@@ -11,7 +11,7 @@ from tiers import sampled
 from transformers import GPT2Config, LlamaConfig
 
 from headrace.ask.cluster import plan_cluster
-from headrace.ask.cluster_report import ClusterReport, explain_cluster
+from headrace.ask.cluster_report import ClusterReport
 from headrace.plan.clock.machine_profiles import load_bare_profile
 from headrace.plan.forecast.cluster import NODE, WORKER
 from headrace.terms.errors import ConfigError
@@ -61,7 +61,7 @@ def test_json_has_tokens_of_all_workers_and_of_each(found: ClusterReport):
 
 
 def test_the_text_says_what_limits_and_what_to_buy(found: ClusterReport):
-    text = explain_cluster(found)
+    text = found.explain()
     assert "limited by the links" in text  # 10 Gbit/s is little
     assert found.buy_next in ("links", "tokens")
     assert "buy next" in text
@@ -168,7 +168,7 @@ def test_a_node_that_is_too_small_is_named(model: Path):
     assert not refused.fits
     assert refused.reason.startswith("the node: ")
     assert refused.to_json()["step_seconds"] is None
-    assert "no: the node: " in explain_cluster(refused)
+    assert "no: the node: " in refused.explain()
 
 
 @pytest.mark.wide

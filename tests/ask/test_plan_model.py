@@ -12,7 +12,6 @@ from tiny_wholes import make_whole
 
 from headrace.ask import model_plans
 from headrace.ask.answer import plan_model
-from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.clock.nominal import nominal_machine
@@ -104,7 +103,7 @@ def test_peaks_are_the_plans_and_within_the_defaults(report: PlanReport, rig: Ce
 
 
 def test_the_table_shows_tiers_time_limit_and_wear(report: PlanReport) -> None:
-    text = explain(report)
+    text = report.explain()
     for words in ("fits      yes", "device", "host", "ssd", "weights", "states", "free", "per step", "tokens/s", "200 steps"):
         assert words in text
     assert report.forecast is not None
@@ -124,7 +123,7 @@ def test_without_a_profile_the_machine_is_called_nominal(small: Path, tmp_path: 
     found = plan_model(small, Options(host_memory="8GiB", ssd=[tmp_path], tokens_per_step=1024, sequence_length=512))
     assert found.fits
     assert found.measured is False
-    assert "headrace bench machine" in explain(found)
+    assert "headrace bench machine" in found.explain()
 
 
 @pytest.mark.wide
@@ -160,7 +159,7 @@ def test_what_does_not_fit_comes_with_variants_that_do(small: Path, rig: Ceiling
         changes = {"max_grad_norm": None if "max_grad_norm" in alternative.options else 1.0} | alternative.options
         again = plan_model(small, Options(**{"device_memory": device} | asked | changes), **how)
         assert again.fits, alternative.change
-        assert alternative.change in explain(refused)
+        assert alternative.change in refused.explain()
         assert alternative.step_seconds > 0
 
 
@@ -201,12 +200,12 @@ def test_where_space_is_short_smaller_moments_are_offered_as_they_would_be_plann
     refused = plan_model(small, Options(machine=rig, **asked), here=False)
     assert not refused.fits
     offered = next(found for found in refused.alternatives if found.options == {"optimizer": "adamw:moments=int8"})
-    assert offered.change in explain(refused)
+    assert offered.change in refused.explain()
     again = plan_model(small, Options(machine=rig, **offered.options, **asked), here=False)
     assert again.fits
     assert again.plan is not None
     assert again.plan.rule.name == again.to_json()["rule"] == "AdamW with int8 moments"
-    assert "int8 moments" in explain(again)
+    assert "int8 moments" in again.explain()
     assert offered.peak_bytes["ssd"] == pytest.approx(again.needed_bytes["ssd"], rel=0.05)
 
 
@@ -226,7 +225,7 @@ def test_where_the_ssds_limit_a_plan_it_says_what_would_spare_them(small: Path, 
     assert set(variants) == {"host_memory", "optimizer", "adapter"}
     for alternative in found.alternatives:
         assert alternative.step_seconds < found.forecast.step_seconds
-        assert alternative.change in explain(found)
+        assert alternative.change in found.explain()
     host = variants["host_memory"]
     assert host.peak_bytes["host"] <= host.options["host_memory"]
     # What is promised comes true: asked with that much memory, or with those moments, the planner finds a plan as fast.

@@ -11,7 +11,6 @@ import pytest
 from planned_models import llama_small, saved
 
 from headrace.ask.answer import plan_model, report_of
-from headrace.ask.explain import explain, explain_outcome
 from headrace.ask.outcome import run_outcome_of
 from headrace.ask.plan_report import PlanReport
 from headrace.plan.clock.machine_profiles import load_profile
@@ -65,7 +64,7 @@ def test_a_node_has_peaks_beside_its_plan_and_no_forecast(report: PlanReport) ->
     found = outcome.to_json()["planned_and_measured"]
     assert found["host_peak_bytes"]["ratio"] == 700 / report.plan.peak("host")
     assert (found["step_seconds"]["planned"], found["step_seconds"]["measured"]) == (None, 1.0)
-    assert "nominal" not in explain_outcome(outcome), "no time was planned for any machine"
+    assert "nominal" not in outcome.explain(), "no time was planned for any machine"
 
 
 def test_the_hosts_peak_is_that_of_the_whole_process(report: PlanReport) -> None:
@@ -90,23 +89,23 @@ def test_what_was_not_measured_is_null_and_a_dash(report: PlanReport) -> None:
     outcome = run_outcome_of(report, [record(1.0, peak_bytes={"host": 700}), record(1.0, peak_bytes={}, skipped="overflow")])
     found = outcome.to_json()["planned_and_measured"]
     assert found["ssd_peak_bytes"]["measured"] is found["device_peak_bytes"]["ratio"] is None
-    table = {line[:20].strip(): line[20:].split() for line in explain_outcome(outcome).splitlines()}
+    table = {line[:20].strip(): line[20:].split() for line in outcome.explain().splitlines()}
     assert table["peak, device"][-2:] == ["-", "-"]
     assert table["peak, host"][-3:-1] == ["700", "B"]
-    assert "1 of them skipped" in explain_outcome(outcome)
+    assert "1 of them skipped" in outcome.explain()
 
 
 def test_a_fast_run_is_told_without_powers_of_ten(report: PlanReport) -> None:
-    table = explain_outcome(run_outcome_of(report, [record(0.01), record(0.01)]))
+    table = run_outcome_of(report, [record(0.01), record(0.01)]).explain()
     assert "102400" in table
     assert report.forecast
     fast = replace(report, forecast=replace(report.forecast, step_seconds=report.forecast.step_seconds / 1e4))
-    (time,) = (line for line in explain(fast).splitlines() if line.startswith("time"))
+    (time,) = (line for line in fast.explain().splitlines() if line.startswith("time"))
     assert "e+" not in time
 
 
 def test_columns_are_aligned(report: PlanReport) -> None:
-    lines = explain_outcome(run_outcome_of(report, [record(1.0), record(2.0)])).splitlines()
+    lines = run_outcome_of(report, [record(1.0), record(2.0)]).explain().splitlines()
     # One line for words at the end.
     assert {len(line) for line in lines[:-1]} == {len(lines[0])}
 
@@ -116,7 +115,7 @@ def test_the_report_of_a_plan_is_the_one_it_came_with(report: PlanReport) -> Non
     rig = load_profile("rtx4090-1ssd")
     again = report_of(report.plan, rig, model=report.model, num_steps=10)
     report = replace(report, alternatives=())  # what else would do is for `headrace plan` to say
-    assert explain(again) == explain(report)
+    assert again.explain() == report.explain()
     assert again.to_json() == report.to_json()
 
 
@@ -125,10 +124,10 @@ def test_a_run_with_smaller_moments_says_so_as_its_plan_does(report: PlanReport)
     plan = replace(report.plan, rule=rule_of(AdamW(moments="int8"), "bfloat16").figures)
     again = report_of(plan, load_profile("rtx4090-1ssd"), model=report.model, num_steps=10)
     assert again.to_json()["rule"] == "AdamW with int8 moments"
-    assert "int8 moments" in explain(again)
+    assert "int8 moments" in again.explain()
 
 
 def test_for_a_machine_that_nobody_measured_the_table_says_so(tmp_path: Path) -> None:
     model = saved(tmp_path / "small", llama_small())
     found = plan_model(model, Options(host_memory="8GiB", ssd=[tmp_path], tokens_per_step=512, sequence_length=256))
-    assert "headrace bench machine" in explain_outcome(run_outcome_of(found, [record(1.0)]))
+    assert "headrace bench machine" in run_outcome_of(found, [record(1.0)]).explain()

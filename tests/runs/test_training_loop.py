@@ -19,7 +19,6 @@ from training_fakes import FakeHost, Screen, fake_plan, run_options, write_data,
 from transformers import TrainerState
 
 from headrace.ask.answer import report_of
-from headrace.ask.explain import explain
 from headrace.ask.plan_report import PlanReport
 from headrace.data.batches import open_data
 from headrace.data.tokens import tokenize
@@ -87,7 +86,7 @@ class TestARun:
         screen = Screen()
         train(RunOptions.of(options), display=screen, engines=FakeHost().engines())
         report = report_of(fake_plan(), None, model="model", num_steps=8)
-        before, expected = screen.said[0].splitlines(), explain(report).splitlines()
+        before, expected = screen.said[0].splitlines(), report.explain().splitlines()
         assert before == expected
         assert next(line for line in before if line.startswith("allowed")).split()[1:] == ["4", "KiB", "8", "KiB"]
 
