@@ -22,7 +22,7 @@ from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.model.by_rows.block_tables import block_tables_of, is_large, take_tables, trained_tables_of
 from headrace.plan.clock.endurance import endurance
-from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.forecast.forecast import Forecast, forecast
 from headrace.plan.schedules.ranks import sharers_on
 from headrace.plan.search.given import load_plan
@@ -33,6 +33,7 @@ from headrace.terms.lanes import Hardware, Lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.optimizer import ALL
 from headrace.terms.options.options import DEFAULT_ROWS_PER_STEP, DEFAULT_SEQUENCE_LENGTH, Options
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.packed_rows import PackedRows
 from headrace.terms.rule_figures import RuleFigures
 from headrace.update import optimizer_of, rule_of
@@ -255,6 +256,34 @@ def step_lengths_of(config: Any, options: Options) -> tuple[int, int]:
         )
     check_positions(config, length)
     return DEFAULT_ROWS_PER_STEP * length if tokens is None else tokens, length
+
+
+def machine_of(options: PlanOptions, key: str) -> Ceilings:
+    """Return the machine that a plan by the option `key` is for.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if options.machine is None:
+        raise ConfigError(
+            f"{key}: a plan needs the machine; name it with --machine, such as rtx4090, or measure this one with "
+            "`headrace bench machine`"
+        )
+    return load_bare_profile(options.machine) if isinstance(options.machine, str) else options.machine
+
+
+def rows_of_each(tokens: int, length: int, count: int, who: str) -> int:
+    """Return the rows of a step that the one with most has, where `count` of `who` share out a step of so many tokens.
+
+    Raises:
+        ConfigError: there are not enough.
+    """
+    if tokens // length < count:
+        raise ConfigError(
+            f"tokens_per_step: {tokens} are {tokens // length} rows of {length} for {count} {who}; each takes whole rows: "
+            f"give {count * length} at least"
+        )
+    return -(-(tokens // length) // count)
 
 
 def _finished(model: str | Path, options: Options, chain: Chain) -> Beside:

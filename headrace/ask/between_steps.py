@@ -1,6 +1,7 @@
 """What a run does besides its steps, as lines of its plan: evaluations, and models that are kept."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -18,6 +19,7 @@ class BesideSteps(ABC):
     """What is done besides steps; `label` begins its line."""
 
     label: ClassVar[str]
+    keys: ClassVar[Mapping[str, str]]
 
     @abstractmethod
     def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
@@ -31,9 +33,9 @@ class BesideSteps(ABC):
     def explain(self) -> str:
         """Return it in words."""
 
-    @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
+        """Return the figures as plain JSON values, by the names that scripts know."""
+        return {key: getattr(self, name) for key, name in self.keys.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,12 @@ class Evaluating(BesideSteps):
     passes: int
     seconds: float | None = None
     label: ClassVar[str] = "evaluate"
+    keys: ClassVar[Mapping[str, str]] = {
+        "evaluations": "times",
+        "evaluation_rows": "rows",
+        "evaluation_passes": "passes",
+        "evaluation_seconds": "seconds",
+    }
 
     def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
         """Return it with the seconds of one."""
@@ -54,15 +62,6 @@ class Evaluating(BesideSteps):
         """Return it in words."""
         took = "" if self.seconds is None else f"{format_seconds(self.seconds)} each time, "
         return f"{self.rows} held-out rows, {_times(self.times)}; {took}in the memory of a step"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
-        return {
-            "evaluations": self.times,
-            "evaluation_rows": self.rows,
-            "evaluation_passes": self.passes,
-            "evaluation_seconds": self.seconds,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +78,13 @@ class Keeping(BesideSteps):
     memory_bytes: int = 0
     seconds: float | None = None
     label: ClassVar[str] = "keep"
+    keys: ClassVar[Mapping[str, str]] = {
+        "checkpoints": "times",
+        "checkpoint_bytes": "num_bytes",
+        "checkpoint_moved_bytes": "moved_bytes",
+        "checkpoint_memory_bytes": "memory_bytes",
+        "checkpoint_seconds": "seconds",
+    }
 
     def timed(self, plan: Plan, ceilings: Ceilings) -> Self:
         """Return it with what one model takes: it is read from the state's drives, and written at the rate of the slowest."""
@@ -100,16 +106,6 @@ class Keeping(BesideSteps):
         how = f"beside the next step, in {format_bytes(self.memory_bytes)}" if self.memory_bytes else "the next step waits"
         return f"a model, {'as asked' if self.times is None else _times(self.times)}; {moved}; {how}"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
-        return {
-            "checkpoints": self.times,
-            "checkpoint_bytes": self.num_bytes,
-            "checkpoint_moved_bytes": self.moved_bytes,
-            "checkpoint_memory_bytes": self.memory_bytes,
-            "checkpoint_seconds": self.seconds,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pacing(BesideSteps):
@@ -121,6 +117,7 @@ class Pacing(BesideSteps):
     most_bytes: int
     seconds: float = 0.0
     label: ClassVar[str] = "pace"
+    keys: ClassVar[Mapping[str, str]] = {"max_write_per_day": "most_bytes", "spacing_seconds": "seconds"}
 
     @classmethod
     def asked(cls, most_bytes: int | None) -> list[Self]:
@@ -147,10 +144,6 @@ class Pacing(BesideSteps):
     def explain(self) -> str:
         """Return it in words."""
         return f"{self.limit_words} lets a step begin each {format_seconds(self.seconds)}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as plain JSON values."""
-        return {"max_write_per_day": self.most_bytes, "spacing_seconds": self.seconds}
 
 
 def _state_bytes(plan: Plan, keeping: Keeping) -> int:

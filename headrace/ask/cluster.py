@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from headrace.ask.answer import DEFAULT_STEPS, ShapesToTrain, step_lengths_of
+from headrace.ask.answer import DEFAULT_STEPS, ShapesToTrain, machine_of, rows_of_each, step_lengths_of
 from headrace.ask.cluster_report import ClusterReport, ElasticReport, Purchase
 from headrace.ask.model_config import read_parts
 from headrace.ask.place import RunPlace, multiplies
@@ -24,7 +24,7 @@ from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import make_plan
 from headrace.plan.search.serving import serving_plan
 from headrace.plan.value.plan import Plan
-from headrace.terms.errors import ConfigError, PlanInfeasible
+from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import Form, in_place_forms
 from headrace.terms.layout import realigned
 from headrace.terms.machine.ceilings import Ceilings
@@ -59,19 +59,11 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
         ModelError: there is no configuration, or its architecture is one that training refuses.
         InputError: lengths, budgets or numbers are impossible.
     """
-    machine = options.machine
-    if options.workers is None or machine is None:
-        raise ConfigError("workers: a plan needs the machine of a worker; name it with --machine, such as a100-40g")
-    workers = int(options.workers)
-    worker = load_bare_profile(machine) if isinstance(machine, str) else machine
+    worker, workers = machine_of(options, "workers"), int(options.workers or 0)
     node = _node(options)
     config, whole = read_parts(model)
     tokens, length = step_lengths_of(config, options)
-    if tokens // length < workers:
-        raise ConfigError(
-            f"tokens_per_step: {tokens} are {tokens // length} rows of {length} for {workers} workers; each takes whole rows: "
-            f"give {workers * length} at least"
-        )
+    rows = rows_of_each(tokens, length, workers, "workers")
     refuse_combination(options, at_node=True)
     shapes = ShapesToTrain.of(config, whole, options)
     chain = shapes.chain
@@ -94,7 +86,6 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
         node_machine=node.name,
         link_bytes_per_second=cluster.worker.network_bytes_per_second,
     )
-    rows = -(-(tokens // length) // workers)  # of the worker that has most
     plans = _Plans(shapes, options, cluster, worker_tokens=rows * length, here=here)
     try:
         planned = plans.worker(), plans.node()

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.ask.answer import plan_model, step_lengths_of
+from headrace.ask.answer import machine_of, plan_model, rows_of_each, step_lengths_of
 from headrace.ask.model_config import read_parts
 from headrace.ask.place import default_host_bytes
 from headrace.ask.plan_report import PlanReport
-from headrace.plan.clock.machine_profiles import load_bare_profile
 from headrace.plan.schedules.ranks import RankMachine, share_of_machine
-from headrace.terms.errors import ConfigError
 from headrace.terms.lanes import Lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.plan_options import PlanOptions
@@ -79,24 +77,13 @@ def plan_ranks(model: str, options: PlanOptions, *, here: bool, **more: Any) -> 
     Raises:
         ConfigError: a step has fewer rows than there are ranks, or they cannot share out such a run. Else as `plan_model`.
     """
-    ranks, machine = options.ranks, options.machine
+    ranks, whole = options.ranks, machine_of(options, "ranks")
     assert ranks is not None, "asked for"
-    if machine is None:
-        raise ConfigError(
-            "ranks: a plan needs the machine; name it with --machine, such as rtx4090, or measure this one with "
-            "`headrace bench machine`"
-        )
     refuse_in_ranks(options)
-    whole = load_bare_profile(machine) if isinstance(machine, str) else machine
     tokens, length = step_lengths_of(read_parts(model)[0], options)
-    if tokens // length < ranks:
-        raise ConfigError(
-            f"tokens_per_step: {tokens} are {tokens // length} rows of {length} for {ranks} ranks; each takes whole rows: give "
-            f"{ranks * length} at least"
-        )
+    own = rows_of_each(tokens, length, ranks, "ranks") * length
     link = options.link
     share = RankMachine.of(_machine_of_rank(whole, ranks, link), ranks, sharers=ranks if link is None else 1)
-    own = -(-(tokens // length) // ranks) * length
     options = replace(
         options, ranks=None, link=None, machine=share, tokens_per_step=own, sequence_length=length, gradient_dtype="float32"
     )

@@ -7,7 +7,7 @@ stages, with the seconds that each stage's plan takes for a group.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace.ask.answer import Opened, open_question, step_lengths_of
+from headrace.ask.answer import Opened, machine_of, open_question, step_lengths_of
 from headrace.ask.model_config import read_parts
 from headrace.ask.stages_report import StageFigures, StagesReport
 from headrace.model.trials.passing_check import refuse_what_passes_more
@@ -64,13 +64,8 @@ def machines_of(options: PlanOptions) -> list[Ceilings]:
     text = str(options.stages)
     if not text.isdecimal():
         named = [load_bare_profile(name.strip()) for name in text.split(",")]
-    elif (machine := options.machine) is None:
-        raise ConfigError(
-            "stages: a plan needs the machine of a stage; name it with --machine, such as rtx4090, or measure this one with "
-            "`headrace bench machine`"
-        )
     else:
-        named = [load_bare_profile(machine) if isinstance(machine, str) else machine] * int(text)
+        named = [machine_of(options, "stages")] * int(text)
     if len(named) < 2:
         raise ConfigError(f"stages: {text} makes one stage; give two or more, or leave it out")
     return named

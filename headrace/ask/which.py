@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.ask.answer import plan_model
+from headrace.ask.answer import machine_of, plan_model
 from headrace.ask.cluster import plan_cluster
 from headrace.ask.local_rounds import LocalReport
 from headrace.ask.stages import plan_stages
@@ -103,12 +103,8 @@ def plan_which(model: str, options: PlanOptions, *, here: bool) -> WhichReport:
     Raises:
         ConfigError: there is no machine. Else as `plan_model`.
     """
-    machine, link = options.machine, float(options.link or 0.0)
-    if machine is None:
-        raise ConfigError(
-            "link: a comparison needs the machine; name it with --machine, such as rtx4090, or measure this one with "
-            "`headrace bench machine`"
-        )
+    link = float(options.link or 0.0)
+    options = replace(options, machine=machine_of(options, "link"))
     one = plan_model(model, replace(options, link=None), here=here, variants_seconds=0.0)
     tokens = one.forecast.tokens_per_second if one.forecast else None
 

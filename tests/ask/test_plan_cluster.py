@@ -117,7 +117,7 @@ def test_more_drives_and_links_are_no_slower(model: Path, found: ClusterReport):
 
 
 def test_what_cannot_be_is_refused_by_name(model: Path):
-    with pytest.raises(ConfigError, match="workers: a plan needs the machine of a worker"):
+    with pytest.raises(ConfigError, match="workers: a plan needs the machine"):
         plan_cluster(model, PlanOptions(workers=2, **STEP))
     with pytest.raises(ConfigError, match="16 rows of 512 for 17 workers"):
         report(model, workers=17)

@@ -90,7 +90,7 @@ def test_a_stage_that_does_not_fit_is_named(model: Path) -> None:
 
 def test_what_stages_cannot_do_is_refused_by_name(model: Path) -> None:
     for wrong, words in (
-        ({"machine": None}, "a plan needs the machine of a stage"),
+        ({"machine": None}, "stages: a plan needs the machine"),
         ({"stages": 1}, "makes one stage"),
         ({"gradient_sum": "tree"}, "leave tree out"),
     ):

@@ -59,7 +59,7 @@ def test_the_fastest_exact_way_that_gains_is_taken(
 
 
 def test_a_comparison_needs_a_machine(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="link: a comparison needs the machine"):
+    with pytest.raises(ConfigError, match="link: a plan needs the machine"):
         plan_which(str(tmp_path), PlanOptions(link="100Mbit"), here=False)
 
 
