@@ -176,13 +176,7 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
     with run.directory.writing():
         metrics = _files(run, reporters, engine.step_index)
 
-    def summary() -> str:
-        """Write the figures of the whole run; return them in words."""
-        told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else plans.account
-        if told is None:
-            return ""
-        return told.sum_up(metrics.records, metrics.evaluations, host_peak_bytes=run.meter.peak_bytes())
-
+    summary = partial(_summed_up, run, engine, plans, metrics)
     started, taken = time.monotonic(), list[float]()
     with StopRequest() as stop, ExitStack() as closing:
 
@@ -228,8 +222,23 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         if stop.received is not None:
             _say(run, summary())
             raise _interrupted(run, engine.step_index, stop.received)
-    steps = engine.step_index
-    if steps < run.job.steps:
+    _finish(run, engine, metrics, summary)
+    steps, seconds = engine.step_index, format_seconds(time.monotonic() - started)
+    run.display.say(f"done: {steps} steps, {seconds}; model in {run.directory.final}")
+    return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
+
+
+def _summed_up(run: _Run, engine: RunningEngine, plans: PlanInUse, metrics: MetricsFile) -> str:
+    """Write the figures of the whole run; return them in words."""
+    told = _account(run, engine.plan) if engine.plan is not None and engine.plan.serves else plans.account
+    if told is None:
+        return ""
+    return told.sum_up(metrics.records, metrics.evaluations, host_peak_bytes=run.meter.peak_bytes())
+
+
+def _finish(run: _Run, engine: RunningEngine, metrics: MetricsFile, summary: Callable[[], str]) -> None:
+    """Write the model of a run whose steps are taken, with its `summary`, and remove the state."""
+    if engine.step_index < run.job.steps:
         patience = run.job.options.early_stopping_patience
         run.display.say(f"stopped early: {patience} evaluations in a row had no lower loss than the best before them")
     words = summary()  # before the model, which is the last that may fail
@@ -242,8 +251,6 @@ def _drive(run: _Run, engine: RunningEngine, reporters: Reporters, account: "Acc
         _say(run, words)
     if not run.job.options.keep_state:
         engine.remove_state()
-    run.display.say(f"done: {steps} steps, {format_seconds(time.monotonic() - started)}; model in {run.directory.final}")
-    return Finished(run_directory=run.directory.path, final=run.directory.final, steps=steps)
 
 
 def _makers(

@@ -3,8 +3,9 @@
 Pure: no clock, no files, no torch. `search` decides which choice is best, `policy` when updates run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace.plan.forecast.footprint import with_footprint
 from headrace.plan.search.paging import paged
@@ -93,7 +94,6 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     kept: list[list[int]] = [[] for _ in costs.blocks]
     for block, ordinal in problem.replay_order(choice.rows)[: choice.amount]:
         kept[block].append(ordinal)
-    tiers = tuple(choice.kept_home if ordinals else choice.input_home for ordinals in kept)
     plan = Plan(
         compute_dtype=problem.compute_dtype,
         separate_device=problem.separate_device,
@@ -116,14 +116,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
         prefetch=prefetch,
         compute_threads=workload.grouping.compute_threads if workload.grouping else problem.allowance.cores,
-        stash=Stash(
-            tiers=tiers,
-            slots=0 if "ssd" not in tiers else 2 if choice.lean else 4,
-            kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
-            kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
-            skipped=tuple(block.skippable for block in costs.blocks),
-            operators=problem.operators(choice.rows),
-        ),
+        stash=_stash(problem, choice, costs, kept),
         gradients=Gradients(
             dtype=problem.gradient_dtype or problem.compute_dtype,
             held=choice.held,
@@ -146,15 +139,35 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
         rule=problem.rule,
         own_rule=problem.own_rule,
         freed_memory=choice.freed_memory,
-        hosted=Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if problem.savings.hosted else None,
-        embedding=problem.embedding if problem.savings.by_rows else None,
-        visiting_head=problem.head_home if problem.savings.visits else None,
-        head_slot_bytes=problem.head_range_bytes if problem.savings.visits and problem.savings.ranged else None,
-        parts=problem.savings.parts,
+        **_saved(problem, choice),
         stage=problem.place.choices(num_micro) if problem.place else None,
     )
     plan = paged(plan, lean=choice.lean) if problem.savings.paged else plan
     return fitted(with_groups(plan, problem), problem, costs)
+
+
+def _stash(problem: Problem, choice: Choice, costs: ModelCosts, kept: Sequence[Sequence[int]]) -> Stash:
+    tiers = tuple(choice.kept_home if ordinals else choice.input_home for ordinals in kept)
+    return Stash(
+        tiers=tiers,
+        slots=0 if "ssd" not in tiers else 2 if choice.lean else 4,
+        kept=tuple(tuple(sorted(ordinals)) for ordinals in kept),
+        kept_bytes=tuple(_bytes_of(costs, block, ordinals) for block, ordinals in enumerate(kept)),
+        skipped=tuple(block.skippable for block in costs.blocks),
+        operators=problem.operators(choice.rows),
+    )
+
+
+def _saved(problem: Problem, choice: Choice) -> dict[str, Any]:
+    """Return the fields of a plan that its savings decide."""
+    savings = problem.savings
+    return {
+        "hosted": Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if savings.hosted else None,
+        "embedding": problem.embedding if savings.by_rows else None,
+        "visiting_head": problem.head_home if savings.visits else None,
+        "head_slot_bytes": problem.head_range_bytes if savings.visits and savings.ranged else None,
+        "parts": savings.parts,
+    }
 
 
 def _updates(problem: Problem, choice: Choice) -> Updates:
@@ -184,7 +197,7 @@ def with_groups(plan: Plan, problem: Problem) -> Plan:
     return plan.with_results(groups=groups, notes=(*others, *notes))
 
 
-def _bytes_of(costs: ModelCosts, block: int, ordinals: list[int]) -> int:
+def _bytes_of(costs: ModelCosts, block: int, ordinals: Sequence[int]) -> int:
     return sum(costs.blocks[block].operators[ordinal].output_bytes for ordinal in ordinals)
 
 
