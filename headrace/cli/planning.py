@@ -19,6 +19,7 @@ from headrace.ask.ranks import plan_ranks
 from headrace.ask.stages import plan_stages
 from headrace.ask.which import plan_which
 from headrace.cli.first_look import is_gguf, model_here
+from headrace.files.model_directory import refuse_no_configuration
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.search.given import lengths_in_plan
@@ -278,6 +279,7 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[
     from headrace.runs.evaluating import Evaluations
     from headrace.runs.open_rows import open_rows
 
+    refuse_no_configuration(str(options.model))
     if not options.model.is_dir():
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
     options = with_lengths(replace(options, border=options.border or usual_border(options.loss)))

@@ -13,12 +13,15 @@ from typer.testing import CliRunner, Result
 
 from headrace.cli.app import app
 from headrace.cli.configuration import plan_options_of
+from headrace.cli.planning import make_report
 from headrace.measure.kept import Wanted, keep
 from headrace.plan.clock.machine_profiles import load_profile
+from headrace.terms.errors import ModelError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.declared import Declaration
 from headrace.terms.options.method_options import DTYPE_NAMES
 from headrace.terms.options.option_kinds import Day, Flag, Number, OneOf, OptionKind, PathOf, Size, Text, Whole
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.options.run_options import RunOptions
 from headrace.update.rules.moment_planes import OTHER_NAMES
 
@@ -276,3 +279,20 @@ def test_an_absurd_profile_is_named_by_its_figure(model: Path, tmp_path: Path) -
     result = run("plan", model, "--machine", tmp_path / "rig.json")
     assert result.exit_code == 2
     assert "update_bytes_per_second is -1" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "generate", "eval", "compress"])
+def test_a_model_that_is_not_there_is_refused_in_one_sentence(command: str, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
+    absent, data = tmp_path / "absent", tmp_path / "data.jsonl"
+    more = {"train": (data,), "plan": ("--data", data), "generate": ("--prompt", "a"), "eval": ("--data", data)}
+    result = run(command, absent, *more.get(command, ("--output", tmp_path / "out", "--code", "int4")))
+    assert result.exit_code == 2
+    said = f"model: {absent}: no such directory; give a model directory, a GGUF file, or OWNER/NAME of the Hub"
+    assert said in " ".join(result.stderr.split())
+
+
+def test_a_plan_of_passes_refuses_a_model_that_is_not_there_as_all_do(tmp_path: Path) -> None:
+    options = PlanOptions.of({"model": tmp_path / "absent", "data": "data.jsonl"})
+    with pytest.raises(ModelError, match=r"absent: no such directory; give a model directory"):
+        make_report(options)
