@@ -71,7 +71,8 @@ def resolve(options: RunOptions, engines: Engines | None = None) -> Job:
     lengths = lengths_of(model.directory, *lengths_in_plan(options.plan, options.tokens_per_step, options.sequence_length))
     adapter = going_on(options.adapter)
     template = options.chat_template or _template_of_adapter(adapter, model)
-    if ssd := options.budget.ssd:
+    ssd = options.budget.ssd
+    if ssd:
         # The engine checks again, with the space that it needs; but nobody should tokenise for an hour to hear about a misspelt
         # path.
         check_directories(ssd, [0] * len(ssd), allow_in_memory=False, sink=_said_later)
@@ -88,6 +89,7 @@ def resolve(options: RunOptions, engines: Engines | None = None) -> Job:
         "packing": not reason and options.packing is not False and options.loss is None,
         "border": options.border or usual_border(options.loss),
         "output": directory.path,
+        "ssd": tuple(path.absolute() for path in ssd),
         **_absolute_paths(options, template),
     }
     decided = replace(options, **lengths, **chosen)
@@ -104,7 +106,7 @@ def resolve(options: RunOptions, engines: Engines | None = None) -> Job:
         options=replace(decided, max_steps=steps, template_date=rows.template_date),
         directory=directory,
         rows=rows,
-        machine=MachineHere.of(decided, directory.path),
+        machine=MachineHere.of(decided, chosen["ssd"] or (directory.path,)),
         steps=steps,
         left=StateKind.NONE,
         engines=engines,
@@ -136,7 +138,7 @@ def resolve_begun(directory: RunDirectory, engines: Engines | None = None) -> Jo
         options=options,
         directory=directory,
         rows=rows,
-        machine=MachineHere.of(options, directory.path),
+        machine=MachineHere.of(options, options.budget.ssd or (directory.path,)),
         steps=options.max_steps,
         left=left,
         engines=engines,
@@ -172,7 +174,6 @@ def _absolute_paths(config: RunOptions, template: Path | None) -> dict[str, Any]
         "model": config.model.absolute(),
         "data": tuple(map(absolute, config.data)),
         "eval_data": tuple(map(absolute, config.eval_data)),
-        "ssd": tuple(path.absolute() for path in config.budget.ssd),
         "cache": config.cache.absolute(),
         "reward": tuple(map(_absolute_function, config.reward)),
         "chat_template": template and template.absolute(),

@@ -13,8 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headrace.data import Batch
+from headrace.data import Batch, BatchStream
 from headrace.data.batches.open_data import step_tensors_of
+from headrace.data.batches.prompt_batches import PromptBatches
+from headrace.losses import loss_of
+from headrace.losses.grpo import Grpo
 from headrace.machine.host_memory import anonymous_bytes
 from headrace.machine.meter import MemoryMeter
 from headrace.machine.near_limit import NearLimit
@@ -34,7 +37,7 @@ from headrace.runs.pausing import Pauses
 from headrace.runs.protocols import Display, Engines, NoDisplay, RunningEngine, StateKind
 from headrace.runs.references import References
 from headrace.runs.replanning import PlanInUse
-from headrace.runs.rollouts import Beside, Rollouts
+from headrace.runs.rollouts import FOLDER, Beside, Rollouts
 from headrace.runs.signals import Interrupted, SaveRequest, StopRequest
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import StorageError
@@ -259,30 +262,26 @@ def _makers(
     """Return what makes tensors of a step's batch (None: the run is to stop), and of held-out rows, and figures of the step
     that are no loss's; `closing` ends it.
     """
-    if (references := _references(run, engine, heed)) is not None:
-        return references.beside, partial(references.beside, held_out=True), dict
-    file = CompletionsFile(run.directory.path / COMPLETIONS_NAME, committed_steps=engine.step_index)
-    beside = Beside(
-        file,
-        lambda: trainer_state(metrics.records, metrics.evaluations, **_of_run(run.job)),
-        run.display.say,
-    )
-    if (rollouts := Rollouts.of(run.job.options, run.job.rows, engine, run.directory.path, beside)) is not None:
-        closing.callback(rollouts.close)
-        return partial(rollouts.rows, heed=heed), step_tensors_of, lambda: rollouts.figures
-    return step_tensors_of, step_tensors_of, dict
-
-
-def _references(run: _Run, engine: RunningEngine, heed: Callable[[], bool]) -> References | None:
-    """Return the log-probabilities of the reference, made before the first step; None if the loss takes none."""
-    references = References.of(run.job.options, run.job.rows)
-    if references is not None:
+    job, loss = run.job, loss_of(run.job.options.loss)
+    if loss is not None and loss.takes_reference:
+        assert isinstance(job.rows, BatchStream), "a loss of pairs is refused where data are streamed"
+        references = References(job.options, job.rows)
         started = time.monotonic()
         if made := references.make(engine, run.evaluations, heed):
-            run.display.say(
-                f"reference: {made} rows scored before the first step, {format_seconds(time.monotonic() - started)}"
-            )
-    return references
+            seconds = format_seconds(time.monotonic() - started)
+            run.display.say(f"reference: {made} rows scored before the first step, {seconds}")
+        return references.beside, partial(references.beside, held_out=True), dict
+    if not isinstance(loss, Grpo):
+        return step_tensors_of, step_tensors_of, dict
+    assert isinstance(job.rows, PromptBatches), "such a loss reads prompts"
+    beside = Beside(
+        CompletionsFile(run.directory.path / COMPLETIONS_NAME, committed_steps=engine.step_index),
+        lambda: trainer_state(metrics.records, metrics.evaluations, **_of_run(job)),
+        run.display.say,
+    )
+    rollouts = Rollouts(job.options, job.rows, loss, engine, run.directory.path / FOLDER, beside)
+    closing.callback(rollouts.close)
+    return partial(rollouts.rows, heed=heed), step_tensors_of, lambda: rollouts.figures
 
 
 def _between_steps(

@@ -47,11 +47,9 @@ class MachineHere:
     measures: bool
 
     @classmethod
-    def of(cls, options: RunOptions, run_directory: Path) -> "MachineHere":
-        """Return the machine of a run in `run_directory`."""
-        return cls(
-            options.machine, options.budget.ssd or (run_directory,), options.compute_dtype, options.cache, options.measure
-        )
+    def of(cls, options: RunOptions, directories: tuple[Path, ...]) -> "MachineHere":
+        """Return the machine of a run whose state lies in `directories`."""
+        return cls(options.machine, directories, options.compute_dtype, options.cache, options.measure)
 
 
 class MachineOfRun:

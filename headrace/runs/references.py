@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from headrace.data import Batch, BatchStream
-from headrace.data.batches.batches import Batches
 from headrace.data.batches.open_data import step_tensors_of
-from headrace.losses import loss_of
 from headrace.runs.evaluating import Evaluations
 from headrace.runs.protocols import RunningEngine
 from headrace.terms.errors import RunDirectoryError
@@ -41,15 +39,6 @@ class References:
         self._trained = _File.of_data(config, stream.digest, order)
         held_out = stream.held_out
         self._held_out = _File.of_data(config, held_out.info.digest, "") if held_out is not None else None
-
-    @classmethod
-    def of(cls, config: RunOptions, stream: Batches) -> "References | None":
-        """Return the references of a run; None if its loss takes none."""
-        loss = loss_of(config.loss)
-        if loss is None or not loss.takes_reference:
-            return None
-        assert isinstance(stream, BatchStream), "a loss of pairs is refused where data are streamed"
-        return cls(config, stream)
 
     def make(self, engine: RunningEngine, evaluations: Evaluations, heed: Callable[[], bool]) -> int:
         """Score the rows of the whole run that have no number yet, in the batches of its steps; return how many were scored.

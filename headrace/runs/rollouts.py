@@ -19,11 +19,9 @@ from typing import IO, Any
 import torch
 
 from headrace.data import Batch
-from headrace.data.batches.batches import Batches
 from headrace.data.batches.open_data import open_tokenizer
 from headrace.data.batches.prompt_batches import Prompt, PromptBatches
 from headrace.files.model_directory import is_adapter_directory
-from headrace.losses import loss_of
 from headrace.losses.grpo import Grpo
 from headrace.report.completions import CompletionsFile
 from headrace.report.metrics import FIGURES
@@ -63,21 +61,6 @@ class Rollouts:
         self._beside, self._has_said = beside, False
         self.figures: Mapping[str, float] = {}
         self._worker: subprocess.Popen[str] | None = None
-
-    @classmethod
-    def of(
-        cls, config: RunOptions, stream: Batches, engine: RunningEngine, directory: Path, beside: Beside
-    ) -> "Rollouts | None":
-        """Return what makes rows for a run; None if its data have them.
-
-        Raises:
-            ConfigError: see `Rewards`.
-        """
-        loss = loss_of(config.loss)
-        if not isinstance(loss, Grpo):
-            return None
-        assert isinstance(stream, PromptBatches), "such a loss reads prompts"
-        return cls(config, stream, loss, engine, directory / FOLDER, beside)
 
     def rows(self, batch: Batch, heed: Callable[[], bool]) -> dict[str, torch.Tensor] | None:
         """Return the tensors of a batch of prompts: `num_generations` completions of each, with their rewards; None if the run

@@ -69,7 +69,8 @@ def measurer(monkeypatch: pytest.MonkeyPatch) -> Measurer:
 def machine_of(folder: Path, steps: int, told: list[Event] | None = None, **options: Any) -> MachineOfRun:
     (folder / "run").mkdir(exist_ok=True)
     given = {"model": "m", "data": "d", "cache": folder / "cache"} | options
-    here = MachineHere.of(RunOptions.of(given), folder / "run")
+    asked = RunOptions.of(given)
+    here = MachineHere.of(asked, asked.budget.ssd or (folder / "run",))
     return MachineOfRun(here, total_steps=steps, sink=(told if told is not None else []).append)
 
 

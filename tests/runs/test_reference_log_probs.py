@@ -36,8 +36,7 @@ def made(tmp_path: Path) -> Callable[..., Any]:
     def fill(scorer: _Scorer, heed: Callable[[], bool] = lambda: False, **more: Any) -> tuple[References, int, Any]:
         config = RunOptions.of(given | more)
         stream = open_stream(config)
-        references = References.of(config, stream)
-        assert references is not None
+        references = References(config, stream)
         count = references.make(scorer, Evaluations(config, stream, 30), heed)  # type: ignore[arg-type]
         return references, count, stream
 

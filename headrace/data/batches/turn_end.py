@@ -6,7 +6,7 @@ Invariant: nothing else in the file changes, and what names the mark already sta
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from headrace.data.pairs.preferences import is_conversation, read
 from headrace.data.read.sources import find_sources
 from headrace.files.model_directory import CHAT_TEMPLATE_NAME
 from headrace.terms.errors import InputError
+from headrace.terms.options.data_source import DataSource
 from headrace.terms.options.preferences import preferences_of
 from headrace.terms.options.run_options import RunOptions
 
@@ -50,7 +51,7 @@ def ends_of_run(config: RunOptions) -> tuple[Any, str]:
 def _with_turn_end(config: RunOptions, *beside: Path, conversations: bool | None = None) -> tuple[dict[str, Any] | None, str]:
     """Return the settings of generation with the token that ends turns, None where nothing changes; and a note, or ""."""
     try:
-        if not (_is_of_conversations(config) if conversations is None else conversations):
+        if not (_is_of_conversations(config.data, config.cache, config.loss) if conversations is None else conversations):
             return None, ""
         tokenizer = open_tokenizer(config.model, config.chat_template)
         mark, token = turn_end(tokenizer)
@@ -76,9 +77,9 @@ def turn_end(tokenizer: Any) -> tuple[str, int | None]:
     return mark, int(ids[0]) if len(ids) == 1 else None
 
 
-def _is_of_conversations(config: RunOptions) -> bool:
-    taken = preferences_of(config.loss)
-    opened = (read(source, taken) for source in find_sources(config.data, config.cache))
+def _is_of_conversations(data: Sequence[str | DataSource], cache: Path, loss: str | None) -> bool:
+    taken = preferences_of(loss)
+    opened = (read(source, taken) for source in find_sources(data, cache))
     return any(is_conversation(kind, next(rows), taken) for kind, rows in opened)
 
 

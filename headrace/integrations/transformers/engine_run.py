@@ -64,8 +64,7 @@ class EngineRun(Closing):
         told: list[Account] = []
         with ExitStack() as closers:
             reporters = _screen(closers, say)
-            here = MachineHere.of(config, directory.path)
-            machine = MachineOfRun(here, total_steps=config.max_steps or 1, sink=reporters)
+            machine = MachineOfRun(_machine(config), total_steps=config.max_steps or 1, sink=reporters)
 
             def tell(plan: Plan) -> None:
                 known = replace(config, machine=machine.ceilings or config.machine)
@@ -234,5 +233,8 @@ class _Said:
 def _account(config: RunOptions, plan: Plan, ceilings: Ceilings | None = None) -> Account:
     """Return the account of a run's plan; `ceilings` stand in for those with which it began."""
     directory = RunDirectory(Path(str(config.output)))
-    here = MachineHere.of(config, directory.path)
-    return Account(plan, config.model, directory, here, config.max_steps or 1, ceilings=ceilings)
+    return Account(plan, config.model, directory, _machine(config), config.max_steps or 1, ceilings=ceilings)
+
+
+def _machine(config: RunOptions) -> MachineHere:
+    return MachineHere.of(config, config.budget.ssd or (Path(str(config.output)),))
