@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherZeros:
+    """The share of zeros that is `assumed` of a code's weights, and its `bits` with the share `otherwise`."""
+
+    assumed: str
+    otherwise: str
+    bits: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
     """A code. `kind` is the first word of its codecs' names, by which weights that are to be decoded are counted.
 
     `words` say what it is, `files` how files with it are called. A matrix takes `bits` for each weight and `row_bits` for each
-    row. If that depends on the weights, `assumed` describes the case of `bits`, and `otherwise` that of `other_bits`.
+    row. If that depends on the weights' `zeros`, it is for a share that is assumed.
     `needs_data`: weights are rounded for the inputs of real data. `experts_alone`: plans take it for experts alone, where a
     model has stacks of them. `stock_loads`: transformers loads files with it. `target` makes what writes it, from the columns
     of a group; `direct` what writes it without rounding. Neither: it is only read. `lossless`: bfloat16 comes back, bit for
@@ -40,9 +49,7 @@ class Code:
     files: str
     bits: float
     row_bits: int = 0
-    assumed: str = ""
-    otherwise: str = ""
-    other_bits: float | None = None
+    zeros: "OtherZeros | None" = None
     needs_data: bool = False
     lossless: bool = False
     experts_alone: bool = False
@@ -62,8 +69,8 @@ class Code:
         return self.target is not None or self.direct is not None
 
     def matrix_bytes(self, rows: int, columns: int, *, otherwise: bool = False) -> float:
-        """Return the bytes of a matrix, as `assumed` or `otherwise`."""
-        bits = self.other_bits if otherwise and self.other_bits is not None else self.bits
+        """Return the bytes of a matrix, with the share of zeros that is assumed, or `otherwise`."""
+        bits = self.zeros.bits if otherwise and self.zeros else self.bits
         return rows * columns * (bits + self.row_bits / columns) / 8
 
 
@@ -142,9 +149,7 @@ _ROWS = (
         files="Headrace's ternary",
         bits=0.736,  # in words of the dictionary for that share of zeros (tests/codec); offsets and levels of a row besides
         row_bits=64,
-        assumed="88.5%",
-        otherwise="80%",
-        other_bits=1.010,
+        zeros=OtherZeros(assumed="88.5%", otherwise="80%", bits=1.010),
         needs_data=True,
         experts_alone=True,
         target=lambda group: _late("ternary_target", "TernaryTarget")(),

@@ -100,9 +100,10 @@ class CompressionReport(Report):
         ratio = _BYTES * self.parameters / self.total_bytes
         yield f"{'':<10}{'result in all':<34}{format_bytes(self.total_bytes):>12}"
         yield f"{'':<10}{self.bits_per_parameter:.3f} bits a parameter, {ratio:.1f} times smaller than 16 bits"
-        if self.modern_bytes is not None:
-            code, size = code_to_write("compress", self.code), format_bytes(self.modern_bytes)
-            yield f"{'':<10}where {code.otherwise} of the weights become zero, and not {code.assumed}: {size}"
+        zeros = code_to_write("compress", self.code).zeros
+        if self.modern_bytes is not None and zeros is not None:
+            size = format_bytes(self.modern_bytes)
+            yield f"{'':<10}where {zeros.otherwise} of the weights become zero, and not {zeros.assumed}: {size}"
         yield ""
         for label, seconds in self.seconds.items():
             yield f"{'time':<10}{label:<34}{format_seconds(seconds):>12}"
@@ -201,7 +202,7 @@ def _calibrated(
         tokens=tokens,
         row_tokens=row_tokens,
         result_bytes=result,
-        modern_bytes=other + _BYTES * rest if code.other_bits is not None else None,
+        modern_bytes=other + _BYTES * rest if code.zeros else None,
         seconds=terms(job, ceilings),
         forecast_seconds=side_by_side(job, ceilings),
         memory_bytes=memory | {"hidden states, in tiers": job.hidden_bytes * tokens},

@@ -69,7 +69,7 @@ def codes_page() -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for code in CODES.values():
-        bits = f"{code.bits:.4g}" + (f"; {code.other_bits:.4g} with {code.otherwise} of zeros" if code.other_bits else "")
+        bits = f"{code.bits:.4g}" + (f"; {code.zeros.bits:.4g} with {code.zeros.otherwise} of zeros" if code.zeros else "")
         words = ["nothing" if code.lossless else "precision", "yes" if code.needs_data else "no"]
         words.append("written and read" if code.is_written else "read")
         lines.append(f"| `{code.name}` | {code.words} | {code.files} | {bits} | {' | '.join(words)} |")
