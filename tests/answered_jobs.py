@@ -21,6 +21,6 @@ def answered(model: Path, folder: Path, most: int | None = None, *, prompts: int
         if len(seen) == most:
             raise KeyboardInterrupt
 
-    with open_generator(model, options, None, None) as generator:
+    with open_generator(model, options, None) as generator:
         assert run_job(generator, options, sink=lambda event: None, tell_plan=lambda plan: None, progress=progress) == 0
     return (folder / "out.jsonl").read_bytes()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.generating import ceilings_of, say
+from headrace.cli.generating import say, with_machine
 from headrace.cli.plain_errors import INTERRUPTED, leave
 from headrace.cli.screen import show
 from headrace.process import cache_directory, heavy_imports
@@ -20,7 +20,7 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
     Raises:
         InputError, PlanInfeasible, StorageError: see the functions that it calls.
     """
-    options = EvalOptions.of({"cache": cache_directory(), **given})
+    options = with_machine(EvalOptions.of({"cache": cache_directory(), **given}))
     if options.tasks is not None:
         _run_tasks(Path(model), options, as_json=as_json)
         return
@@ -36,7 +36,7 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
             _tell(f"{found.done} of {found.rows} rows, loss {found.loss:.4f}")
 
     try:
-        scored = evaluate_model(Path(model), options, ceilings_of(options.machine), sink=say, say=_tell, progress=progress)
+        scored = evaluate_model(Path(model), options, sink=say, say=_tell, progress=progress)
     except KeyboardInterrupt:
         leave("interrupted; nothing was changed", INTERRUPTED)
     show(json.dumps(scored.to_json(), indent=2) if as_json else scored.explain())
@@ -52,7 +52,7 @@ def _run_tasks(model: Path, options: EvalOptions, *, as_json: bool) -> None:
             f"tasks: needs {error.name}, which is not installed; pip install -e '.[eval]' in the clone"
         ) from error
     try:
-        found = run_tasks(model, options, ceilings_of(options.machine), say)
+        found = run_tasks(model, options, say)
     except KeyboardInterrupt:
         leave("interrupted; nothing was changed", INTERRUPTED)
     show(json.dumps(found.to_json(), indent=2) if as_json else found.explain())

@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import headrace
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave
@@ -16,11 +16,13 @@ from headrace.process import heavy_imports, machine_profile_path
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.events import Event, Notice
 from headrace.terms.launch import Launch
-from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.eval_options import EvalOptions
 from headrace.terms.options.generate_options import GenerateOptions
+from headrace.terms.options.serve_options import ServeOptions
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_seconds
 
+_Options = TypeVar("_Options", GenerateOptions, EvalOptions, ServeOptions)
 _BYE = ("/bye", "/exit", "/quit")
 
 
@@ -56,7 +58,7 @@ def generate_answers(model: str, options: GenerateOptions, launch: Launch | None
 
     measured = Measured(say)
     try:
-        with Answerer(open_generator(Path(model), options, ceilings_of(options.machine), measured), options, say) as talk:
+        with Answerer(open_generator(Path(model), with_machine(options), measured), options, say) as talk:
             if prompt is not None:
                 tokens = talk.answer(prompt, _write, tell_plan).completion_tokens
                 _write("\n")
@@ -83,7 +85,7 @@ def _answer_in_ranks(model: str, options: GenerateOptions, launch: Launch) -> No
             _answer_file(model, options, Helpers(ranks))
             return
         with suppress(PeerLost, KeyboardInterrupt):  # rank 0 says it
-            with open_generator(Path(model), options, ceilings_of(options.machine), None) as generator:
+            with open_generator(Path(model), with_machine(options), None) as generator:
                 answer_for(generator, options, ranks)
             return
     raise SystemExit(REFUSED)
@@ -107,7 +109,7 @@ def _answer_file(model: str, options: GenerateOptions, helpers: Any = None) -> N
         _line(sys.stderr, f"{words}, {found.padding:.0%} of the prompts' rows padding")
 
     try:
-        with open_generator(Path(model), options, ceilings_of(options.machine), measured) as generator:
+        with open_generator(Path(model), with_machine(options), measured) as generator:
             refused = run_job(generator, options, sink=say, tell_plan=tell_plan, progress=progress, helpers=helpers)
             _tell_measured(measured.words(generator.plan, tokens))
     except KeyboardInterrupt:
@@ -116,12 +118,12 @@ def _answer_file(model: str, options: GenerateOptions, helpers: Any = None) -> N
         leave(f"{refused} line{'s' if refused > 1 else ''} could not be answered; {options.output} says why", 1)
 
 
-def ceilings_of(machine: str | Ceilings | None) -> Ceilings | None:
-    """Return the machine to plan for: the one that is named, or what was measured of this one."""
-    if machine is not None:
-        return load_profile(machine) if isinstance(machine, str) else machine
-    path = machine_profile_path()
-    return load_profile(path) if path.exists() else None
+def with_machine(options: _Options) -> _Options:
+    """Return options with the machine to plan for: the one that is named, or what was measured of this one."""
+    machine, measured = options.machine, machine_profile_path()
+    if machine is None and measured.exists():
+        machine = str(measured)
+    return replace(options, machine=load_profile(machine)) if isinstance(machine, str) else options
 
 
 def say(event: Event) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.generating import ceilings_of, say, tell_plan
+from headrace.cli.generating import say, tell_plan, with_machine
 from headrace.process import heavy_imports
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.serve_options import ServeOptions
@@ -32,4 +32,4 @@ def serve_model(model: str, given: Mapping[str, Any]) -> None:
         sys.stderr.write(f"{found.name} answers at {found.address}; Ctrl-C ends it after what is under way\n")
         sys.stderr.flush()
 
-    serve(Path(model), options, ceilings_of(options.machine), sink=say, tell_plan=tell_plan, ready=ready)
+    serve(Path(model), with_machine(options), sink=say, tell_plan=tell_plan, ready=ready)

@@ -30,7 +30,6 @@ from headrace.serve.figures import ServerFigures
 from headrace.serve.reading import Limits, RequestReader
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.events import Event, Sink
-from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.serve_options import ServeOptions
 
 _MAX_LENGTH, _NEW_TOKENS = 4096, 512
@@ -51,7 +50,6 @@ class Serving:
 def serve(
     place: Path,
     options: ServeOptions,
-    ceilings: Ceilings | None,
     *,
     sink: Sink,
     tell_plan: Callable[[GenerationPlan], None],
@@ -71,7 +69,7 @@ def serve(
         figures.take(event)
         sink(event)
 
-    with listening(options) as listener, open_generator(place, options.generation, ceilings, heard) as generator:
+    with listening(options) as listener, open_generator(place, options.generation, heard) as generator:
         tokenizer = generator.model.tokenizer()
         changes = changes_of(generator, options.generation, tokenizer)
         limits = limits_of(generator, options)

@@ -141,7 +141,7 @@ def test_a_plan_is_that_of_the_run(model: str, request: pytest.FixtureRequest, c
     coded = request.getfixturevalue(model)[0] / "out"
     options, how = GenerateOptions.of({"host_memory": "4GiB"}), {"prompts": 3, "prompt_length": 9, "new_tokens": 4}
     plan = plan_generation(str(coded), options, None, here=True, **how)
-    with open_generator(coded, options, None, None) as generator:
+    with open_generator(coded, options, None) as generator:
         own = generator.plan_only(3, 9, 4)
     # Before it is compressed as much is known of it, but for a group's width, which follows from a matrix's.
     asked = {**how, "here": True, "compress": "int4"}

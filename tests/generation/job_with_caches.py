@@ -46,7 +46,7 @@ def job(model: Path, folder: Path, ssd: Path | None, code: str | None = None) ->
             "ssd": () if ssd is None else (ssd,),
         }
     )
-    with open_generator(model, options, None, say) as generator:
+    with open_generator(model, options, say) as generator:
         return run_job(generator, options, sink=say, tell_plan=lambda plan: None, progress=lambda found: None)
 
 

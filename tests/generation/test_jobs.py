@@ -56,7 +56,7 @@ def options_for(folder: Path, **more: Any) -> GenerateOptions:
 
 
 def opened(model: Path, options: GenerateOptions) -> Generator:
-    return open_generator(model, options, None, say)
+    return open_generator(model, options, say)
 
 
 def answer(model: Path, options: GenerateOptions, most: int | None = None) -> int:

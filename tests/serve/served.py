@@ -73,7 +73,7 @@ def serving(model: Path, **options: Any) -> Iterator[Server]:
 
     def run() -> None:
         try:
-            serve(model, ServeOptions.of(values), None, sink=passes, tell_plan=lambda plan: None, ready=ready)
+            serve(model, ServeOptions.of(values), sink=passes, tell_plan=lambda plan: None, ready=ready)
         except BaseException as error:
             errors.append(error)
         finally:

@@ -18,7 +18,7 @@ def main() -> None:
         print(json.dumps(serving.address), flush=True)
 
     with MemoryMeter() as meter:
-        serve(model, ServeOptions.of(values), None, sink=lambda event: None, tell_plan=lambda plan: None, ready=ready)
+        serve(model, ServeOptions.of(values), sink=lambda event: None, tell_plan=lambda plan: None, ready=ready)
         peak = meter.peak_bytes()
     plan = found[0].plan
     allowed = plan.results.allowed_bytes["host"]

@@ -1,7 +1,6 @@
 """Whose weights a generation uses: those of a model directory, of a finished run, or of an unfinished run's last checkpoint."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from headrace.model.seats.generation_check import check_generation
 from headrace.store.model_here import Kind, model_at, options_of
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.events import Sink
-from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.generate_options import GenerateOptions
 
@@ -45,7 +43,7 @@ def open_whose_model(
     return found
 
 
-def open_generator(place: Path, options: GenerateOptions, ceilings: Ceilings | None, sink: Sink | None) -> Generator:
+def open_generator(place: Path, options: GenerateOptions, sink: Sink | None) -> Generator:
     """Return the generator of the model at `place`. See `open_whose_model`."""
     opened = partial(open_whose_model, adapter=None if options.adapter is None else Path(options.adapter))
-    return Generator.open(place, options=replace(options, machine=ceilings), sink=sink, opened=opened)
+    return Generator.open(place, options=options, sink=sink, opened=opened)

@@ -24,7 +24,6 @@ from headrace.model import self_check
 from headrace.model.directory.importing import refuse_not_finite
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.events import Sink
-from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.eval_options import EvalOptions
 from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.options.run_options import RunOptions
@@ -94,7 +93,6 @@ class ScoringProgress:
 def evaluate_model(
     place: Path,
     options: EvalOptions,
-    ceilings: Ceilings | None = None,
     *,
     sink: Sink | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -119,7 +117,7 @@ def evaluate_model(
             device_memory=options.device_memory,
             rows=options.rows,
             seats=options.seats,
-            machine=ceilings,
+            machine=options.machine,
         )
         evaluator = Evaluator(model, asked, length, sink=sink, copying=copying)
     except BaseException:

@@ -54,13 +54,13 @@ class HeadraceLM(TemplateLM, Closing):  # type: ignore[misc]
         *,
         max_length: int | None = None,
         sink: Sink = lambda event: None,
-        machine: Ceilings | None = None,
+        machine: str | Ceilings | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         ignored = ("batch_size", "max_batch_size", "device")  # lm-eval gives them to every model; rows and memory are planned
         own = {key: value for key, value in options.items() if key not in ignored}
-        self._options, self._machine = GenerateOptions.of(own), machine
+        self._options = replace(GenerateOptions.of(own), machine=machine)
         self._place, self._sink, self.bytes_read = Path(pretrained), sink, 0
         self._model: GenerationModel | None = self._opened()
         self.tokenizer = self._model.tokenizer()
@@ -159,7 +159,7 @@ class HeadraceLM(TemplateLM, Closing):  # type: ignore[misc]
         groups = dict[str, list[int]]()
         for index, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(index)
-        with open_generator(self._place, self._options, self._machine, self._sink) as generator:
+        with open_generator(self._place, self._options, self._sink) as generator:
             for members in groups.values():
                 asked = dict(normalize_gen_kwargs(requests[members[0]].args[1], _MAX_ANSWER))
                 texts = [requests[index].args[0] for index in members]
@@ -200,8 +200,7 @@ class HeadraceLM(TemplateLM, Closing):  # type: ignore[misc]
     def _evaluator(self, length: int) -> Evaluator:
         model, self._model = self._model or self._opened(), None
         copying = Copying(self._options.budget.ssd, self._options.copy_weights, self._sink)
-        options = replace(self._options, machine=self._machine)
-        return Evaluator(model, options, length, sink=self._sink, copying=copying)
+        return Evaluator(model, self._options, length, sink=self._sink, copying=copying)
 
 
 def _together(rows: Sequence[tuple[list[int], int]]) -> Continuations:

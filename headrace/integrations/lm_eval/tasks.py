@@ -13,7 +13,6 @@ from lm_eval.utils import make_table
 from headrace.integrations.lm_eval.model import HeadraceLM
 from headrace.terms.errors import ConfigError, DataError, HeadraceError, in_one_line
 from headrace.terms.events import Sink
-from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.eval_options import EvalOptions
 from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.sizes import format_bytes, format_seconds
@@ -40,7 +39,7 @@ class TaskScores:
         return "\n".join([*tables, f"time     {format_seconds(self.seconds)}, {format_bytes(self.bytes_read)} of weights read"])
 
 
-def run_tasks(place: Path, options: EvalOptions, ceilings: Ceilings | None, sink: Sink) -> TaskScores:
+def run_tasks(place: Path, options: EvalOptions, sink: Sink) -> TaskScores:
     """Return what the model at `place` scores in `options.tasks`.
 
     Raises:
@@ -53,7 +52,7 @@ def run_tasks(place: Path, options: EvalOptions, ceilings: Ceilings | None, sink
     shared = {each.key for each in GenerateOptions.declarations()} & {each.key for each in EvalOptions.declarations()}
     given = {key: getattr(options, key) for key in shared - {"machine"}}
     started = time.perf_counter()
-    with HeadraceLM(place, max_length=options.sequence_length, sink=sink, machine=ceilings, **given) as model:
+    with HeadraceLM(place, max_length=options.sequence_length, sink=sink, machine=options.machine, **given) as model:
         try:
             found = lm_eval.simple_evaluate(
                 model,

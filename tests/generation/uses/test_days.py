@@ -103,7 +103,7 @@ def test_a_run_that_is_read_brings_its_day(
         assert losses[None] == losses[FIRST] != losses[GIVEN]
     for given in (None, GIVEN):
         options = GenerateOptions.of({"max_new_tokens": 1, "host_memory": "4GiB", "template_date": given})
-        with Answerer(open_generator(run, options, None, None), options) as talk:
+        with Answerer(open_generator(run, options, None), options) as talk:
             talk.answer("water", lambda text: None)
     assert [text[:10] for text in read] == [FIRST, GIVEN]
 
@@ -119,7 +119,7 @@ def test_a_file_of_prompts_keeps_the_day_on_which_it_was_begun(
             if found.done == most:
                 raise KeyboardInterrupt
 
-        with open_generator(dated, options, None, None) as generator:
+        with open_generator(dated, options, None) as generator:
             return run_job(generator, options, sink=lambda event: None, tell_plan=lambda plan: None, progress=stop)
 
     (tmp_path / "in.jsonl").write_text('{"prompt": "water"}\n{"prompt": "flows"}\n', encoding="utf-8")
