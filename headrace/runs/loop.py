@@ -158,7 +158,9 @@ def _begin(run: _Run, on_failure: Callable[[], None] | None = None) -> Finished:
             told.append(_account(run, plan, machine.ceilings))
             told[0].tell_before(run.display)
 
-        options = job.options if machine.ceilings is None else replace(job.options, machine=machine.ceilings)
+        options = job.options
+        if machine.ceilings is not None or options.output != run.directory.path:  # a run that was moved before its first commit
+            options = replace(options, output=run.directory.path, machine=machine.ceilings or options.machine)
         packed = job.rows.first_rows(job.steps)
         try:
             engine = job.engines.open(options.model, options, for_people(reporters, tell), measure=machine, packed=packed)
