@@ -63,7 +63,7 @@ def resolve(options: RunOptions, engines: Engines | None = None) -> Job:
         InputError: the run directory is taken, there is no model, an SSD directory is unfit, or the model, the tokenizer, the
             data or an option cannot be used.
     """
-    directory = RunDirectory(Path(options.output or default_output(options)).absolute())
+    directory = directory_of(options)
     directory.check_new()
     refuse_evaluation_of_nothing(options)
     refuse_combination(options, at_node=isinstance(options, NodeOptions) and options.local_steps is None)
@@ -161,6 +161,11 @@ def _template_of_adapter(asked: str | None, model: ModelHere) -> Path | None:
     own, base = (template_in(place) for place in (Path(adapter.from_), model.directory))
     alike = own is None or (base is not None and read_chat_template(own) == read_chat_template(base))
     return None if alike else own
+
+
+def directory_of(config: RunOptions) -> RunDirectory:
+    """Return the directory of a run: that which it names, or the usual one."""
+    return RunDirectory(Path(config.output or default_output(config)).absolute())
 
 
 def default_output(config: RunOptions) -> Path:

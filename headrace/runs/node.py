@@ -77,9 +77,9 @@ def serve(
 
 def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
     from headrace.runs.engines import node_engines
-    from headrace.runs.job import default_output
+    from headrace.runs.job import directory_of
 
-    directory = RunDirectory(Path(config.output or default_output(config)).absolute())
+    directory = directory_of(config)
     engines = node_engines(crowd)
     first = not directory.config.exists()
     if not first:
@@ -127,10 +127,10 @@ def _listener(config: NodeOptions, secret: bytes | None, silence_seconds: float)
             shape=TOGETHER if config.local_steps is None else APART,
         )
     except ConfigError as error:
-        from headrace.runs.job import default_output
+        from headrace.runs.job import directory_of
         from headrace.store import lock_holder
 
-        folder = Path(config.output or default_output(config)).absolute()
+        folder = directory_of(config).path
         if (holder := lock_holder(folder)) is None:
             raise
         raise RunDirectoryError(

@@ -30,9 +30,9 @@ def train_in_ranks(config: RunOptions, launch: Launch, *, display: Display | Non
     Raises:
         As `train` and `resume`; PeerLost: a rank did not come, or is gone.
     """
-    from headrace.runs.job import default_output
+    from headrace.runs.job import directory_of
 
-    directory = RunDirectory(Path(config.output or default_output(config)).absolute())
+    directory = directory_of(config)
     if launch.again and directory.config.exists():
         return resume_in_ranks(directory.path, launch, display=display)
     host = config.host_memory or host_bytes_of_rank(launch)

@@ -71,9 +71,9 @@ def train_in_stages(config: RunOptions, staging: Staging, *, display: Display | 
         RunDirectoryError: `output` holds another run, or one that began with other options.
         As `train` and `resume`, except for lost stages: they are waited for.
     """
-    from headrace.runs.job import default_output
+    from headrace.runs.job import directory_of
 
-    directory = RunDirectory(Path(config.output or default_output(config)).absolute())
+    directory = directory_of(config)
     config = replace(config, output=directory.path, measure=False)
     refuse_in_stages(config)
     if directory.config.exists():

@@ -286,7 +286,7 @@ def test_a_model_that_is_not_there_is_refused_in_one_sentence(command: str, tmp_
     (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     absent, data = tmp_path / "absent", tmp_path / "data.jsonl"
     more = {"train": (data,), "plan": ("--data", data), "generate": ("--prompt", "a"), "eval": ("--data", data)}
-    result = run(command, absent, *more.get(command, ("--output", tmp_path / "out", "--code", "int4")))
+    result = run(command, absent, *more.get(command, (tmp_path / "out",)))
     assert result.exit_code == 2
     said = f"model: {absent}: no such directory; give a model directory, a GGUF file, or OWNER/NAME of the Hub"
     assert said in " ".join(result.stderr.split())

@@ -23,7 +23,7 @@ from headrace.runs.checkpoints import Checkpoints
 from headrace.runs.engines import discard, state_of
 from headrace.runs.evaluating import Evaluations
 from headrace.runs.finish import write_final
-from headrace.runs.job import default_output, resolve
+from headrace.runs.job import directory_of, resolve
 from headrace.runs.local_steps.broker import Broker
 from headrace.runs.local_steps.ledger import read_journal
 from headrace.runs.local_steps.rounds import ByQuorum, Replayed, Rounds
@@ -51,7 +51,7 @@ def serve_learners(
 
     Raises: as `train` and `resume`.
     """
-    directory = RunDirectory(Path(config.output or default_output(config)).absolute())
+    directory = directory_of(config)
     if directory.config.exists():
         refuse(directory, config)
         found = directory.read_config()
