@@ -438,7 +438,7 @@ def test_a_separate_device_has_its_own_budget() -> None:
 def test_where_hidden_states_wait_in_host_memory_the_device_holds_as_much_for_any_number_of_tokens() -> None:
     peaks = []
     for rows in (16, 512):
-        made = replace(problem(4000 * MIB, device_bytes=80 * MIB, rows=rows), hosted=True)
+        made = problem(4000 * MIB, device_bytes=80 * MIB, rows=rows).saving(hosted=True)
         choice = next(each for each in placements_of(made, made.policies[0], THRIFTS[-1]) if each.rows == 1)
         peaks.append(plan_of(made, choice).peak("device"))
     calls = costs_of(1).call_bytes  # what blocks are called with stays there
