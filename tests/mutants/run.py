@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -101,11 +102,21 @@ def tested(mutant: Mutant | None, tests: str) -> int:
     return int(pytest.main([*tests.split(), "-x", "-q", "-p", "no:xdist", "-m", USUAL]))
 
 
+@cache
+def check_unchanged(tests: str) -> None:
+    """Tests that fail without a mutant, or take too long, would notice each."""
+    said = outcome(None, tests)
+    if said != "lives":
+        sys.exit(f"{tests}: these fail or hang on the code as it is; mend them first")
+
+
 def judge(mutant: Mutant) -> str:
     """Return the outcome of the first group of tests that notices a mutant, or of the last."""
     said = "lives"
     for tests in groups_of(mutant):
         said = outcome(mutant, tests)
+        if said in ("noticed", "hangs"):
+            check_unchanged(tests)
         if said != "lives":
             break
     return said
