@@ -39,7 +39,10 @@ NEAREST = {
     ),
     "headrace.store": ("tests/store", "tests/equivalence/test_damage_on_the_way.py tests/equivalence/test_resharing.py"),
     "headrace.update": ("tests/update", "tests/equivalence/test_lsp.py tests/equivalence/test_adapters.py"),
-    "headrace.net": ("tests/net", "tests/equivalence/test_shards.py tests/equivalence/test_stages.py"),
+    "headrace.peers.meet": ("tests/net", "tests/equivalence/test_shards.py tests/equivalence/test_stages.py"),
+    "headrace.peers.stages": ("tests/equivalence/test_stages.py", "tests/equivalence/test_stages_faults.py"),
+    "headrace.peers.local_steps": ("tests/local_steps",),
+    "headrace.peers.node": ("tests/equivalence/test_node_equals_local.py", "tests/equivalence/test_node_workers.py"),
     "headrace.model.parts.runner": (
         "tests/model tests/equivalence/test_sample_lengths.py",
         "tests/equivalence/test_packed.py tests/equivalence/test_whole_loss.py",
