@@ -2,7 +2,7 @@
 
 Whenever a stage is lost, all meet again. A meeting has groups of its own, so that no late message can reach the next one.
 
-Invariant: whatever else anybody writes into the store, no stage is ended, held up or misled by it (`net.board`).
+Invariant: whatever else anybody writes into the store, no stage is ended, held up or misled by it (`peers.meet.board`).
 """
 
 import contextlib

@@ -36,7 +36,7 @@ _CUTS = "cuts"
 
 
 class Line(Fleet):
-    """The stages that meet over `ranks`. See `flow.step.stages.Stages`."""
+    """The stages that meet over `ranks`. See `peers.stages.steps.Stages`."""
 
     by_stages = True
     peer = Peer.STAGE
