@@ -3,8 +3,8 @@
 All of it goes through one TCPStore, whose server is this process. Workers take a ticket and prove that they know the secret;
 each writes a heartbeat, and reads the node's. An invited peer has to accept at once, so that no one waits for dead peers.
 
-Invariant: whatever else anybody writes into the store, nobody is ended, held up or misled by it (`peers.meet.board`). A ticket whose
-owner died before it said hello is passed over.
+Invariant: whatever else anybody writes into the store, nobody is ended, held up or misled by it (`peers.meet.board`). A ticket
+whose owner died before it said hello is passed over.
 """
 
 import contextlib
