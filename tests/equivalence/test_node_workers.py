@@ -22,7 +22,7 @@ from headrace.engine.trainer import Engine
 from headrace.flow.step import compute, update
 from headrace.flow.step.step import HANDLERS
 from headrace.flow.step.step_state import StepState
-from headrace.peers.node import lane_diary
+from headrace.peers.meet import lane_diary
 from headrace.peers.node.node import NodeEngine
 from headrace.peers.node.site import NodeSite
 from headrace.plan.value.plan import Plan
