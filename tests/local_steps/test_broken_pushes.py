@@ -1,4 +1,4 @@
-"""A learner whose pushes are broken, over loopback: each is refused by name, it is told why it gets no more, nothing is merged."""
+"""Broken pushes over loopback: each is refused by name, their learner is told why it gets no more, nothing is merged."""
 
 import json
 import threading

@@ -81,7 +81,7 @@ def test_each_prompt_has_its_turn_in_each_epoch_and_a_position_brings_back_what_
 
 
 def test_prompts_come_in_the_order_of_trls_sampler() -> None:
-    """One generator of torch draws all epochs, whatever position the stream comes from; a run that began before keeps its own."""
+    """One generator of torch draws all epochs, from whatever position; a run that began before keeps its own."""
     dice = torch.Generator().manual_seed(7)
     orders = [torch.randperm(5, generator=dice).tolist() for _ in range(3)]
     batches = stream(rows=10, seed=7)

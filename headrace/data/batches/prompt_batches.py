@@ -161,6 +161,6 @@ class PromptBatches:
             return int(np.random.default_rng((self._spec.seed, epoch)).permutation(len(self.prompts))[within])
         if epoch < self._epoch:
             self._dice, self._epoch = self._dice.manual_seed(self._spec.seed), -1
-        for self._epoch in range(self._epoch + 1, epoch + 1):  # one generator draws the orders of all epochs
-            self._order = torch.randperm(len(self.prompts), generator=self._dice).tolist()
+        while self._epoch < epoch:  # one generator draws the orders of all epochs
+            self._order, self._epoch = torch.randperm(len(self.prompts), generator=self._dice).tolist(), self._epoch + 1
         return self._order[within]
