@@ -12,7 +12,12 @@ from headrace.terms.errors import ConfigError
 
 @plainly
 def migrate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML of axolotl, LLaMA-Factory or TRL; JSON of DeepSpeed.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="YAML of axolotl, LLaMA-Factory or TRL; their command in a .sh; JSON of DeepSpeed."
+        ),
+    ],
     output: Annotated[Path, typer.Option(help="YAML file to write.")] = Path("run.yaml"),
     tool: Annotated[
         str | None, typer.Option("--from", help="axolotl, llama-factory, trl or deepspeed. Default: by the keys.")

@@ -16,6 +16,7 @@ from headrace.migrate.training_arguments import (
     set_data,
     take_adapter,
     take_common,
+    take_files,
     take_optimizer,
     take_rows,
     take_saving,
@@ -114,6 +115,15 @@ _ROW_REASONS = {
     "message_field_*": "role and content, or from and value, are read",
     "preprocess_shards": PLANNED,
 }
+# Of a `type` that is a mapping: our names of columns by its fields, and what has no counterpart.
+_FIELDS = {each: each for each in ("instruction", "input", "output", "system", "prompt", "chosen", "rejected", "completion")}
+_FIELDS |= {"label": "label", "messages": "messages"}
+_TEMPLATE = "the chat template of the model directory writes the text"
+_TYPE_REASONS = {
+    **dict.fromkeys(("format", "no_input_format", "system_format"), _TEMPLATE),
+    **dict.fromkeys(("prompt_format", "chosen_format", "rejected_format", "completion_format"), _TEMPLATE),
+    "system_prompt": "write it into the data, as a column system",
+}
 _FORMS = ("alpaca", "chat_template", "completion", "pretrain", "sharegpt", "input_output")
 
 
@@ -208,18 +218,14 @@ def _take_data(source: MigratedFile) -> None:
 def _rows(source: MigratedFile, place: str, each: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what an entry of data sets becomes: a row for each of its files."""
     inner = MigratedFile(each)
-    path, files, split = each["path"], inner.take("data_files"), inner.take("split")
+    path, split = each["path"], inner.take("split", "train")
     inner.take("path")
-    row = {"path": path, "name": inner.take("name"), "split": split if split != "train" else None}
-    paths = [path]
-    if files and path in ("json", "csv", "parquet", "text", "arrow"):
-        paths = files if isinstance(files, list) else [files]
-        inner.take("ds_type")
-    elif files:
-        inner.leave("data_files", "all files of the split are trained; name each file as a path")
+    row = {"name": inner.take("name"), "split": split if split != "train" else None}
+    paths = take_files(inner, path, split)
     form = inner.take("type")
+    own = _columns_of_type(source, f"{place}.type", form) if isinstance(form, Mapping) else {}
     name = str(form).partition(":")[0].partition(".")[0] if isinstance(form, str) else None
-    if form is not None and name not in _FORMS:
+    if name is not None and name not in _FORMS:
         source.notes.append(f"{place}: {path}: the form {form!r} is axolotl's; here columns decide (docs/data.md)")
     if name == "alpaca":
         source.notes.append(
@@ -234,7 +240,17 @@ def _rows(source: MigratedFile, place: str, each: Mapping[str, Any]) -> list[dic
     messages = "conversations" if "from" in mapping.values() else "messages"
     renamed = {"text": inner.take("field"), messages: inner.take("field_messages")}
     renamed |= {"tools": inner.take("field_tools"), "system": inner.take("field_system")}
-    columns = {ours: theirs for ours, theirs in renamed.items() if theirs and theirs not in (ours, "conversations")}
+    columns = {ours: theirs for ours, theirs in (renamed | own).items() if theirs and theirs not in (ours, "conversations")}
     source.close(inner, place, _ROW_REASONS)
     more = {"columns": columns} if columns else {}
     return [{key: value for key, value in {**row, "path": path, **more}.items() if value is not None} for path in paths]
+
+
+def _columns_of_type(source: MigratedFile, place: str, form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that a form of the user's own names, by ours."""
+    inner = MigratedFile(form)
+    columns = {ours: inner.take(f"field_{theirs}") for ours, theirs in _FIELDS.items() if inner.has(f"field_{theirs}")}
+    if inner.has("field"):
+        columns["text"] = inner.take("field")
+    source.close(inner, place, _TYPE_REASONS)
+    return columns

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from headrace.files.yaml_options import read_yaml
-from headrace.migrate import axolotl, deepspeed, llama_factory, trl
+from headrace.migrate import axolotl, command_line, deepspeed, llama_factory, trl
 from headrace.migrate.source import MigratedFile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.run_options import RunOptions
@@ -67,20 +67,36 @@ def migrate(path: Path, tool: str | None = None) -> Migration:
     Raises:
         ConfigError: it cannot be read, is no tool's, or asks for something that is not trained here.
     """
-    values = _read(path)
-    names = [tool] if tool is not None else [name for name, each in TOOLS.items() if each.recognises(values)]
-    if not names or names[0] not in TOOLS:
-        raise ConfigError(f"{path}: no keys of {', '.join(TOOLS)} were found; say whose file it is with --from")
-    source = MigratedFile(values)
+    if tool not in (None, *TOOLS):
+        raise ConfigError(f"from: {tool!r} is no trainer whose files are read; {', '.join(TOOLS)} are")
+    name, source = _script(path, tool) if path.suffix in command_line.ENDINGS else _file(path, tool)
     try:
-        TOOLS[names[0]].translate(source)
+        TOOLS[name].translate(source)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path}: a value is not of the type that {names[0]} has there ({error})") from error
+        raise ConfigError(f"{path}: a value is not of the type that {name} has there ({error})") from error
     order = {key: place for place, key in enumerate(RunOptions.keys())}
     options = dict(sorted(source.options.items(), key=lambda item: order[item[0]]))
-    return Migration(names[0], options, source.origins, source.left_out, tuple(source.notes))
+    return Migration(name, options, source.origins, source.left_out, tuple(source.notes))
+
+
+def _file(path: Path, tool: str | None) -> tuple[str, MigratedFile]:
+    values = _read(path)
+    names = [tool] if tool is not None else [name for name, each in TOOLS.items() if each.recognises(values)]
+    if not names:
+        raise ConfigError(f"{path}: no keys of {', '.join(TOOLS)} were found; say whose file it is with --from")
+    return names[0], MigratedFile(values)
+
+
+def _script(path: Path, tool: str | None) -> tuple[str, MigratedFile]:
+    try:
+        name, source = command_line.read_script(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if tool not in (None, name):
+        raise ConfigError(f"{path}: its command is one of {name}, not of {tool}; leave --from out")
+    return name, source
 
 
 def _read(path: Path) -> dict[str, Any]:

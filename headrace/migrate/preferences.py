@@ -12,7 +12,7 @@ _OTHERS: Mapping[str, tuple[Any, ...]] = {
     "dpo_use_weighting": (0,),
     "f_divergence_type": ("reverse_kl",),
     "ld_alpha": (1,),
-    "loss_weights": ([], [1.0]),
+    "loss_weights": ([], [1.0], 1.0),
     "pref_bco_weight": (0,),
     "pref_ftx": (0,),
     "reference_free": (0,),

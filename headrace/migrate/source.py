@@ -14,7 +14,7 @@ _OPTIONS: dict[str, Declaration] = {each.key: each for each in RunOptions.declar
 @dataclass
 class MigratedFile:
     """The `values` of a file; `options` are what became of them, `origins` from which keys, `left_out` are reasons by key, and
-    `notes` say what a person should look at.
+    `notes` say what a person should look at. A command line names a `trainer`, and may say how many `processes` train.
     """
 
     values: Mapping[str, Any]
@@ -22,6 +22,8 @@ class MigratedFile:
     origins: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    trainer: str | None = None
+    processes: int | None = None
     _taken: set[str] = field(default_factory=set)
 
     def take(self, key: str, default: Any = None) -> Any:

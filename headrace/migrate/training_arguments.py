@@ -1,7 +1,7 @@
 """What the formats have in common: transformers' TrainingArguments, and the words for optimizers, schedules and adapters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.migrate.source import MigratedFile, refuse
@@ -19,6 +19,8 @@ _ADAMW = (
 _ADAMW_8BIT = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ademamix_8bit")
 _SAME = ("adafactor", "lomo", "adalomo", "muon")
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+
+_FORMATS = ("json", "csv", "parquet", "text", "arrow")  # of `datasets`, in the place of a name
 
 # Keys that say how a result is computed and not which: Headrace plans that itself.
 PLANNED = "Headrace plans memory, kernels and drives itself; the result does not depend on it"
@@ -138,12 +140,11 @@ def _takes(logger: str) -> bool:
 
 def take_rows(source: MigratedFile, batch_key: str, batch: int, length: int, *, pairs: bool = False) -> None:
     """Take rows of a batch, or `pairs` of rows, and how many batches are accumulated, as tokens of a step."""
-    rows = int(source.take(batch_key, batch)) * int(source.take("gradient_accumulation_steps", 1))
+    rows = int(source.take(batch_key, batch)) * int(source.take("gradient_accumulation_steps", 1)) * (source.processes or 1)
     source.set("tokens_per_step", rows * length * (2 if pairs else 1), f"{batch_key}, gradient_accumulation_steps")
     many = f"{rows} pairs of" if pairs else f"{rows}"
-    source.notes.append(
-        f"tokens_per_step: {many} rows of {length} tokens are the step of one GPU; multiply it by the number of GPUs"
-    )
+    whose = f"{source.processes} processes" if source.processes else "one GPU; multiply it by the number of GPUs"
+    source.notes.append(f"tokens_per_step: {many} rows of {length} tokens are the step of {whose}")
 
 
 def take_warmup(source: MigratedFile) -> None:
@@ -283,6 +284,22 @@ def leave_bases(source: MigratedFile, adapter_key: str, coded_keys: Sequence[str
 def set_data(source: MigratedFile, rows: list[dict[str, Any]], origin: str, option: str = "data") -> None:
     """Set the data: entries that say nothing but a path are written as one."""
     source.set(option, [row["path"] if set(row) == {"path"} else row for row in rows], origin)
+
+
+def take_files(source: MigratedFile, path: str, split: str = "train") -> list[str]:
+    """Take the files of an entry of data whose `path` is a format or a name; return the paths of all."""
+    files, folder = source.take("data_files"), source.take("data_dir")
+    if path in _FORMATS and (files or folder):
+        source.take("ds_type")
+        found = files or folder
+        if isinstance(found, Mapping):
+            found = found[split]
+        return list(found) if isinstance(found, list) else [found]
+    if files:
+        source.leave("data_files", "all files of the split are trained; name each file as a path")
+    if folder:
+        source.leave("data_dir", "all of it is read; name the files of that folder")
+    return [path]
 
 
 def take_streaming(source: MigratedFile, key: str, size_key: str) -> None:

@@ -14,6 +14,7 @@ from headrace.migrate.training_arguments import (
     module_names_of,
     set_data,
     take_adapter,
+    take_files,
     take_streaming,
     take_training_arguments,
 )
@@ -21,6 +22,8 @@ from headrace.terms.options.border import JOINT
 from headrace.terms.options.method_options import OF_MODEL
 
 NAME = "trl"
+# Its commands and scripts that are translated.
+TRAINERS = ("sft", "dpo", "kto")
 
 _OF_OTHER_TRAINERS = ("reward_funcs", "num_generations", "cpo_alpha", "simpo_gamma")
 _OF_TOKENS = ("nll", "chunked_nll", "dft")
@@ -41,6 +44,7 @@ _REASONS = (
         "average_tokens_across_devices": "the loss is the mean over a step's tokens",
         "completion_only_loss": "the completion alone is trained, wherever data have prompts",
         "dataset_kwargs": "data and template decide (docs/data.md)",
+        "env": "variables of the environment: set them where Headrace runs, if a library reads them",
         "eos_token": "the end of turns is found in the chat template",
         "eval_packing": PLANNED,
         "label_smoothing": "TRL reads it for the losses robust and exo_pair alone; dpo:label_smoothing= is conservative DPO",
@@ -57,6 +61,12 @@ _REASONS = (
         "lora_modules_to_save": "embeddings and head stay frozen beside an adapter",
     }
 )
+_ENTRY_REASONS = {
+    "columns": "columns are found by their names (docs/data.md); remove others from the data",
+    "fraction": "it counts against the rows of the other data sets: set weight, so that the shares are those",
+    "revision": "download that revision and name its files",
+}
+_MIXTURE_REASONS = {"seed": "seed draws the order of samples"}
 
 
 def recognises(values: Mapping[str, Any]) -> bool:
@@ -83,7 +93,7 @@ def translate(source: MigratedFile) -> None:
         source.notes.append("disable_dropout: TRL trains pairs without dropout; here config.json decides, so set it to 0 there")
     source.rename("model_name_or_path", "model")
     _take_data(source)
-    take_streaming(source, "dataset_streaming", "buffer_size")
+    take_streaming(source, "streaming" if source.has("streaming") else "dataset_streaming", "buffer_size")
     if "max_length" in source.values and source.values["max_length"] is None:
         raise refuse("max_length", None, "cuts nothing in TRL; rows have a length here: give the most tokens of one")
     if (mode := source.take("truncation_mode", "keep_start")) != "keep_start":
@@ -111,52 +121,83 @@ def translate(source: MigratedFile) -> None:
 
 
 def _take_loss(source: MigratedFile) -> bool:
-    """Take the loss of `trl dpo` or `trl kto`, which a file shows by its keys; return whether it is one."""
-    if source.values.get("loss_type") == "kto" or any(source.has(key) for key in preferences.WEIGHTS.values()):
+    """Take the loss of the trainer that a command names, or that a file shows by its keys; return whether it is of pairs."""
+    labels = source.values.get("loss_type") == "kto" or any(source.has(key) for key in preferences.WEIGHTS.values())
+    if source.trainer == "kto" or (source.trainer is None and labels):
         preferences.take_labels(source, "loss_type", "beta", preferences.WEIGHTS)
         return True
-    if (kind := source.values.get("loss_type")) in _OF_TOKENS:
-        if source.take("loss_type") == "dft":
-            raise refuse("loss_type", kind, "is not trained by this version; nll is")
-        return False
-    if not any(source.has(key) for key in _OF_PAIRS):
-        source.notes.append("loss: read as a file of `trl sft`; if it is one of `trl dpo` or `trl kto`, set the option loss")
-        if not source.values.get("assistant_only_loss"):
+    kind = source.values.get("loss_type")
+    of_tokens = source.trainer == "sft" or (source.trainer is None and kind in _OF_TOKENS)
+    if of_tokens and source.take("loss_type") not in (None, "nll", "chunked_nll"):
+        raise refuse("loss_type", kind, "is not trained by this version; nll is")
+    if source.trainer == "dpo" or (not of_tokens and any(source.has(key) for key in _OF_PAIRS)):
+        preferences.take_preferences(source, "loss_type", "beta", {})
+        if source.trainer is None:
             source.notes.append(
-                "assistant_only_loss: TRL trains whole conversations; here only the assistant's turns are trained"
+                "loss: read as a file of `trl dpo`; if it is one of another trainer of pairs, set the option loss"
             )
-        return False
-    preferences.take_preferences(source, "loss_type", "beta", {})
-    source.notes.append("loss: read as a file of `trl dpo`; if it is one of another trainer of pairs, set the option loss")
-    return True
+        return True
+    if not of_tokens:
+        source.notes.append("loss: read as a file of `trl sft`; if it is one of `trl dpo` or `trl kto`, set the option loss")
+    if kind is None and not source.values.get("assistant_only_loss"):
+        source.notes.append("assistant_only_loss: TRL trains whole conversations; here only the assistant's turns are trained")
+    return False
 
 
 def _take_data(source: MigratedFile) -> None:
-    """Take one data set, or a mixture of several."""
-    mixture = source.take("dataset_mixture") or {}
-    several = mixture.get("datasets", []) if isinstance(mixture, Mapping) else []
-    several = source.take("datasets", several)
-    if mixer := source.take("dataset_mixer"):
-        several = [{"id": name, "weight": weight} for name, weight in mixer.items()]
-        source.take("dataset_splits")
-    if name := source.take("dataset_name"):
-        several = [{"id": name, "config": source.take("dataset_config"), "split": source.take("dataset_train_split")}]
-    text = source.take("dataset_text_field", "text")
-    rows = []
-    for each in several:
-        row = {
-            "path": each.get("id") or each.get("path"),
-            "name": each.get("config") or each.get("name"),
-            "split": each.get("split") if each.get("split") != "train" else None,
-            "weight": each.get("weight") if each.get("weight") != 1.0 else None,
-            "columns": {"text": text} if text != "text" else None,
-        }
-        rows.append({key: value for key, value in row.items() if value is not None})
-    set_data(source, rows, "dataset_name" if name else "dataset_mixture")
+    """Take one data set, or a mixture of several, each key of whose entries counts."""
+    name, text = source.take("dataset_name"), source.take("dataset_text_field", "text")
+    options = {"text": text} if text != "text" else {}
     evaluates = source.values.get("eval_strategy", "no") not in ("no", False, None)
-    if (test := source.take("dataset_test_split")) and len(rows) == 1 and evaluates:
-        held_out = {key: value for key, value in rows[0].items() if key in ("path", "name", "columns")} | {"split": test}
-        source.set("eval_data", [held_out], "dataset_test_split")
+    rows, held_out = _take_mixture(source, options)
+    if rows and name:
+        source.leave("dataset_name", "TRL ignores it where several data sets are named")
+    elif name:
+        split, test = source.take("dataset_train_split", "train"), source.take("dataset_test_split", "test")
+        rows = [_row({"path": name, "name": source.take("dataset_config"), "split": split, "columns": options})]
+        held_out = [{**rows[0], "split": test}]
+    origin = next((key for key in ("datasets", "dataset_mixture", "dataset_mixer") if source.has(key)), "dataset_name")
+    set_data(source, rows, origin)
+    if evaluates and held_out:
+        set_data(source, held_out, "dataset_splits" if origin == "dataset_mixer" else "dataset_test_split", "eval_data")
     source.rename("chat_template_path", "chat_template")
-    if isinstance(mixture, Mapping) and mixture.get("test_split_size"):
-        source.set("eval_split", mixture["test_split_size"], "dataset_mixture.test_split_size")
+
+
+def _take_mixture(source: MigratedFile, options: Mapping[str, str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of `datasets`, `dataset_mixture` or `dataset_mixer`, and those that are held out by the last one."""
+    place, mixture = "dataset_mixture", MigratedFile(source.take("dataset_mixture", {}))
+    several = mixture.take("datasets", [])
+    if source.has("datasets"):
+        place, several = "datasets", source.take("datasets")
+    size = source.take("test_split_size", mixture.take("test_split_size"))
+    if size and several:
+        source.set("eval_split", size, f"{place}.test_split_size" if mixture.has("test_split_size") else "test_split_size")
+    source.close(mixture, "dataset_mixture", _MIXTURE_REASONS)
+    rows = [row for number, each in enumerate(several) for row in _rows(source, f"{place}[{number}]", each, options)]
+    mixer, splits = source.take("dataset_mixer", {}), source.take("dataset_splits", ["train", "test"])
+    configs = source.take("dataset_configs", [None] * len(mixer))
+    held_out = []
+    for (path, weight), config in zip(mixer.items(), configs, strict=True):
+        one = {"path": path, "name": config, "columns": options}
+        rows += [_row({**one, "weight": weight, "split": split}) for split in splits if "train" in split]
+        held_out += [_row({**one, "split": split}) for split in splits if "train" not in split]
+    if any("weight" in row for row in rows):
+        source.notes.append(
+            "weight: the recipes keep that share of the rows; here other rows come in each epoch (docs/data.md)"
+        )
+    return rows, held_out
+
+
+def _rows(source: MigratedFile, place: str, each: Mapping[str, Any], options: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return what an entry of a mixture becomes: a row for each of its files."""
+    inner = MigratedFile(each)
+    path, config = inner.take("path", inner.take("id")), inner.take("name", inner.take("config"))
+    split, weight = inner.take("split", "train"), inner.take("weight")
+    paths = take_files(inner, path, split)
+    source.close(inner, place, _ENTRY_REASONS)
+    return [_row({"path": one, "name": config, "split": split, "weight": weight, "columns": options}) for one in paths]
+
+
+def _row(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of data without what says nothing."""
+    return {key: value for key, value in values.items() if value not in (None, {}, {"split": "train", "weight": 1}.get(key))}

@@ -41,9 +41,12 @@ class Learners:
         except BaseException as error:
             self.errors.append(error)
 
-    def join(self) -> None:
+    def wait(self) -> None:
         for thread in self._threads:
             thread.join(200)
+
+    def join(self) -> None:
+        self.wait()
         assert self.errors == []
 
 

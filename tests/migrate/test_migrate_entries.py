@@ -56,3 +56,58 @@ datasets:
     for more, word in (("roles_to_train: [user]", "roles_to_train"), ("message_property_mappings: {role: who}", "mappings")):
         with pytest.raises(ConfigError, match=word):
             migrate(file(f"base_model: m\ndatasets:\n  - {{path: c.jsonl, {more}}}\n"))
+
+
+def test_each_key_of_a_form_of_axolotl_counts(file: Callable[..., Path]) -> None:
+    text = """
+base_model: m
+datasets:
+  - path: a.jsonl
+    type: {field_instruction: question, field_output: answer, field_system: system, format: "{instruction}", odd: 1}
+"""
+    found = migrate(file(text))
+    assert found.options["data"] == [{"path": "a.jsonl", "columns": {"instruction": "question", "output": "answer"}}]
+    assert {"datasets[0].type.format", "datasets[0].type.odd"} == set(found.left_out)
+    of_pairs = "rl: dpo\n" + text.replace("instruction: question, field_output: answer", "prompt: q, field_chosen: good")
+    assert migrate(file(of_pairs)).options["data"][0]["columns"] == {"prompt": "q", "chosen": "good"}
+
+
+ENTRY = "{path: owner/name, name: part, split: train_sft, columns: [messages], data_dir: d, fraction: 0.5, odd: 1}"
+FILES = "{path: json, data_files: {train: [a.jsonl, b.jsonl]}, weight: 0.5}"
+
+
+@pytest.mark.parametrize("place", ["datasets", "dataset_mixture"])
+def test_each_key_of_a_mixture_of_trl_counts(place: str, file: Callable[..., Path]) -> None:
+    several, more = f"datasets: [{ENTRY}, {FILES}]", "test_split_size: 0.1"
+    keys = f"{several}\n{more}\n" if place == "datasets" else f"dataset_mixture: {{{several}, {more}, seed: 0, odd: 1}}\n"
+    found = migrate(file(f"model_name_or_path: m\ndataset_name: other\n{keys}"))
+    assert found.options["data"] == [
+        {"path": "owner/name", "name": "part", "split": "train_sft"},
+        {"path": "a.jsonl", "weight": 0.5},
+        {"path": "b.jsonl", "weight": 0.5},
+    ]
+    assert found.options["eval_split"] == 0.1
+    begins = "datasets[0]" if place == "datasets" else "dataset_mixture[0]"
+    left = {"dataset_name", *(f"{begins}.{key}" for key in ("columns", "data_dir", "fraction", "odd"))}
+    left |= {"dataset_mixture.odd"} if place == "dataset_mixture" else set()
+    assert left == {key for key in found.left_out if key != "dataset_mixture.seed"}
+    assert any("keep that share of the rows" in note for note in found.notes)
+
+
+def test_splits_of_a_mixer_of_trl_count(file: Callable[..., Path]) -> None:
+    text = "model_name_or_path: m\ndataset_mixer: {a: 0.5, b: 1.0}\ndataset_splits: [train_sft, test_sft]\n"
+    found = migrate(file(text + "dataset_configs: [one, two]\neval_strategy: epoch\n"))
+    assert found.options["data"] == [
+        {"path": "a", "name": "one", "weight": 0.5, "split": "train_sft"},
+        {"path": "b", "name": "two", "split": "train_sft"},
+    ]
+    assert found.options["eval_data"] == [
+        {"path": "a", "name": "one", "split": "test_sft"},
+        {"path": "b", "name": "two", "split": "test_sft"},
+    ]
+    assert "eval_data" not in migrate(file(text)).options
+
+
+def test_a_split_that_trl_evaluates_by_itself_is_evaluated(file: Callable[..., Path]) -> None:
+    found = migrate(file("model_name_or_path: m\ndataset_name: d\neval_strategy: steps\neval_steps: 5\n"))
+    assert found.options["eval_data"] == [{"path": "d", "split": "test"}]
