@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from test_learners import Learners
 
-from headrace.net import Address, Channel
-from headrace.runs.local_steps import learner
-from headrace.runs.node import serve
+from headrace.peers.local_steps import learner
+from headrace.peers.meet.address import Address
+from headrace.peers.meet.lane import Channel
+from headrace.peers.node.run import serve
 from headrace.runs.protocols import NoDisplay
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.run_options import NodeOptions
