@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.ask.answer import plan_model
 from headrace.ask.between_steps import BesideSteps, Pacing
-from headrace.ask.cluster import plan_workers
 from headrace.ask.local_rounds import LocalReport
 from headrace.ask.plan_report import PlanReport
-from headrace.ask.ranks import plan_ranks
-from headrace.ask.stages import plan_stages
-from headrace.ask.which import plan_which
 from headrace.cli.first_look import is_gguf, model_here
 from headrace.files.model_directory import refuse_no_configuration
 from headrace.measure.kept import Wanted, alone, find_kept
+from headrace.peers import plan_ranks, plan_stages, plan_which, plan_workers
 from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.search.given import lengths_in_plan
 from headrace.process import cache_directory, machine_profile_path
