@@ -7,9 +7,7 @@ is known (*routed*). Or they are all prefetched, when almost every expert is nee
 Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are equally likely.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.plan.value.slots import SOURCE_SLOTS
 from headrace.plan.value.weight_sizes import BufferGroup
@@ -137,15 +135,6 @@ class ExpertParts(ExpertPlan):
     remakes: bool = False
     is_trained: bool = False
     commons: tuple[Runs, ...] = ()
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "ExpertParts":
-        """Return what `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
-        figures = dict(values["figures"])
-        figures |= {"units": (), "num_experts": tuple(figures["num_experts"])}
-        figures["decodes"] = tuple(map(tuple, figures["decodes"]))
-        commons = tuple(tuple((start, stop) for start, stop in runs) for runs in values.get("commons", ()))
-        return cls(**{**values, "figures": ExpertFigures(**figures), "commons": commons})
 
 
 def note_on_parts(tier: str, needed_bytes: int) -> str:
