@@ -57,14 +57,15 @@ class ExpertFigures:
 class ExpertPlan:
     """How experts come. `choices` is how many experts a token is sent to, `in_round` how many experts come together.
 
-    `cached` experts stay in host memory. A pass prefetches all experts if its tokens are expected to use more than
-    `ahead_share` of them. Otherwise it waits for the routers.
+    `cached` experts stay in host memory, those that the `policy` says (`terms/shelf.py`). A pass prefetches all experts if its
+    tokens are expected to use more than `ahead_share` of them. Otherwise it waits for the routers.
     """
 
     figures: ExpertFigures
     choices: int
     in_round: int
     cached: int = 0
+    policy: str = "most-wanted"
     ahead_share: float = 0.6
 
     def touched(self, unit: int, tokens: int) -> float:
@@ -131,6 +132,7 @@ class ExpertParts(ExpertPlan):
     micro-batch waits in backward without its graph, and is recomputed once more when its experts have been there.
     """
 
+    policy: str = "keep-all"  # a step wants each block's experts twice, in an order that is known
     together: int = 1
     remakes: bool = False
     is_trained: bool = False
