@@ -119,8 +119,12 @@ class MostWanted(Policy):
         return leaving
 
 
-# The policies, by the name that a plan has for them.
-POLICIES: dict[str, Callable[[int], Policy]] = {"keep-all": Policy, "last-used": LastUsed, "most-wanted": MostWanted}
+# By the name that a plan has for them.
+POLICIES: dict[str, Callable[[int], Policy]] = {
+    "keep-all": Policy,
+    "last-used": LastUsed,
+    "most-wanted": MostWanted,
+}
 
 
 class Shelf:

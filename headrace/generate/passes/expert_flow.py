@@ -112,14 +112,6 @@ class ExpertFlow:
         self.counts.found += found
         self.counts.wanted += len(wanted[op.part * self.plan.in_round :][: self.plan.in_round])
 
-    def upload(self, op: Op) -> None:
-        """See `ExpertLoads.upload`."""
-        self.loads.upload(op)
-
-    def make(self, op: Op) -> None:
-        """See `ExpertLoads.make`."""
-        self.loads.make(op)
-
     def go_on(self, op: Op) -> None:
         """Let seats continue with the experts of a round."""
         if op.part == 0 and not self._ahead:

@@ -221,15 +221,19 @@ class Plan(Placement):
         return self.embedding.read_bytes(self.batch.tokens_per_step) // 2 if self.embedding and learns else 0
 
     @property
+    def visits(self) -> bool:
+        """Whether the whole head comes to compute for each loss, and leaves after it."""
+        return self.visiting_head is not None and self.head_slot_bytes is None
+
+    @property
     def visiting_bytes(self) -> int:
         """Bytes of the head that comes to compute for each loss; 0 where it stays there."""
         return self.stored_bytes(self.ends[-1]) if self.visiting_head else 0
 
     @property
-    def brought_head_bytes(self) -> int:
-        """Bytes of the head that come in a step: whole once, or range by range, forward and back, for each micro-batch."""
-        times = 1 if self.head_slot_bytes is None else 2 * self.batch.num_micro_batches
-        return times * self.visiting_bytes
+    def ranged_head_bytes(self) -> int:
+        """Bytes of the head that compute brings in a step, range by range: forward and back, for each micro-batch."""
+        return 0 if self.head_slot_bytes is None else 2 * self.batch.num_micro_batches * self.visiting_bytes
 
     @property
     def coming_slots(self) -> int:
