@@ -222,7 +222,8 @@ def with_headrace(
     def split(plan: Plan) -> Plan:
         """Micro-batches of half of a step: what is held out at a look at projectors is one of them."""
         half = ROWS[size] // 2
-        return replace(plan, micro_batch_sequences=half, num_micro_batches=2, accumulate=True)
+        batch = replace(plan.batch, micro_batch_sequences=half, num_micro_batches=2)
+        return replace(plan, batch=batch).with_gradients(accumulate=True)
 
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         options = options_of(size, run["way"], run["rate"], run["seed"], run["steps"])

@@ -144,18 +144,21 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
     from headrace.generate.passes.micro_batches import SeatRows
     from headrace.plan.value.expert_plan import ExpertPlan
     from headrace.terms.events import GenerationPass
+    from headrace.terms.shelf import MostWanted, Part
 
     passes: list[GenerationPass] = []
     used: list[list[tuple[int, int]]] = []  # by each pass: blocks and experts
-    before: Counter[tuple[int, int]] = Counter()
+    before: Counter[Part] = Counter()
 
     def note(event: Any) -> None:
         if isinstance(event, GenerationPass):
             passes.append(event)
             experts = generator._pass.experts  # nothing else tells which experts a pass has used
             assert experts is not None
-            used.append(sorted((unit - 1, expert) for unit, expert in experts.cache.tokens - before))
-            before.update(experts.cache.tokens - before)
+            policy = experts.loads.shelf.policy
+            assert isinstance(policy, MostWanted)
+            used.append(sorted((part.unit - 1, part.spans[0][0]) for part in policy.times - before))
+            before.update(policy.times - before)
 
     with Generator.open(directory, Budget(host="16GiB"), compute_dtype="bfloat16", sink=note, copy_weights=False) as generator:
         apart = generator.model.source.by_experts

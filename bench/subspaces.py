@@ -91,7 +91,8 @@ def measured(model: Path, scratch: Path, way: str, dimension: int, given: argpar
 
     def split(plan: Plan) -> Plan:
         """Micro-batches of a row each: projectors are tried on one that they have not seen."""
-        return replace(plan, micro_batch_sequences=1, num_micro_batches=ROWS, accumulate=True)
+        batch = replace(plan.batch, micro_batch_sequences=1, num_micro_batches=ROWS)
+        return replace(plan, batch=batch).with_gradients(accumulate=True)
 
     with Engine.open(model, options, adjust_plan=split) as engine:
         for seed in range(FIRST):

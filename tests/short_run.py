@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plan_changes import changed
 from safetensors.torch import load_file
 
 import headrace
@@ -37,7 +38,7 @@ def short_run(
     def adjust_plan(plan: Plan) -> Plan:
         changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
         results = {field.name: changes.pop(field.name) for field in dataclasses.fields(Results) if field.name in changes}
-        return dataclasses.replace(plan.with_results(**results), **changes)
+        return changed(plan.with_results(**results), **changes)
 
     rows, length = batches[0]["input_ids"].shape
     given: dict[str, Any] = {"host_memory": "4GiB", "max_grad_norm": None}

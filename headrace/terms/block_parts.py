@@ -5,9 +5,8 @@ when backward needs it. Where it is trained, its gradient leaves for host memory
 holds all of a block: a few parts, and what has none.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from headrace.terms.layout import Runs
 from headrace.terms.sizes import format_bytes
@@ -64,12 +63,6 @@ class BlockParts:
         rest = (self.rest[0], *(((0, size),) if size else () for size in joined), *self.rest[behind:])
         moved = (self.moved[0], *(sum(self.moved[block + 1] for block in group) for group in groups), *self.moved[behind:])
         return replace(self, rest=rest, moved=moved)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "BlockParts":
-        """Return what was written as JSON."""
-        rest = tuple(tuple((start, stop) for start, stop in runs) for runs in values["rest"])
-        return cls(**{**values, "rest": rest, "moved": tuple(values["moved"])})
 
 
 def no_parts() -> BlockParts | None:

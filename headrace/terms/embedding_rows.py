@@ -1,7 +1,6 @@
 """Tables whose rows are read in the model's files as they are asked for: an embedding, and tables within blocks."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.terms.sizes import PAGE_BYTES, format_bytes, format_seconds, round_up
 
@@ -50,11 +49,6 @@ class BlockRows:
     unit: int
     table: EmbeddingRows
     ids: int = 0
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "BlockRows":
-        """Return the table that was stored as these values."""
-        return cls(**{**values, "table": EmbeddingRows(**values["table"])})
 
     @property
     def page_bytes(self) -> int:

@@ -10,10 +10,9 @@ remainder that completes their fp32 master. Whenever the basis changes, they are
 are pulled and to which gradients are pushed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 from headrace.terms.coding import CodedUnit, Decodes, decodes_of
 from headrace.terms.cuts import Cuts, cuts_of
@@ -77,12 +76,6 @@ class UnitFigures:
     is_beside: bool = False
     packed_bytes: int = 0
     packing_bytes: int = 0
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "UnitFigures":
-        """Return the figures that `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
-        cuts, decodes = values.get("cuts", ()), values.get("decodes", ())
-        return cls(**{**values, "cuts": tuple(Cuts(*each) for each in cuts), "decodes": tuple(map(tuple, decodes))})
 
     def away(self) -> "UnitFigures":
         """Return the unit as a stage sees it that does not have it: nothing of it is here."""

@@ -5,7 +5,6 @@ Pure: `model.blocks.sample_groups` makes tensors of the groups, and plans count 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 # Layers with a state work on chunks of the row of at most so many tokens: a shorter sample takes as much as a chunk.
 _CHUNK_TOKENS = 256
@@ -51,11 +50,6 @@ class Groups:
 
     calls: float
     attention: float
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any] | None) -> "Groups | None":
-        """Return the groups that `dataclasses.asdict` made `values` of."""
-        return None if values is None else cls(**values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
 """What plans, layouts and the store know of an update rule: its planes, how it may be cut, what it costs. A value."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
-from headrace.terms.layout import UNIT_ALIGNMENT, Plane, PlaneSet
+from headrace.terms.layout import UNIT_ALIGNMENT, PlaneSet
 
 
 class Grain(StrEnum):
@@ -73,11 +71,3 @@ class RuleFigures:
     def flops(self, num_elements: int) -> float:
         """Return the floating-point operations of an update of so many elements."""
         return self.flops_per_element * num_elements
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "RuleFigures":
-        """Return the value that `dataclasses.asdict` made these JSON values of."""
-        planes = values["planes"]
-        states = tuple(Plane(**plane) for plane in planes["states"])
-        found = PlaneSet(planes["compute_dtype"], Plane(**planes["weight"]), states)
-        return cls(**{**values, "planes": found, "grain": Grain(values["grain"])})

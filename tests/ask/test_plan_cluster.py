@@ -147,9 +147,9 @@ def test_a_plan_under_a_tree_has_memory_for_its_partial_sums(model: Path):
     less = report(model, tokens_per_step=64 * 512, device_memory="1GiB")
     assert more.worker_plan is not None
     assert less.worker_plan is not None
-    assert more.worker_plan.gradient_sum == "tree"
-    assert more.worker_plan.num_micro_batches > 1
-    sums = partial_sums(more.worker_plan.num_micro_batches, "tree")
+    assert more.worker_plan.gradients.order == "tree"
+    assert more.worker_plan.batch.num_micro_batches > 1
+    sums = partial_sums(more.worker_plan.batch.num_micro_batches, "tree")
     largest = max(unit.num_elements for unit in more.worker_plan.units)
     gradients = [plan.results.peak_bytes["device"]["gradients"] for plan in (more.worker_plan, less.worker_plan)]
     assert gradients[0] - gradients[1] >= (sums - 1) * 4 * largest
@@ -175,7 +175,7 @@ def test_a_node_that_is_too_small_is_named(model: Path):
 def test_a_deferred_step_waits_at_the_node(model: Path, found: ClusterReport):
     clipped = report(model, max_grad_norm=1.0)
     assert clipped.node_plan is not None
-    assert clipped.node_plan.update_policy == "deferred"
+    assert clipped.node_plan.updates.policy == "deferred"
     assert clipped.worker_plan == found.worker_plan
 
 

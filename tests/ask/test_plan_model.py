@@ -65,7 +65,7 @@ def test_with_a_gpu_an_update_multiplies_its_matrices_there(small: Path, rig: Ce
     asked = Options(machine=rig, optimizer="muon", tokens_per_step=4096, sequence_length=512)
     plan = plan_model(small, asked, here=False).plan
     assert plan is not None
-    assert plan.device_update_every == 1
+    assert plan.updates.device_every == 1
     assert "updates" not in plan.results.peak_bytes["host"]
     lanes = forecast(plan, rig).timeline.lanes
     square, oblong = (4 * 256**2 * side + 2 * 256**3 for side in (256, 688))
@@ -139,7 +139,7 @@ def test_without_a_profile_the_plan_is_the_one_that_a_run_makes(small: Path, mon
     found = plan_model(small, Options(host_memory="700MiB", max_grad_norm=None, tokens_per_step=8192))
     assert found.plan == make_plan(problems[0], None)
     assert found.plan is not None
-    assert "ssd" not in found.plan.stash_tiers
+    assert "ssd" not in found.plan.stash.tiers
     assert found.forecast is not None  # of a nominal machine
 
 

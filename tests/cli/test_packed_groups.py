@@ -81,7 +81,7 @@ def test_a_run_computes_as_many_groups_as_its_plan_counts(
     assert groups.calls > 2
     assert f"{SAID}{groups.calls:.3g} a micro-batch" in said.out
     if epochs == 1:
-        assert of_plan.micro_batch_sequences == plan.micro_batch_sequences
+        assert of_plan.batch.micro_batch_sequences == plan.batch.micro_batch_sequences
         assert of_plan.results.groups == groups
     # Calls cost time, and samples by themselves spare some of attention.
     machine = replace(nominal_machine(2, host_bytes=4 << 30, device_bytes=None), launch_seconds=0.01)  # not lost among others

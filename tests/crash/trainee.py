@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from forked import kill_at
+from plan_changes import changed
 
 import headrace
 from headrace.engine.seams import Seams
@@ -30,12 +31,12 @@ def batch(seed: int, vocabulary: int) -> dict[str, torch.Tensor]:
 def speculative(plan: Plan) -> Plan:
     """Half of the units behind backward, as if nothing were clipped; the other half behind the next forward."""
     plan = plan.with_results(speculation=None)
-    return replace(plan, update_policy="speculative", late_units=(0, 2), resident_states=())
+    return changed(plan, update_policy="speculative", late_units=(0, 2), resident_states=())
 
 
 def split(plan: Plan) -> Plan:
     """Micro-batches of a row each, so that one is held out at a check."""
-    return replace(plan, micro_batch_sequences=1, num_micro_batches=4, accumulate=True)
+    return changed(plan, micro_batch_sequences=1, num_micro_batches=4, accumulate=True)
 
 
 def another(plan: Plan, number: int) -> Plan:
@@ -45,7 +46,7 @@ def another(plan: Plan, number: int) -> Plan:
         {"stash_tiers": ("ssd",) * blocks, "stash_slots": 2, "held_gradients": "ssd", "resident_states": (), "host_slots": 2},
         {"resident_states": every, "host_slots": blocks},
     ]
-    return replace(plan, prefetch=1, **elsewhere[number % 2])
+    return changed(plan, prefetch=1, **elsewhere[number % 2])
 
 
 def deferred(plan: Plan) -> Plan:

@@ -1,6 +1,5 @@
 """Ranks of one run, and its stages, for tests: threads of this process, all over loopback."""
 
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 from crew import node_options, weights_of
+from plan_changes import changed
 from torch.distributed import HashStore
 
 from headrace.engine.seams import Seams
@@ -71,7 +71,7 @@ def _run(
 
     def adjust_plan(plan: Plan) -> Plan:
         changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
-        return dataclasses.replace(plan, **changes)
+        return changed(plan, **changes)
 
     def follow(rank: int) -> None:
         try:

@@ -1,13 +1,13 @@
 """Frozen blocks that come in parts, module by module, give the bits of whole blocks, wherever things live."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from plan_changes import changed
 from tiers import sampled
 
 import headrace
@@ -135,4 +135,4 @@ def of_one_row(plan: Plan) -> Plan:
         "accumulate": True,
         "loss_chunk_tokens": LENGTH,
     }
-    return replace(plan, **changes)
+    return changed(plan, **changes)

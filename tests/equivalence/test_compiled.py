@@ -75,11 +75,11 @@ def test_another_shape_is_another_two_graphs(model_dir: Callable[..., Path], tmp
 
 def assert_nothing_kept(plan: Plan, own: Plan, *, routed: bool) -> None:
     """Compare the plan of compiled blocks with that of the model's own code, which leaves something out unless it is routed."""
-    assert any(own.skipped) != routed
+    assert any(own.stash.skipped) != routed
     assert any(own.results.spared_flops) != routed
-    assert not any(plan.kept)
-    assert not any(plan.skipped)
-    assert not any(plan.operators)
+    assert not any(plan.stash.kept)
+    assert not any(plan.stash.skipped)
+    assert not any(plan.stash.operators)
     assert plan.results.spared_flops == (0.0,) * plan.num_blocks
     assert "note     blocks are compiled: no operator output is kept or skipped" in explain_plan(plan)
 

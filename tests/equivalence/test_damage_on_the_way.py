@@ -5,12 +5,12 @@ Run: pytest tests/equivalence/test_damage_on_the_way.py
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plain import batch_of
+from plan_changes import changed
 from tiers import sampled
 
 import headrace
@@ -39,7 +39,7 @@ def test_what_changes_after_the_update_is_found(
 ) -> None:
     def on_ssd(plan: Plan) -> Plan:
         """States that stay in memory are written at the commit, which takes their checksums."""
-        return replace(plan, resident_states=())
+        return changed(plan, resident_states=())
 
     options = {
         "tokens_per_step": ROWS * LENGTH,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from plan_changes import changed
 from saved_models import touched
 from tiers import sampled
 
@@ -115,7 +116,7 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..
     """Evaluated, kept, closed, resumed: as a run with the whole table. Its file may not change meanwhile."""
     path = model_dir("llama", "bfloat16")
     whole, *expected = life(path, tmp_path / "whole", lambda plan: plan)
-    by_rows, *found = life(path, tmp_path / "rows", lambda plan: replace(plan, **rows()))
+    by_rows, *found = life(path, tmp_path / "rows", lambda plan: changed(plan, **rows()))
     assert whole.embedding is None
     assert by_rows.embedding is not None
     assert found == expected
@@ -174,4 +175,4 @@ def test_a_table_that_more_than_reads_need_stays_whole(
     plan = tightest(path, tmp_path, **options)
     assert plan.embedding is None
     with pytest.raises(ConfigError, match="rows of the embedding are read one by one in the plan"):
-        opened(path, tmp_path / "given", "1GiB", replace(plan, **rows()), **options)
+        opened(path, tmp_path / "given", "1GiB", changed(plan, **rows()), **options)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, MODELS, ROWS, PlainTrainer, batch_of, check_close, packed, train
+from plan_changes import changed
 from safetensors.torch import load_file
 from tiers import sampled
 from torch._subclasses.fake_tensor import FakeTensor
@@ -85,7 +86,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "all-slots": {"adjust": {"host_slots": 4}},
     "stash-ssd": {"adjust": {"stash_tiers": ("ssd",) * 4, "stash_slots": 2}},
     "stash-mixed": {"adjust": {"stash_tiers": ("ssd", "device", "ssd", "device"), "stash_slots": 3}},
-    "replay-all": {"adjust": {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.operators)}},
+    "replay-all": {"adjust": {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.stash.operators)}},
     "replay-some-ssd": {
         "adjust": {
             "kept": ((0, 3), (), (2,), (1, 4, 5)),
@@ -266,10 +267,11 @@ def test_more_rows_than_planned_are_plain_pytorch(tier: str, held: str, model_di
     placed = {"stash_tiers": (tier,) * 4, "stash_slots": 3 if tier == "ssd" else 0, "held_gradients": held}
 
     def adjust_plan(plan: Any) -> Any:
-        rows = {"micro_batch_sequences": 2, "num_micro_batches": -(-plan.tokens_per_step // plan.sequence_length // 2)}
-        return dataclasses.replace(
-            plan.with_results(speculation=None), update_policy="deferred", resident_states=(), **rows, **placed
-        )
+        rows = {
+            "micro_batch_sequences": 2,
+            "num_micro_batches": -(-plan.batch.tokens_per_step // plan.batch.sequence_length // 2),
+        }
+        return changed(plan.with_results(speculation=None), update_policy="deferred", resident_states=(), **rows, **placed)
 
     planned = []
     with Engine.open(
@@ -295,12 +297,12 @@ def test_more_rows_than_planned_are_plain_pytorch(tier: str, held: str, model_di
             result = engine.step(batch)
             assert (result.loss, result.grad_norm) == (pytest.approx(loss, rel=2e-6), pytest.approx(norm, rel=1e-4)), seed
             assert engine.plan is not None
-            planned.append(engine.plan.tokens_per_step // LENGTH)
+            planned.append(engine.plan.batch.tokens_per_step // LENGTH)
     assert planned == [4, 4, 5, 5, 5]
 
 
 def everything(plan: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(range(len(names))) for names in plan.operators)
+    return tuple(tuple(range(len(names))) for names in plan.stash.operators)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +310,7 @@ def everything(plan: Any) -> tuple[tuple[int, ...], ...]:
     sampled(
         [
             ({"kept": everything}, 0),
-            ({"kept": everything, "operators": lambda plan: (*plan.operators[:3], plan.operators[3][:-1])}, 1),
+            ({"kept": everything, "operators": lambda plan: (*plan.stash.operators[:3], plan.stash.operators[3][:-1])}, 1),
             ({"kept": everything, "stash_tiers": ("ssd",) * 4, "stash_slots": 4, "kept_bytes": (1 << 20, 64, 64, 1 << 20)}, 2),
         ]
     ),
@@ -503,7 +505,7 @@ def test_every_byte_is_some_steps(clip: float | None, resident: bool, model_dir:
             kept = {"resident_states": every, "late_units": every, "update_policy": "deferred"}
         else:
             kept = {"resident_states": (), "late_units": (1,), "update_policy": "immediate"}
-        return dataclasses.replace(plan.with_results(speculation=None), **kept)
+        return changed(plan.with_results(speculation=None), **kept)
 
     with Engine.open(
         model_dir("llama"),

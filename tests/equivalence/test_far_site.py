@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain import LENGTH, ROWS, batch_of
+from plan_changes import changed
 from safetensors.torch import load_file
 from tiers import sampled
 from transformers import AutoModelForCausalLM
@@ -100,8 +100,8 @@ def test_a_second_accumulator_changes_nothing(model_dir: Callable[..., Path], tm
         values = options(tmp_path / str(accumulators), compute_dtype="float32", device_memory="1GiB", **more)
         site = FarSite(tmp_path / f"far{accumulators}", "float32")
         with Engine.open(model_dir("llama"), values, seams=Seams(site=site)) as engine:
-            assert engine.plan.accumulators == accumulators
+            assert engine.plan.gradients.accumulators == accumulators
             found.append(ended(engine, tmp_path / f"out{accumulators}"))
-            given.write_text(json.dumps(replace(engine.plan, accumulators=2).to_json()))
+            given.write_text(json.dumps(changed(engine.plan, accumulators=2).to_json()))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(tensor, found[1][1][name]) for name, tensor in found[0][1].items())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from plain import batch_of
+from plan_changes import changed
 from tiers import sampled
 
 from headrace import Options
@@ -45,9 +46,7 @@ def path(model_dir: Callable[..., Path]) -> Path:
 
 def one_row_at_a_time(plan: Plan) -> Plan:
     """Another plan than the planner's, so that a run that made its own would not have it by chance."""
-    changed = plan.to_json() | {"micro_batch_sequences": 1, "num_micro_batches": ROWS, "accumulate": True}
-    changed |= {"loss_chunk_tokens": 16}
-    return Plan.from_json(changed)
+    return changed(plan, micro_batch_sequences=1, num_micro_batches=ROWS, accumulate=True, loss_chunk_tokens=16)
 
 
 def on_the_same_drive(plan: Plan, other: Plan) -> Plan:
@@ -62,34 +61,11 @@ def test_the_same_plan_is_the_same_bits(path: Path, tmp_path: Path) -> None:
     given = load_plan(tmp_path / "first")
     assert given == first
     second, *same = run(path, tmp_path / "second", "5GiB", hooks={"plan": given})
-    assert second.micro_batch_sequences == 1
+    assert second.batch.micro_batch_sequences == 1
     assert same == bits
     third, *other = run(path, tmp_path / "third")
-    assert third.micro_batch_sequences > 1
+    assert third.batch.micro_batch_sequences > 1
     assert other != bits, "the test shows nothing if every plan has the same bits"
-
-
-@pytest.mark.wide
-def test_a_run_begun_with_a_plan_of_the_format_before_goes_on_to_the_same_bits(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, losses, weights = run(path, tmp_path / "whole")
-    now = Plan.to_json
-
-    def before(plan: Plan) -> dict[str, Any]:
-        values = now(plan)
-        return {**values.pop("placement"), **values, "format": 2}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Plan, "to_json", before)
-        with Engine.open(path, Options(output=tmp_path / "run", learning_rate=1e-3, **STEP)) as engine:
-            assert engine.step(batch_of(ROWS, LENGTH, 0)).loss == losses[0]
-            assert engine.plan is not None
-            assert Plan.from_json(before(engine.plan)) == engine.plan
-    with Engine.resume(tmp_path / "run") as engine:
-        assert [engine.step(batch_of(ROWS, LENGTH, seed)).loss for seed in (1, 2)] == losses[1:]
-        engine.save_pretrained(tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
 
 
 @pytest.mark.wide
@@ -119,7 +95,7 @@ def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(report.to_json()))
     plan, losses, _ = run(path, tmp_path / "run", max_grad_norm=1.0, hooks={"plan": load_plan(tmp_path / "plan.json")})
     assert report.plan is not None
-    assert plan.micro_batch_sequences == report.plan.micro_batch_sequences
+    assert plan.batch.micro_batch_sequences == report.plan.batch.micro_batch_sequences
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
@@ -138,7 +114,7 @@ def test_what_headrace_plan_says_can_be_run(path: Path, tmp_path: Path) -> None:
 def test_another_runs_plan_is_refused(
     path: Path, tmp_path: Path, planned_with: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
-    given = dataclasses.replace(planned(path, tmp_path), **planned_with)
+    given = changed(planned(path, tmp_path), **planned_with)
     with pytest.raises(ConfigError, match=words):
         run(path, tmp_path / "run", hooks={"plan": given}, **options)
     assert not (tmp_path / "run").exists()
@@ -175,7 +151,7 @@ def test_a_plan_for_more_cores_or_another_model_is_refused(path: Path, tmp_path:
     ),
 )
 def test_a_plan_that_was_edited_is_refused(path: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    damaged = Plan.from_json(planned(path, tmp_path).to_json() | changes)
+    damaged = Plan.from_json(json.loads(json.dumps(changed(planned(path, tmp_path), **changes).to_json())))
     with pytest.raises(ConfigError, match=words):
         run(path, tmp_path / "run", hooks={"plan": damaged})
     assert not (tmp_path / "run").exists()

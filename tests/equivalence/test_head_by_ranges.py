@@ -1,13 +1,13 @@
 """With the head taken by ranges of its rows the engine trains like plain PyTorch; placement and splits change no bit."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain import FAR_PLACEMENTS, LENGTH, MODELS, ROWS, SPLIT, PlainTrainer, batch_of, check_close, train
+from plan_changes import changed
 from tiers import sampled
 from transformers import AutoModelForCausalLM
 
@@ -68,7 +68,7 @@ def test_a_run_that_began_with_the_whole_head_goes_on_with_it(
             assert engine.plan is not None
             return [*losses, engine.step(batch_of(ROWS, LENGTH, 1)).loss, engine.plan.batch.head_rows]
 
-    whole = run(tmp_path / "whole", lambda plan: replace(plan, head_rows=0))
+    whole = run(tmp_path / "whole", lambda plan: changed(plan, head_rows=0))
     older = run(tmp_path / "older", lambda plan: Plan.from_json(_older(plan.to_json())))
     ranges = run(tmp_path / "ranges", None)
     assert older == whole

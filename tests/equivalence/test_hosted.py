@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from plan_changes import changed
 from short_run import short_run
 from tiers import sampled
 
@@ -75,7 +76,7 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(model_dir: Callable[..
 
         def adjusted(plan: Plan, change: dict[str, Any] = change) -> Plan:
             changes = {name: value(plan) if callable(value) else value for name, value in (ONE_ROW | change).items()}
-            return replace(plan, **changes)
+            return changed(plan, **changes)
 
         options = headrace.Options(output=tmp_path / name, device_memory="1GiB", **more)
         with Engine.open(path, options, adjust_plan=adjusted) as engine:

@@ -4,13 +4,13 @@ The doubles of `headrace.testing.item_rules`; Mixtral has stacks of matrices, it
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, PlainTrainer, batch_of, everything, train
+from plan_changes import changed
 from safetensors.torch import load_file
 from tiers import sampled
 from transformers import AutoModelForCausalLM
@@ -126,12 +126,12 @@ def test_its_chunks_are_whole_matrices_and_the_longest_has_room_in_the_buffers(
     given = GIVEN | {"optimizer": "matrix_scaled", "host_memory": "4GiB", "output": tmp_path / "run"}
     lengths = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
     with Engine.open(
-        path, headrace.Options(**given, **lengths), adjust_plan=lambda plan: replace(plan, chunk_elements=smallest(plan))
+        path, headrace.Options(**given, **lengths), adjust_plan=lambda plan: changed(plan, chunk_elements=smallest(plan))
     ) as engine:
         plan, units = engine.plan, engine.store.manifest.units
         assert plan is not None
         # The largest matrix is the head: 384 rows of 64.
-        assert plan.chunk_elements == 384 * 64
+        assert plan.updates.chunk_elements == 384 * 64
         for number, (unit, layout) in enumerate(zip(units, engine.chain.layouts, strict=True)):
             borders = [plan.chunk(number, chunk) for chunk in range(plan.num_chunks(number))]
             assert borders == list(unit.weights.chunks)
@@ -141,6 +141,6 @@ def test_its_chunks_are_whole_matrices_and_the_longest_has_room_in_the_buffers(
         engine.step(batch_of(ROWS, LENGTH, 0))
         engine.step(batch_of(ROWS, LENGTH + 16, 1))
         assert engine.plan is not plan
-        assert engine.plan.chunk_elements == plan.chunk_elements
+        assert engine.plan.updates.chunk_elements == plan.updates.chunk_elements
         engine.save_pretrained(tmp_path / "out")
     assert load_file(tmp_path / "out" / "model.safetensors")

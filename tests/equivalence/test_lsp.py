@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plain import FAR_PLACEMENTS, LENGTH, ROWS, SPLIT, batch_of, exported, train
+from plan_changes import changed
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,9 +239,8 @@ def opened(path: Path, run: Path, **more: Any) -> Engine:
 
 
 def split(plan: Any) -> Any:
-    from dataclasses import replace
 
-    return replace(plan, **SPLIT)
+    return changed(plan, **SPLIT)
 
 
 # Where a step is cut: before its check's settling, in the middle of a unit of it, before its commit, and right after that.

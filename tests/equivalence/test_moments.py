@@ -1,6 +1,5 @@
 """Smaller moments train like fp32 ones, and wherever their planes lie the bits are the same, also after a resume."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plain import batch_of, exported
+from plan_changes import changed
 from tiers import sampled
 
 import headrace
@@ -30,7 +30,7 @@ def opened(
 ) -> Engine:
     def adjust_plan(plan: Plan) -> Plan:
         changes = {name: value(plan) if callable(value) else value for name, value in (adjust or {}).items()}
-        return dataclasses.replace(plan, **changes)
+        return changed(plan, **changes)
 
     given: dict[str, Any] = {
         "host_memory": "4GiB",

@@ -124,7 +124,7 @@ def test_one_machine_takes_its_sums_in_the_groups_of_a_node_s_plan(model_dir: Ca
         for batch in batches:
             engine.step(batch)
         assert engine.plan is not None
-        assert engine.plan.num_micro_batches == agreed.num_micro_batches > 1
+        assert engine.plan.batch.num_micro_batches == agreed.batch.num_micro_batches > 1
         engine.save_pretrained(tmp_path / "out")
     found = weights_of(tmp_path / "out")
     assert all(torch.equal(found[name], weights[name]) for name in weights)

@@ -107,8 +107,8 @@ def test_packed_samples_are_trained_as_by_plain_pytorch_in_rows_of_their_own(kin
 
     def inspect(engine: Engine) -> None:
         assert engine.plan is not None
-        assert engine.plan.micro_batch_sequences == rows
-        seen.append(engine.plan.accumulate)
+        assert engine.plan.batch.micro_batch_sequences == rows
+        seen.append(engine.plan.gradients.accumulate)
 
     losses, _ = short_run(
         path,
@@ -119,7 +119,7 @@ def test_packed_samples_are_trained_as_by_plain_pytorch_in_rows_of_their_own(kin
         adjust={
             "micro_batch_sequences": rows,
             "num_micro_batches": len(ROWS) // rows,
-            "accumulate": lambda plan: plan.accumulate or rows < len(ROWS),
+            "accumulate": lambda plan: plan.gradients.accumulate or rows < len(ROWS),
         },
         compute_dtype="float32",
         optimizer="sgd:momentum=0",

@@ -1,13 +1,13 @@
 """Weights that come in pages, and block inputs that are read from drives early, change no bit, wherever else things live."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, everything, train
+from plan_changes import changed
 from tiers import sampled
 
 import headrace
@@ -94,7 +94,7 @@ def test_a_run_with_pages_goes_on_and_evaluates(model_dir: Callable[..., Path], 
 
         def adjusted(plan: Plan, change: dict[str, Any] = change) -> Plan:
             changes = {name: value(plan) if callable(value) else value for name, value in (ONE_ROW | change).items()}
-            return replace(plan, **changes)
+            return changed(plan, **changes)
 
         with Engine.open(path, headrace.Options(output=tmp_path / name, **more), adjust_plan=adjusted) as engine:
             said = [engine.step(batches[0]).loss, engine.evaluate(batches[2]).loss]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plain import batch_of
+from plan_changes import changed
 from real_blocks import BLOCKS, COMMON, expected, far, joined, save_block
 from safetensors.torch import load_file
 
@@ -37,7 +38,7 @@ def stepped(path: Path, run: Path, batch: dict[str, torch.Tensor], seams: Seams 
 
     def adjust(plan: Plan) -> Plan:
         split = {"micro_batch_sequences": 1, "num_micro_batches": ROWS, "accumulate": True, "loss_chunk_tokens": LENGTH}
-        return replace(plan, **split)
+        return changed(plan, **split)
 
     given: dict[str, Any] = {"host_memory": "16GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH}
     given |= {"optimizer": "sgd:momentum=0", "learning_rate": RATE, "weight_decay": 0.0, "max_grad_norm": None}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import plan_changes
 import pytest
 from first_plans import first_that_fits
 from plain import LENGTH, ROWS, SPLIT, batch_of, everything, exported
@@ -31,7 +32,7 @@ from headrace.terms.lanes import Lane
 STEPS = 5
 # Plans that have nothing in common but what decides bits; each step takes the next one.
 ON_SSD = {"stash_tiers": ("ssd",) * 4, "stash_slots": 2, "host_slots": 2, "prefetch": 1, "resident_states": ()}
-KEPT = {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.operators), "host_slots": 4}
+KEPT = {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.stash.operators), "host_slots": 4}
 DEFERRED_ADAPTERS = {"late_units": lambda plan: plan.trained_units, "resident_states": lambda plan: plan.trained_units}
 KINDS: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
     "unclipped": (
@@ -86,7 +87,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[dict[str, Any], ...]]] = {
 
 def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
     given = {name: value(plan) if callable(value) else value for name, value in changes.items()}
-    return dataclasses.replace(plan.with_results(speculation=None), **given)
+    return plan_changes.changed(plan.with_results(speculation=None), **given)
 
 
 def opened(path: Path, folder: Path, sink: Any = None, **options: Any) -> Engine:
@@ -300,7 +301,7 @@ def test_a_run_takes_faster_plans_twice_at_most_with_the_same_bits(
         assert taken is not None
         assert engine.plan == taken.plan
         assert taken.seconds * 1.1 < taken.seconds_before
-        assert len(engine.plan.resident_states) == len(engine.plan.units)
+        assert len(engine.plan.updates.resident_states) == len(engine.plan.units)
         found += list(stepped(engine, (), last=3))
     search.changes = [ON_SSD | DEFERRED, IN_MEMORY]
     with Engine.resume(tmp_path / "many", sink=lambda event: None) as engine:

@@ -1,6 +1,5 @@
 """A step that is run again where its gradients must be clipped holds none of them: the bits of one that waits for the norm."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plain import SPLIT, batch_of
+from plan_changes import changed
 from safetensors.torch import load_file
 from tiers import sampled
 
@@ -29,7 +29,7 @@ def train(
 
     def adjust(plan: Plan) -> Plan:
         found = {name: value(plan) if callable(value) else value for name, value in (SPLIT | (changes or {})).items()}
-        return dataclasses.replace(plan, **found)
+        return changed(plan, **found)
 
     lengths: dict[str, Any] = {"tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH, "host_memory": "4GiB"}
     given = {"learning_rate": 1e-2, "weight_decay": 0.1, "optimizer": "lomo", "output": folder} | lengths | options
@@ -37,7 +37,7 @@ def train(
         plan = engine.plan
         assert plan is not None
         if not changes and given["max_grad_norm"]:
-            assert plan.update_policy == "rerun"
+            assert plan.updates.policy == "rerun"
             assert not plan.held_units
         # Nothing is kept beside the rest of the master.
         families = [unit.family(STATES) for unit in engine.store.manifest.units]

@@ -1,6 +1,5 @@
 """Where states and weights stay in memory and checkpoints are rare, only these write them: and lose nothing."""
 
-import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, batch_of, train
+from plan_changes import changed
 from safetensors.torch import load_file
 from tiers import sampled
 
@@ -111,6 +111,6 @@ def options(run: Path) -> headrace.Options:
 def in_memory_plan(every: int) -> Callable[[Plan], Plan]:
     def adjust(plan: Plan) -> Plan:
         changes = {name: value(plan) if callable(value) else value for name, value in in_memory(every).items()}
-        return dataclasses.replace(plan.with_results(speculation=changes.pop("speculation")), **changes)
+        return changed(plan.with_results(speculation=changes.pop("speculation")), **changes)
 
     return adjust

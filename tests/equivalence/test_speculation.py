@@ -1,6 +1,5 @@
 """Updates that begin on a guess, and updates that are held for the next forward: the bits of those that wait for the norm."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from plain import batch_of
+from plan_changes import changed
 from safetensors.torch import load_file
 from tiers import sampled
 
@@ -53,7 +53,7 @@ def train(
     path: Path, folder: Path, changes: dict[str, Any], *, steps: int = 6, scale: float | None = None, **options: Any
 ) -> tuple[list[StepResult], dict[str, torch.Tensor]]:
     def adjust_plan(plan: Plan) -> Plan:
-        return dataclasses.replace(plan.with_results(speculation=None), **{"checkpoint_every": 1, **changes})
+        return changed(plan.with_results(speculation=None), **{"checkpoint_every": 1, **changes})
 
     with open_engine(path, folder, adjust_plan=adjust_plan, **options) as engine:
         if scale is not None:
@@ -158,9 +158,9 @@ def test_the_policy_follows_the_hit_rate(
     prices = Speculation(late_units=(1,), deferred_seconds=3.0, hit_seconds=2.0, redo_seconds=2.0)
 
     def adjust_plan(plan: Plan) -> Plan:
-        late = prices.late_units if begin == "speculative" else plan.late_units
+        late = prices.late_units if begin == "speculative" else plan.updates.late_units
         plan = plan.with_results(speculation=prices)
-        return dataclasses.replace(plan, update_policy=begin, late_units=late, resident_states=())
+        return changed(plan, update_policy=begin, late_units=late, resident_states=())
 
     with open_engine(path, tmp_path / "run", max_grad_norm=limit, adjust_plan=adjust_plan) as engine:
         results = [engine.step(batch_of(ROWS, LENGTH, seed)) for seed in range(8)]

@@ -1,13 +1,13 @@
 """`--train matrices`: against plain PyTorch with the same parameters frozen; cut short; wherever planes live."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from plain import LENGTH, ROWS, SPLIT, batch_of, train
+from plan_changes import changed
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ def test_killed_it_goes_on_and_placement_changes_nothing(gradient: str, model_di
     assert common.pop("steps") == 4
     given = {"host_memory": "4GiB", "tokens_per_step": ROWS * LENGTH, "sequence_length": LENGTH} | common
     options = headrace.Options(output=tmp_path / "run", **given)
-    engine = Engine.open(path, options, adjust_plan=lambda plan: replace(plan, **SPLIT))
+    engine = Engine.open(path, options, adjust_plan=lambda plan: changed(plan, **SPLIT))
     assert engine.store.manifest.units[0].family(STATES) is None
     for seed in range(2):
         engine.step(batch_of(ROWS, LENGTH, seed))

@@ -3,7 +3,6 @@
 Run: pytest tests/equivalence/test_unusual_models.py
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plain import LENGTH, ROWS, PlainTrainer, batch_of
+from plan_changes import changed
 from tiers import sampled
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from versions import CAUSAL_DOGE, LONG_ROPE_IN_A_PLAN
@@ -75,16 +75,16 @@ def saved(kind: str, values: dict[str, Any], path: Path) -> Path:
 
 
 def recomputing_everything(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, kept=tuple(() for _ in plan.operators))
+    return changed(plan, kept=tuple(() for _ in plan.stash.operators))
 
 
 def keeping_everything(plan: Plan) -> Plan:
-    return dataclasses.replace(plan, kept=tuple(tuple(range(len(names))) for names in plan.operators))
+    return changed(plan, kept=tuple(tuple(range(len(names))) for names in plan.stash.operators))
 
 
 def for_other_operators(plan: Plan) -> Plan:
     """As if planned where a mask makes a block run others."""
-    return dataclasses.replace(keeping_everything(plan), operators=tuple((*names[:-1], "other") for names in plan.operators))
+    return changed(keeping_everything(plan), operators=tuple((*names[:-1], "other") for names in plan.stash.operators))
 
 
 def trained(

@@ -14,13 +14,13 @@ from test_hosted import ONE_ROW
 from tiers import sampled
 
 from headrace.engine.trainer import Engine
-from headrace.flow.step import visiting_head
+from headrace.flow.weights import weights
 from headrace.plan.value.choices import Hosted
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
 
 STEPS = 2
-BRING = visiting_head._brought
+BRING = weights.visit
 
 
 def home(plan: Plan) -> str:
@@ -31,7 +31,7 @@ def home(plan: Plan) -> str:
 def brought(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Get a mark for each time that a head comes."""
     found: list[int] = []
-    monkeypatch.setattr(visiting_head, "_brought", lambda state, unit: (found.append(unit), BRING(state, unit))[1])
+    monkeypatch.setattr(weights, "visit", lambda stream, unit: (found.append(unit), BRING(stream, unit))[1])
     return found
 
 

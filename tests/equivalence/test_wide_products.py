@@ -19,7 +19,7 @@ STEPS = 3
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "one after the other": {"interpreter": "plain"},
     "few slots": {"adjust": {"host_slots": 2, "prefetch": 1, "state_slots": 1, "gradient_slots": 1, "resident_states": ()}},
-    "all outputs kept": {"adjust": {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.operators)}},
+    "all outputs kept": {"adjust": {"kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.stash.operators)}},
     "nothing kept or skipped": {"adjust": {"kept": ((),) * 4, "skipped": ((),) * 4}},
     "a device of its own": {"device_memory": "1GiB"},
 }

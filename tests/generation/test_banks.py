@@ -24,6 +24,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "routed": {"ahead_share": 1.0},
     "ahead": {"ahead_share": 0.0},
     "two at a time, half of them kept": {"ahead_share": 1.0, "in_round": 2, "cached": 6},
+    "few kept, those used last": {"ahead_share": 1.0, "in_round": 2, "cached": 3, "policy": "last-used"},
     "device": {"ahead_share": 1.0, "device": "64MiB"},
     "device, ahead, plain": {"ahead_share": 0.0, "cached": 3, "device": "64MiB", "interpreter": "plain"},
 }
@@ -50,7 +51,11 @@ def generated(directory: Path, dtype: str, place: dict[str, Any], settings: dict
 
 
 NAMES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "nemotron-h", "granite-hybrid")
-QUICK = (("mixtral", "two at a time, half of them kept", "sampled"), ("gpt-oss", "device", "greedy"))
+QUICK = (
+    ("mixtral", "two at a time, half of them kept", "sampled"),
+    ("mixtral", "few kept, those used last", "greedy"),
+    ("gpt-oss", "device", "greedy"),
+)
 
 
 @pytest.mark.parametrize(("name", "place", "way"), sampled(itertools.product(NAMES, PLACES, WAYS), QUICK))

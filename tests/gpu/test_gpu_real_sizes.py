@@ -3,13 +3,13 @@
 What libraries choose by shape (kernels, tiles) is other than in tiny models.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_world import batch_of
+from plan_changes import changed
 from real_blocks import BLOCKS, COMMON, expected, far, joined, save_block
 from safetensors.torch import load_file
 
@@ -26,7 +26,7 @@ ROWS, LENGTH, RATE = 2, 64, 1000.0
 def test_a_block_has_the_loss_and_the_gradients_of_plain_pytorch(name: str, gpu: torch.device, tmp_path: Path) -> None:
     def adjust(plan: Plan) -> Plan:
         split = {"micro_batch_sequences": 1, "num_micro_batches": ROWS, "accumulate": True, "loss_chunk_tokens": LENGTH}
-        return replace(plan, **split)
+        return changed(plan, **split)
 
     path, parted = save_block(tmp_path, name), "A3B" in name
     batch = batch_of(ROWS, LENGTH, 0, vocabulary=int(COMMON["vocab_size"]))

@@ -123,7 +123,7 @@ def test_replay_changes_nothing_and_is_used(
     monkeypatch.setattr(compute, "Replay", counting)
     everything = {
         **placed,
-        "kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.operators),
+        "kept": lambda plan: tuple(tuple(range(len(names))) for names in plan.stash.operators),
         "kept_bytes": (4 << 20,) * 4,
     }
     operators: list[int] = []
@@ -131,7 +131,7 @@ def test_replay_changes_nothing_and_is_used(
         path,
         tmp_path / "replay",
         adjust=everything,
-        inspect=lambda engine: operators.extend(len(names) for names in engine.plan.operators),
+        inspect=lambda engine: operators.extend(len(names) for names in engine.plan.stash.operators),
     )
     again = 1 if name == "gpt2-dropout" else 0  # attention draws numbers then
     assert {count + again for count in replayed} == set(operators), (
@@ -146,7 +146,7 @@ def test_replay_changes_nothing_and_is_used(
 def engine_names(path: Path, tmp_path: Path) -> tuple[str, ...]:
     """Return the operators of the last block as planned on this device."""
     names: list[tuple[str, ...]] = []
-    train(path, tmp_path / "names", steps=1, inspect=lambda engine: names.append(engine.plan.operators[-1]))
+    train(path, tmp_path / "names", steps=1, inspect=lambda engine: names.append(engine.plan.stash.operators[-1]))
     return names[0]
 
 

@@ -4,7 +4,6 @@ Run: pytest tests/integrations/test_trainer.py
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from first_plans import first_that_fits
+from plan_changes import changed
 from tiers import sampled
 from trainers import TEXTS, USUAL, Make, StopAfter, logged, weights
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -84,7 +84,7 @@ def test_runs_that_take_other_plans_on_their_way_have_the_bits_of_one_that_does_
         plan = first_that_fits(problem)
         if ceilings is not None:  # that steps have shown
             homes.append("device" if len(homes) % 2 else "ssd")
-            plan = replace(plan, stash_tiers=(homes[-1],) * plan.num_blocks, stash_slots=2, host_slots=2, prefetch=1)
+            plan = changed(plan, stash_tiers=(homes[-1],) * plan.num_blocks, stash_slots=2, host_slots=2, prefetch=1)
         return plan
 
     first = make(**COSINE)

@@ -55,9 +55,10 @@ def open_engine(case: dict[str, Any]) -> tuple[Engine, int]:
 
 def in_pages(plan: Plan) -> Plan:
     """Let weights of blocks come in pages, one row at a time, and their inputs be read from drives early."""
-    rows = plan.micro_batch_sequences * plan.num_micro_batches
-    single = replace(plan, micro_batch_sequences=1, num_micro_batches=rows, accumulate=True)
-    return paged(replace(single, stash_tiers=("ssd",) * plan.num_blocks, stash_slots=2), lean=True)
+    rows = plan.batch.micro_batch_sequences * plan.batch.num_micro_batches
+    batch = replace(plan.batch, micro_batch_sequences=1, num_micro_batches=rows)
+    stash = replace(plan.stash, tiers=("ssd",) * plan.num_blocks, slots=2)
+    return paged(replace(plan, batch=batch, stash=stash).with_gradients(accumulate=True), lean=True)
 
 
 def litter() -> None:

@@ -3,6 +3,8 @@
 from dataclasses import fields
 from typing import Any
 
+from plan_changes import plan_of_fields
+
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.results import Results
 from headrace.terms.forms import UnitFigures, home_of
@@ -54,4 +56,4 @@ def small_plan(num_blocks: int = 4, **changes: Any) -> Plan:
     values.setdefault("rule", rule_of(AdamW(moments=values.pop("moments", "float32")), values["compute_dtype"]).figures)
     values.setdefault("late_units", tuple(range(units)) if values["update_policy"] == "deferred" else ())
     results = {field.name: values.pop(field.name) for field in fields(Results) if field.name in values}
-    return Plan(**values, results=Results(**results))
+    return plan_of_fields(**values, results=Results(**results))

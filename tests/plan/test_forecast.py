@@ -9,6 +9,7 @@ from drawn_plans import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
+from plan_changes import changed
 from small_plans import small_plan
 from tiers import sampled
 
@@ -56,7 +57,7 @@ def test_a_coarse_plan_of_units_of_several_forms_does_the_same_work() -> None:
 
     units = tuple(formed(index, unit) for index, unit in enumerate(plan.units))
     plan = replace(plan, units=units)
-    plan = replace(plan, late_units=plan.updated_units, resident_states=plan.updated_units)
+    plan = changed(plan, late_units=plan.updated_units, resident_states=plan.updated_units)
     fine, coarse = (forecast(plan, machine(), most_operations=most) for most in (10**6, 2000))
     assert len(coarse.timeline.step_ops()) < 2500 < len(fine.timeline.step_ops())
     for lane in (Lane.SSD_READ, Lane.SSD_WRITE, Lane.DEVICE_TO_HOST, Lane.HOST_TO_DEVICE, Lane.UPDATE):
@@ -71,7 +72,7 @@ def test_a_step_limited_by_compute_takes_its_operations() -> None:
     # Forward 1, backward 3 (with the recompute), the head 3: of each of two micro-batches.
     assert found.step_seconds == pytest.approx(2 * (4 * (1 + 3) + 3), rel=1e-3)
     assert found.bottleneck is Lane.COMPUTE
-    assert found.tokens_per_second == pytest.approx(plan.tokens_per_step / found.step_seconds)
+    assert found.tokens_per_second == pytest.approx(plan.batch.tokens_per_step / found.step_seconds)
     assert found.utilisation[Lane.COMPUTE] == pytest.approx(1.0, abs=1e-3)
 
 
@@ -79,7 +80,7 @@ def test_a_step_limited_by_compute_takes_its_operations() -> None:
 @given(st.lists(plans(), min_size=1, max_size=2), st.sampled_from([40, 6000]), st.booleans())
 def test_seconds_that_are_remembered_are_those_of_the_forecast(made: list[Plan], most_operations: int, device: bool) -> None:
     ceilings = replace(machine(), has_device=device, fresh_pages_share=0.5)
-    made += [replace(made[0], freed_memory="kept"), replace(made[0], checkpoint_every=10), replace(made[0], update_threads=1)]
+    made += [changed(made[0], freed_memory="kept"), changed(made[0], checkpoint_every=10), changed(made[0], update_threads=1)]
     seconds_of = StepSeconds(ceilings)
     expected = [forecast(plan, ceilings, most_operations=most_operations).step_seconds for plan in made]
     for _ in range(2):
@@ -115,7 +116,7 @@ def test_bytes_are_those_of_the_repeating_program() -> None:
     plan = small_plan()
     carry = Snapshot()
     for _ in range(5):
-        program, carry = build_program(plan, plan.num_micro_batches, carry)
+        program, carry = build_program(plan, plan.batch.num_micro_batches, carry)
     found = forecast(plan, machine())
     assert found.ssd_bytes_read_per_step == sum(op.bytes for op in program.lane(Lane.SSD_READ))
     assert found.ssd_bytes_written_per_step == sum(op.bytes for op in program.lane(Lane.SSD_WRITE)) == 6 * 8192 * 12
@@ -175,7 +176,7 @@ def test_a_cut_into_fewer_operations_brings_experts_as_often(together: int) -> N
     plan = large_plan(12, elements=8 << 20)
     units = tuple(replace(unit, trained_elements=0) for unit in plan.units)
     parts = ExpertParts(figures=figures, choices=2, in_round=16, together=together)
-    plan = replace(plan, units=units, experts=parts, update_policy="immediate", late_units=())
+    plan = changed(plan, units=units, experts=parts, update_policy="immediate", late_units=())
     fine, coarse = (forecast(plan, machine(), most_operations=most) for most in (10**6, 1000))
     assert len(coarse.timeline.step_ops()) < 0.7 * len(fine.timeline.step_ops())
     for lane in (Lane.SSD_READ, Lane.HOST_TO_DEVICE):
@@ -227,7 +228,7 @@ def test_a_machine_without_a_device_shares_its_cores() -> None:
     shared = machine(has_device=False, device_memory_bytes=0, slowdowns={"compute": {"update": 0.5}})
     alone = machine(has_device=False, device_memory_bytes=0)
     plan = small_plan(forward_flops=(0.0, *(2e10,) * 4, 0.0), compute_threads=8)
-    slow = replace(plan, units=tuple(replace(unit, num_elements=1 << 24) for unit in plan.units), chunk_elements=1 << 22)
+    slow = changed(plan, units=tuple(replace(unit, num_elements=1 << 24) for unit in plan.units), chunk_elements=1 << 22)
     assert forecast(slow, shared).step_seconds > 1.05 * forecast(slow, alone).step_seconds
 
 

@@ -46,7 +46,7 @@ def test_the_own_plan_is_taken_whatever_the_checkpoints(clip: bool) -> None:
     """Where updates do not wait for the norm every step is a checkpoint, whatever the configuration asks for."""
     made = checkpointed(problem(400 * MIB, clip=clip), 4)
     plan = make_plan(made)
-    assert plan.checkpoint_every == (1 if plan.update_policy == "immediate" else 4)
+    assert plan.updates.checkpoint_every == (1 if plan.updates.policy == "immediate" else 4)
     assert adopted(plan, made) == plan
 
 
@@ -54,7 +54,7 @@ def test_a_plan_with_other_checkpoints_is_refused_where_they_count() -> None:
     """They may be closer than was asked for, not further apart: that many steps would be lost."""
     made = problem(400 * MIB, clip=True)
     plan = make_plan(checkpointed(made, 4))
-    assert plan.checkpoint_every == 4
+    assert plan.updates.checkpoint_every == 4
     with pytest.raises(ConfigError, match="checkpoint_every 4 in the plan, 2 here"):
         adopted(plan, checkpointed(made, 2))
     assert adopted(plan, checkpointed(made, 8)) == plan

@@ -7,10 +7,10 @@ planner's clock. What the engine promises besides is that a step's norm is known
 
 import heapq
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 from machines import machine
+from plan_changes import changed
 from small_plans import small_plan
 
 from headrace.plan.clock.simulate import simulate
@@ -144,7 +144,7 @@ def test_steps_take_what_the_paper_claims_as_far_as_a_verdict_precedes_the_next_
     found = planned(times, plan)
     assert found == pytest.approx(in_order, rel=0.001), "two accumulators, and uploads behind updates: the order of arrival"
     # Late updates are served by next use, in forward; spread over the depth, as the planner has them.
-    best = min(found, planned(times, replace(plan, late_units=tuple(range(1, BLOCKS + 1, 2)))))
+    best = min(found, planned(times, changed(plan, late_units=tuple(range(1, BLOCKS + 1, 2)))))
     least = max(BLOCKS * max(FORWARD + BACKWARD, *times), by_use - 1)
     assert least <= best
     if times[0] <= BACKWARD:

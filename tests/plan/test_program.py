@@ -12,6 +12,7 @@ import pytest
 from drawn_plans import plans
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_changes import changed
 from small_plans import small_plan
 
 from headrace.flow.run.execute import _Completion
@@ -40,7 +41,7 @@ def small_pages() -> Iterator[None]:
 def programs_of(plan: Plan, steps: int, num_micro: int) -> list[Program]:
     carry, programs = Snapshot(), []
     for step in range(steps):
-        durable = step % plan.checkpoint_every == 0
+        durable = step % plan.updates.checkpoint_every == 0
         program, carry = build_program(plan, num_micro, carry, durable=durable)
         programs.append(program)
     programs.append(build_tail(plan, carry)[0])
@@ -149,13 +150,13 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
         if op.verb is Verb.FORWARD:
             buffer["input", unit, op.micro] = step
             return [*accesses, (("hidden", op.micro), True)]
-        tier = plan.stash_tiers[unit - 1]
+        tier = plan.stash.tiers[unit - 1]
         if tier == "ssd" and not plan.separate_device:
             assert buffer["stash", op.slot(Pool.STASH)] == (unit, op.micro, step)
             accesses.append((("stash", op.slot(Pool.STASH)), False))
         elif tier != "device":
             assert buffer["recalled", unit, op.micro] == step
-        direct = not plan.accumulate and not plan.separate_device
+        direct = not plan.gradients.accumulate and not plan.separate_device
         return [
             *accesses,
             (tail[0] if direct else ("accumulator", op.slot(Pool.ACCUMULATOR)), True),
@@ -195,7 +196,7 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
             assert buffer[tail[0]] == ("made", unit, step), f"{op.label} finds {buffer[tail[0]]}"
         buffer[tail[0]] = (unit, step)
         source = ("resident accumulator",) if resident else ("accumulator", op.slot(Pool.ACCUMULATOR))
-        direct = in_place or (not resident and not plan.accumulate and not plan.separate_device)
+        direct = in_place or (not resident and not plan.gradients.accumulate and not plan.separate_device)
         return [(tail[0], True)] + ([] if direct else [(source, False)])
     if op.verb is Verb.HOLD:
         assert buffer[tail[0]] == (unit, step)
@@ -256,7 +257,7 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
             return [*accesses, (state, True)]
         buffer["resident states", unit, op.chunk] = of_step + 1
         return [*accesses, (("resident states", unit, op.chunk), True)]
-    if op.verb is Verb.WRITE_STATES and unit in plan.resident_states:
+    if op.verb is Verb.WRITE_STATES and unit in plan.updates.resident_states:
         key = ("resident states", unit, op.chunk)
         memory.ssd_states[unit, op.chunk] = buffer[key]
         return [(key, False), (("ssd states", unit, op.chunk), True), (("target slot",), False)]
@@ -275,8 +276,8 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
     if op.verb is Verb.COMMIT:
         of_step = step - op.late
         # Between checkpoints what stays in memory need not be on the drives.
-        durable = step % plan.checkpoint_every == 0 or step == STEPS
-        apart = set() if durable else set(plan.staying_weights), set() if durable else set(plan.resident_states)
+        durable = step % plan.updates.checkpoint_every == 0 or step == STEPS
+        apart = set() if durable else set(plan.staying_weights), set() if durable else set(plan.updates.resident_states)
         weights = [
             version for held, chunks in memory.ssd_weights.items() if held not in apart[0] for version in chunks.values()
         ]
@@ -338,7 +339,7 @@ def test_no_operation_takes_a_slot_beyond_its_ring(plan: Plan, num_micro: int) -
     for program in programs_of(plan, STEPS, num_micro):
         for op in program.ops:
             for pool, name in RINGS.items():
-                if pool is Pool.GRADIENT and op.slot(pool) >= plan.gradient_slots:
+                if pool is Pool.GRADIENT and op.slot(pool) >= plan.gradients.slots:
                     unit = 0 if op.verb is Verb.EPILOGUE and plan.tied else op.unit  # a tied head's comes first
                     assert op.slot(pool) == plan.gradient_slot_of[unit], op.label
                 elif op.slot(pool) >= 0:
@@ -370,7 +371,7 @@ def test_states_are_read_after_the_step_before_has_written_them() -> None:
     """Also those of a chunk whose unit was begun to be written in this step; the other slot, to which it goes, is free."""
     units = small_plan(2).units[:3]
     plan = small_plan(2, separate_device=True, prefetch=0, device_slots=1, host_slots=2, late_units=(0,), gradient_slots=1)
-    before, program, *_ = programs_of(replace(plan, units=units, accumulate=False), 2, 1)
+    before, program, *_ = programs_of(changed(plan, units=units, accumulate=False), 2, 1)
     written = {(op.unit, op.chunk): op.index for op in before.ops if op.verb is Verb.WRITE_STATES}
     reads = [op for op in program.ops if op.verb is Verb.READ_STATES and not op.late]
     assert len(reads) == 4
@@ -485,10 +486,10 @@ def test_operations_of_many_chunks_take_no_more_memory_than_the_plan_counts(poli
     plan = small_plan(units=units, chunk_elements=2048, update_policy=policy, late_units=late)
     carry = Snapshot()
     for _ in range(3):
-        _, carry = build_program(plan, plan.num_micro_batches, carry)
+        _, carry = build_program(plan, plan.batch.num_micro_batches, carry)
     tracemalloc.start()
     try:
-        program, _ = build_program(plan, plan.num_micro_batches, carry)
+        program, _ = build_program(plan, plan.batch.num_micro_batches, carry)
         of_program, _ = tracemalloc.get_traced_memory()
         marks = [_Completion() for _ in program.ops]
         of_marks = tracemalloc.get_traced_memory()[0] - of_program

@@ -180,7 +180,7 @@ def test_a_frozen_head_comes_by_ranges_where_the_whole_has_no_room_beside_the_lo
     tight = plans[least]
     assert (tight.head_slot_bytes, plans[whole].head_slot_bytes) == (slot, None)
     assert Plan.from_json(json.loads(json.dumps(tight.to_json()))) == tight
-    assert tight.brought_head_bytes == 2 * tight.batch.num_micro_batches * tight.visiting_bytes
+    assert tight.ranged_head_bytes == 2 * tight.batch.num_micro_batches * tight.visiting_bytes
     twice = replace(ranged, workload=replace(ranged.workload, head_passes=2))
     assert least_device_bytes(twice) >= whole, "a loss of the whole step passes the head twice"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from plan_changes import changed
 from tiers import sampled
 
 from headrace.plan.forecast import forecast as forecasts
@@ -262,7 +263,7 @@ def test_ranks_that_share_a_host_copy_count_a_part_of_it_and_hold_more() -> None
     shared, rows = make_plan(of_four, machine(of_four)), {}
     assert shared.host_slots == BLOCKS
     for each in (made, of_four):
-        same = with_footprint(shared, costs_of(shared.micro_batch_sequences), each.allowance)
+        same = with_footprint(shared, costs_of(shared.batch.micro_batch_sequences), each.allowance)
         assert same.fits == (each is of_four), "one process has no room for all blocks"
         rows[each.allowance.sharers] = same.results.peak_bytes["host"]
         again = with_runtime(shared, each.allowance.runtime_bytes, each.allowance.sharers)
@@ -295,7 +296,7 @@ def test_fresh_pages_slow_compute_and_are_no_part_of_the_bound() -> None:
 def test_replay_comes_with_the_memory_for_it() -> None:
     tight, roomy = problem(60 * MIB), problem(GIB)
     slow_disk = machine(roomy, read=1e8, write=1e8, mixed=1.5e8, flops=1e10)
-    assert sum(make_plan(roomy, slow_disk).kept_bytes) > sum(make_plan(tight, slow_disk).kept_bytes)
+    assert sum(make_plan(roomy, slow_disk).stash.kept_bytes) > sum(make_plan(tight, slow_disk).stash.kept_bytes)
 
 
 def test_benefit_per_byte_orders_replay_and_skipped_outputs_are_not_kept() -> None:
@@ -377,7 +378,7 @@ def test_every_plan_is_inside_its_budget_from_the_least_on(clip: bool, measured:
         plan = make_plan(made, machine(made) if measured else None)
         assert (
             plan.results.peak_bytes
-            == with_footprint(plan, made.costs_of(plan.micro_batch_sequences), made.allowance).results.peak_bytes
+            == with_footprint(plan, made.costs_of(plan.batch.micro_batch_sequences), made.allowance).results.peak_bytes
         )
         assert plan.peak("host") <= made.allowance.host_bytes
 
@@ -395,7 +396,7 @@ def test_a_step_is_divided_evenly_and_takes_what_its_rows_take(rows: int) -> Non
     choices = {choice.rows: choice for choice in placements_of(made, made.policies[0], 0)}
     for choice in choices.values():
         plan = plan_of(made, choice)
-        assert choice.rows * plan.num_micro_batches - rows < plan.num_micro_batches
+        assert choice.rows * plan.batch.num_micro_batches - rows < plan.batch.num_micro_batches
         found = forecast(plan, machine(made, flops=1e10, fresh_pages_share=1.0))
         assert found.flops_per_step == pytest.approx(whole)
         assert found.step_seconds == pytest.approx(whole / 1e10, rel=0.03)
@@ -407,7 +408,7 @@ def test_a_step_is_divided_evenly_and_takes_what_its_rows_take(rows: int) -> Non
 @pytest.mark.deep
 def test_the_largest_micro_batches_are_chosen_for_any_number_of_rows() -> None:
     made = {rows: problem(GIB, rows=rows) for rows in (8, 9, 16, 17)}
-    chosen = {rows: make_plan(each, machine(each)).micro_batch_sequences for rows, each in made.items()}
+    chosen = {rows: make_plan(each, machine(each)).batch.micro_batch_sequences for rows, each in made.items()}
     assert chosen == {8: 8, 9: 5, 16: 8, 17: 6}
 
 
@@ -510,10 +511,12 @@ def test_slow_update_cores_beside_a_fast_link_have_the_device_update(clip: bool)
     made = problem(400 * MIB, device_bytes=400 * MIB, clip=clip)
     ceilings = machine(made, **FAST, **cores(5e9))
     plan = make_plan(made, ceilings)
-    assert plan.device_update_every > 0
+    assert plan.updates.device_every > 0
     assert plan.fits
-    on_host = replace(plan, device_update_every=0)
-    assert plan.peak("device") > with_footprint(on_host, costs_of(plan.micro_batch_sequences), made.allowance).peak("device")
+    on_host = changed(plan, device_update_every=0)
+    assert plan.peak("device") > with_footprint(on_host, costs_of(plan.batch.micro_batch_sequences), made.allowance).peak(
+        "device"
+    )
     assert forecast(plan, ceilings).step_seconds < 0.8 * forecast(on_host, ceilings).step_seconds
 
 
@@ -521,7 +524,7 @@ def test_slow_update_cores_beside_a_fast_link_have_the_device_update(clip: bool)
 @pytest.mark.parametrize("changes", [cores(200e9), {**cores(5e9), **SLOW_LINK}], ids=["fast-cores", "slow-link"])
 def test_where_the_host_is_faster_it_updates(changes: dict[str, float]) -> None:
     made = problem(400 * MIB, device_bytes=400 * MIB)
-    assert make_plan(made, machine(made, **{**FAST, **changes})).device_update_every == 0
+    assert make_plan(made, machine(made, **{**FAST, **changes})).updates.device_every == 0
 
 
 @pytest.mark.deep
@@ -533,14 +536,14 @@ def test_updates_on_the_device_are_left_out_where_their_buffers_do_not_fit() -> 
     assert wanted.peak("device") > needed_bytes
     tight = make_plan(problem(400 * MIB, device_bytes=needed_bytes), ceilings)
     assert tight.fits
-    assert tight.device_update_every == 0
+    assert tight.updates.device_every == 0
 
 
 @pytest.mark.wide
 def test_a_cpu_that_plays_a_device_updates_on_the_host() -> None:
     made = problem(400 * MIB, device_bytes=400 * MIB)
     ceilings = replace(machine(made, **FAST, **cores(5e9)), has_device=False, device_memory_bytes=0)
-    assert make_plan(made, ceilings).device_update_every == 0
+    assert make_plan(made, ceilings).updates.device_every == 0
 
 
 @pytest.mark.deep
@@ -548,11 +551,11 @@ def test_compute_and_updates_get_cores_of_their_own_where_sharing_costs_more() -
     made = replace(problem(400 * MIB), allowance=replace(problem(400 * MIB).allowance, cores=16))
     shared = replace(machine(made, flops=1e12), cores=16, **cores(4e9))
     plan = make_plan(made, shared)
-    assert (plan.compute_threads, plan.update_threads) == (16, 8)
+    assert (plan.compute_threads, plan.updates.threads) == (16, 8)
     slow = replace(shared, slowdowns={"compute": {"update": 0.4}, "update": {"compute": 0.4}})
     plan = make_plan(made, slow)
-    assert plan.compute_threads + plan.update_threads == 16
-    together = replace(plan, compute_threads=16, update_threads=8)
+    assert plan.compute_threads + plan.updates.threads == 16
+    together = changed(plan, compute_threads=16, update_threads=8)
     assert forecast(plan, slow).step_seconds < forecast(together, slow).step_seconds
 
 
@@ -564,7 +567,7 @@ def test_smaller_moments_get_the_cores_that_their_arithmetic_asks_for() -> None:
     slow = {"compute": {"update": 0.2}, "update": {"compute": 0.2}}
     drives = {"read": 20e9, "write": 20e9, "mixed": 40e9}
     plan = make_plan(made, replace(machine(made, flops=2e12, **drives), cores=32, slowdowns=slow, **cores(1e9)))
-    assert (plan.compute_threads, plan.update_threads) == (24, 8)
+    assert (plan.compute_threads, plan.updates.threads) == (24, 8)
 
 
 @pytest.mark.wide
@@ -574,7 +577,7 @@ def test_beside_a_gpu_updates_have_the_cores_that_their_bandwidth_asks_for() -> 
     rates = {"update_bytes_per_second": 36e9, "update_bytes_per_second_per_core": 3e9}
     ceilings = replace(machine(made, flops=1e15, read=50e9, write=50e9, mixed=100e9), cores=16, has_device=True, **rates)
     plan = make_plan(made, ceilings)
-    assert (plan.compute_threads, plan.update_threads) == (16, 12)
+    assert (plan.compute_threads, plan.updates.threads) == (16, 12)
 
 
 def test_a_choice_is_a_value() -> None:

@@ -62,7 +62,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def steady_programs(plan: Plan, *, most: int = 8) -> list[Program]:
     carry, programs = Snapshot(), []
     for _ in range(most):
-        program, carry = build_program(plan, plan.num_micro_batches, carry)
+        program, carry = build_program(plan, plan.batch.num_micro_batches, carry)
         programs.append(program)
         if len(programs) > 2 and programs[-1] == programs[-2]:
             break

@@ -15,7 +15,7 @@ from headrace.plan.search.search import make_plan
 from headrace.plan.search.staging import placed, stage_problem
 from headrace.plan.value.buffer_sizes import buffer_groups, scratch_bytes
 from headrace.plan.value.plan import Plan
-from headrace.plan.value.stage_place import StageChoices, StagePlace
+from headrace.plan.value.stage_place import StagePlace
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program, Verb
 from headrace.terms.sizes import GIB, MIB
@@ -127,9 +127,3 @@ def test_no_more_wait_for_backward_than_are_counted(num_micro: int, count: int, 
     for at in range(len(groups)):
         waiting = groups[at : at + planned.in_flight]
         assert waiting[-1].stop - waiting[0].start <= most
-
-
-def test_choices_are_read_as_they_were_written() -> None:
-    choices = StageChoices(number=1, count=2, groups=8, in_flight=1)
-    assert StageChoices.from_json({"number": 1, "count": 2, "groups": 8, "in_flight": 1}) == choices
-    assert StageChoices.from_json(None) is None

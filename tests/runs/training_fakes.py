@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from plan_changes import plan_of_fields
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -62,7 +63,7 @@ def run_options(folder: Path, **more: Any) -> dict[str, Any]:
 
 def fake_plan() -> Plan:
     """A plan that the forecast can simulate: two blocks, all in host memory."""
-    return Plan(
+    return plan_of_fields(
         rule=rule_of(AdamW(), "bfloat16").figures,
         compute_dtype="bfloat16",
         gradient_dtype="bfloat16",

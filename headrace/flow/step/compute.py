@@ -12,7 +12,6 @@ import torch
 
 from headrace.flow.step.stash import leave_hosted
 from headrace.flow.step.step_state import Package, StepState
-from headrace.flow.step.visiting_head import head_there
 from headrace.flow.step.whole_loss import read_log_probs, spans_of, take_loss
 from headrace.flow.weights.leaving import LeavingGradients
 from headrace.model import BlockResult, Record, Replay, ReplayMismatch, block_seed
@@ -97,7 +96,7 @@ def epilogue(state: StepState, op: Op) -> None:
     whole = state.log_prob_gradients.pop(op.micro).to(hidden.device) if plan.batch.head_passes > 1 else None
     seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     of_embedding = (catching if plan.tied else bound)(state, op, 0)
-    with head_there(state, op), torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
+    with torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
         if parts.head is not None:
             _losses_by_ranges(state, op.micro, hidden, gradient)
         # Elsewhere is no loss and no gradient, because nothing is trained.
@@ -116,6 +115,7 @@ def epilogue(state: StepState, op: Op) -> None:
         if state.asides and op.micro == len(state.batch.micro_batches) - 1:
             _aside_gradients(state)
     state.hidden_gradients[op.micro] = gradient
+    _head_leaves(state, op)
 
 
 def _losses_by_ranges(state: StepState, micro: int, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ def log_probs(state: StepState, op: Op) -> None:
     place = state.plan.num_blocks + 1, op.micro
     hidden = state.inputs.pop(place) if state.plan.hosted else state.inputs[place]
     seed(state, state.plan.num_blocks + 1, op.micro)
-    with head_there(state, op, stays=True), torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
+    with torch.no_grad(), bound(state, op, 0), bound(state, op, state.plan.num_blocks + 1):
         state.scored[op.micro] = read_log_probs(state, op.micro, hidden)
     if op.micro == len(state.batch.micro_batches) - 1:
         take_loss(state)
@@ -143,7 +143,7 @@ def score(state: StepState, op: Op) -> None:
     """Final hidden states -> the loss of what has labels; without labels, the logits of each row's last position."""
     plan, chain = state.plan, state.parts.chain
     hidden, batch = state.inputs.pop((plan.num_blocks + 1, op.micro)), state.batch.micro_batches[op.micro]
-    with head_there(state, op), torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
+    with torch.no_grad(), bound(state, op, 0), bound(state, op, plan.num_blocks + 1):
         if not state.batch.trained_tokens:
             state.scored[op.micro] = chain.logits(batch.input_ids[:, -1:], hidden[:, -1:])[:, -1]
         elif state.batch.whole:
@@ -156,6 +156,14 @@ def score(state: StepState, op: Op) -> None:
             state.aside_loss = _router_loss(state, state.asides)
             state.asides.clear()
     del state.calls[op.micro]
+    _head_leaves(state, op)
+
+
+def _head_leaves(state: StepState, op: Op) -> None:
+    """Give back the memory of a head that was there for the loss, after the last micro-batch's."""
+    buffers = state.parts.buffers
+    if buffers.visitor is not None and op.micro == len(state.batch.micro_batches) - 1:
+        buffers.residents[buffers.visitor] = torch.empty(0, dtype=buffers.dtype, device=state.parts.machine.device)
 
 
 def backward(state: StepState, op: Op) -> None:

@@ -34,6 +34,7 @@ class Buffers(WeightBuffers):
     def __init__(self, plan: Plan, machine: Machine, shared: Callable[[int], Bytes] | None = None) -> None:
         super().__init__(plan, buffer_groups(plan), machine, shared)
         self.plan = plan
+        self.visitor = plan.ends[-1] if plan.visits else None
         self.gradient_dtype = TORCH_DTYPES[plan.gradients.dtype]
         self.states = self.take_host("states")
         self.stash = self.take_host("stash")

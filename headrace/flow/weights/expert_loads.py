@@ -2,30 +2,36 @@
 
 Experts come in *rounds* (`plan/value/expert_plan.py`). Whoever computes says which experts a round brings, and gets them.
 
-Invariant: an expert is read only if it is wanted and not in host memory.
+Invariant: an expert is read only if it is wanted and not on the shelf in host memory.
 """
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from headrace.flow.weights.expert_cache import ExpertCache
 from headrace.flow.weights.expert_source import ExpertSource
 from headrace.flow.weights.weights import WeightBuffers
 from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
 from headrace.plan.value.expert_plan import ExpertPlan
 from headrace.terms.program import Op, Pool
+from headrace.terms.shelf import POLICIES, Part, Shelf
 
 Weights = Mapping[str, torch.Tensor]
 
 
+def part_of(unit: int, expert: int) -> Part:
+    """Return an expert as a part of its unit."""
+    return Part(unit, ((expert, expert + 1),))
+
+
 class ExpertLoads:
-    """Brings rounds of experts into a plan's buffers. `cache` holds those that stay in host memory."""
+    """Brings rounds of experts into a plan's buffers. The `shelf` has those that stay in host memory."""
 
     def __init__(self, plan: ExpertPlan, source: ExpertSource, buffers: WeightBuffers, machine: Machine) -> None:
         self.plan, self.source, self._buffers, self._machine = plan, source, buffers, machine
-        self.cache = ExpertCache(buffers.cached_experts)
+        self.shelf = Shelf(plan.cached, POLICIES[plan.policy](plan.cached))
+        self._held: dict[int, list[Part]] = {}  # by slot of a round: experts of the shelf that it reads
         self._read: dict[int, list[tuple[int, Bytes]]] = {}  # by slot of a round: experts, and where each was read
         self._sent: dict[int, list[tuple[int, torch.Tensor]]] = {}
         self._ready: dict[int, list[tuple[int, torch.Tensor]]] = {}
@@ -33,24 +39,30 @@ class ExpertLoads:
     def fetch(self, op: Op, wanted: Sequence[int]) -> int:
         """Read the round's experts, of all that are `wanted`; return how many of them were in host memory."""
         slot, first, found = op.slot(Pool.EXPERTS), op.part * self.plan.in_round, 0
-        read, tickets, admitted = [], [], []
-        for place, expert in enumerate(wanted[first : first + self.plan.in_round]):
-            there = self.cache.find((op.unit, expert))
-            if there is None:
-                there = self.cache.admit((op.unit, expert))
-                if there is not None:
-                    admitted.append((op.unit, expert))
-                else:
-                    there = self._buffers.experts[slot * self.plan.in_round + place]
-                tickets.append(self.source.read_expert(op.unit, expert, there))
-            else:
+        self.shelf.release(self._held.pop(slot, ()))  # nothing reads the round before
+        read, tickets, held = [], [], []
+        for number, expert in enumerate(wanted[first : first + self.plan.in_round]):
+            part = part_of(op.unit, expert)
+            place, into = self.shelf.hold(part), self._buffers.experts[slot * self.plan.in_round + number]
+            if place is not None:
+                held.append(part)
+                into = self._buffers.cached_experts[place.slot]
+            if place is not None and place.is_there:
                 found += 1
-            read.append((expert, there[: self.source.expert(op.unit, expert).num_bytes]))
+            else:
+                tickets.append(self.source.read_expert(op.unit, expert, into))
+            read.append((expert, into[: self.source.expert(op.unit, expert).num_bytes]))
         for ticket in tickets:
             ticket.wait()
-        self.cache.arrived(admitted)
-        self._read[slot] = read
+        self.shelf.arrived(held)
+        self._read[slot], self._held[slot] = read, held
         return found
+
+    def end_pass(self) -> None:
+        """Let go of what a pass held, so that its end may choose what stays. Nothing may be under way."""
+        while self._held:
+            self.shelf.release(self._held.popitem()[1])
+        self.shelf.after_pass()
 
     def upload(self, op: Op) -> None:
         """Copy the experts of a round to the device; for experts that are made, copy their sources."""

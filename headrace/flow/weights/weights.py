@@ -18,6 +18,7 @@ from headrace.plan.value.placement import Placement
 from headrace.plan.value.weight_sizes import BufferGroup
 from headrace.store import StateStore
 from headrace.terms.families import TRAINED, WEIGHTS
+from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Verb
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
@@ -56,6 +57,7 @@ class WeightBuffers:
         self._staging = self.take_host("staging")
         self._device_weights = [tensor.view(self.dtype) for tensor in self.take_compute("device_weights")]
         self.sources = self.take_compute("sources")
+        self.visitor: int | None = None  # the unit of a head that comes for the loss, and leaves
         self.head_on_host = next(iter(self.take_host("visiting_head")), None)
         self.head_slot = next(iter(self.take_compute("head_slot")), None)
         self.experts, self.cached_experts = self.take_host("experts"), self.take_host("cached_experts")
@@ -190,14 +192,34 @@ def load_residents(stream: Stream, complete: Callable[[int, str, Bytes], None] =
             into.copy_(coming.view(into.dtype))
 
 
+def visit(stream: Stream, unit: int) -> None:
+    """Bring a head that compute has for the loss only, where compute reads it: its memory is taken now."""
+    machine, buffers, num_bytes = stream.machine, stream.buffers, stream.plan.stored_bytes(unit)
+    if buffers.head_on_host is None:
+        memory = machine.host_buffer(round_up(num_bytes, PAGE_BYTES))[:num_bytes]
+        stream.source.read(unit, memory)
+        into = torch.from_numpy(memory)
+    else:
+        with machine.lane(Lane.COMPUTE):  # which gives the memory back
+            into = torch.empty(num_bytes, dtype=torch.uint8, device=machine.device)
+        machine.copy(into, torch.from_numpy(buffers.head_on_host))
+    buffers.residents[unit] = into.view(buffers.dtype)
+
+
 def fetch(stream: Stream, op: Op) -> None:
     """Bring a unit's newest weights into its host slot (of a resident unit: into the staging buffer)."""
+    if op.unit == stream.buffers.visitor:
+        visit(stream, op.unit)
+        return
     stream.source.read(op.unit, stream.buffers.stored(op.unit, op))
 
 
 def upload(stream: Stream, op: Op) -> None:
     """Copy a unit's weights, or a page of them, from the host to the device; if they are made there, copy their sources."""
     plan, buffers, unit, sent = stream.plan, stream.buffers, op.unit, op.slot(Pool.SOURCES)
+    if unit == buffers.visitor:
+        visit(stream, unit)
+        return
     stored = buffers.stored(unit, op)
     parts: list[tuple[torch.Tensor, Bytes]] = []
     if sent < 0 or op.slot(Pool.DEVICE_WEIGHTS) >= 0:

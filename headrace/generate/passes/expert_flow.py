@@ -10,8 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from headrace.flow.weights.expert_cache import ExpertCache
-from headrace.flow.weights.expert_loads import ExpertLoads
+from headrace.flow.weights.expert_loads import ExpertLoads, part_of
 from headrace.flow.weights.expert_source import ExpertSource
 from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.machine.protocol import Machine
@@ -46,7 +45,7 @@ class _Visit(Walker):
         """See `Walker`. At this point the seat has been to its router."""
         super().announce(experts)
         for expert, tokens in experts.items():
-            self._flow.cache.tokens[self._unit, expert] += tokens
+            self._flow.loads.shelf.want(part_of(self._unit, expert), tokens)
         if experts:
             self.wait_for(self.needs[0])
 
@@ -66,11 +65,6 @@ class ExpertFlow:
         self._routed: dict[int, tuple[int, ...]] = {}
         self._banks.install()
 
-    @property
-    def cache(self) -> ExpertCache:
-        """The experts that stay in host memory."""
-        return self.loads.cache
-
     def close(self) -> None:
         """Put the model's experts back."""
         self._banks.remove()
@@ -81,10 +75,6 @@ class ExpertFlow:
         self._waiting.clear()
         self._routed.clear()
         self.counts = ExpertCounts()
-
-    def end_pass(self) -> None:
-        """Choose the experts that stay in host memory. Nothing may be under way."""
-        self.cache.after_pass()
 
     def pass_key(self, tokens: int) -> tuple[bool, int]:
         """Return a key that is equal for passes with equal programs."""
@@ -121,14 +111,6 @@ class ExpertFlow:
         found = self.loads.fetch(op, wanted)  # before what it adds to is read: another round may be counted meanwhile
         self.counts.found += found
         self.counts.wanted += len(wanted[op.part * self.plan.in_round :][: self.plan.in_round])
-
-    def upload(self, op: Op) -> None:
-        """See `ExpertLoads.upload`."""
-        self.loads.upload(op)
-
-    def make(self, op: Op) -> None:
-        """See `ExpertLoads.make`."""
-        self.loads.make(op)
 
     def go_on(self, op: Op) -> None:
         """Let seats continue with the experts of a round."""

@@ -305,7 +305,7 @@ class Generator(Closing):
             self._interpreter.fail(failure)
             raise
         if experts is not None:
-            experts.end_pass()
+            experts.loads.end_pass()
         self._number += 1
         if self._sink is not None:
             self._sink(

@@ -198,7 +198,7 @@ HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
 }
 EXPERT_HANDLERS: Mapping[Verb, Callable[[ExpertFlow, Op], None]] = {
     Verb.FETCH: ExpertFlow.fetch,
-    Verb.UPLOAD: ExpertFlow.upload,
-    Verb.MAKE: ExpertFlow.make,
+    Verb.UPLOAD: lambda experts, op: experts.loads.upload(op),
+    Verb.MAKE: lambda experts, op: experts.loads.make(op),
     Verb.FORWARD: _go_on,
 }

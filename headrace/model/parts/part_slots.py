@@ -20,6 +20,7 @@ from headrace.model.blocks.binding import GradientSink, hand_over
 from headrace.terms.errors import StepFailed
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import ParameterSpec
+from headrace.terms.shelf import LastUsed, Part, Shelf
 from headrace.terms.sizes import round_up
 
 # Parameters begin at multiples of so many elements of a slot.
@@ -39,9 +40,10 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class ModulePart:
-    """The weights of a module, which has no modules of its own. `elements` are those that it takes of a slot."""
+    """The weights of a module, which has no modules of its own: a `part` of its unit, which takes `elements` of a slot."""
 
     module: nn.Module
+    part: Part
     weights: tuple[Weight, ...]
 
     @property
@@ -50,13 +52,14 @@ class ModulePart:
         return max(round_up(each.in_slot + each.spec.num_elements, _ALIGNMENT) for each in self.weights)
 
     @classmethod
-    def of(cls, module: nn.Module, specs: Mapping[str, ParameterSpec]) -> "ModulePart":
-        """Return the part of a module whose parameters have these places in their unit."""
+    def of(cls, unit: int, module: nn.Module, specs: Mapping[str, ParameterSpec]) -> "ModulePart":
+        """Return the part of a module whose parameters have these places in a unit."""
         weights, at = [], 0
         for attribute, _ in module.named_parameters(recurse=False):
             weights.append(Weight(attribute, specs[attribute], at))
             at += round_up(specs[attribute].num_elements, _ALIGNMENT)
-        return cls(module, tuple(weights))
+        spans = tuple((each.spec.offset, each.spec.offset + each.spec.num_elements) for each in weights)
+        return cls(module, Part(unit, spans), tuple(weights))
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,13 @@ class _Slot:
 
 
 class PartSlots:
-    """Slots where compute reads parts, filled by a machine's copies. They belong to one thread at a time.
+    """A shelf where compute reads parts, filled by a machine's copies. It belongs to one thread at a time.
 
-    `num_copied` counts the elements that came.
+    The part that was used last is held until the next one is. `num_copied` counts the elements that came.
     """
 
     def __init__(self, slots: Sequence[Tensor], machine: Machine) -> None:
-        self._slots = [_Slot(memory) for memory in slots]  # the slot that was used longest ago comes first
+        self._slots, self._shelf = [_Slot(memory) for memory in slots], Shelf(len(slots), LastUsed(len(slots)))
         self._machine = machine
         self._next: dict[tuple[str, ModulePart], ModulePart] = {}  # which part followed another, when it was in this phase
         self._latest: tuple[str, ModulePart, Tensor] | None = None
@@ -97,21 +100,30 @@ class PartSlots:
         """Return the slot that has a part of a unit, whose weights in host memory are `flat`. Bring it, if none has it, and
         begin to bring the one that is expected after it in this `phase`.
         """
-        slot = next((slot for slot in self._slots if slot.part is part), None)
-        if slot is None:
-            slot = self._slots[0]
-            self._arrived(slot)  # what was expected comes no more
+        before = self._latest
+        if before is not None:
+            self._shelf.release([before[1].part])
+        slot, is_there = self._held(part)
+        self._arrived(slot)  # what was expected in another part's slot comes no more
+        if not is_there:
             self._copy(slot, part, flat)
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        self._arrived(slot)
-        if self._latest is not None and self._latest[1] is not part and self._latest[2] is flat:
-            self._next[self._latest[:2]] = part
+        if before is not None and before[1] is not part and before[2] is flat:
+            self._next[before[:2]] = part
         self._latest = phase, part, flat
         follows = self._next.get((phase, part))
-        if follows is not None and all(each.part is not follows for each in self._slots):
-            self._copy_ahead(self._slots[0], follows, flat)
+        if follows is not None:
+            ahead, is_there = self._held(follows)
+            if not is_there:
+                self._copy_ahead(ahead, follows, flat)
+            self._shelf.release([follows.part])
         return slot.memory
+
+    def _held(self, part: ModulePart) -> tuple[_Slot, bool]:
+        """Hold a part; return its slot, and whether it is there or on its way. Whoever calls copies it at once."""
+        place = self._shelf.hold(part.part)
+        assert place is not None, "one part is held, and there is a slot for another"
+        self._shelf.arrived([part.part])
+        return self._slots[place.slot], place.is_there
 
     def _copy(self, slot: _Slot, part: ModulePart, flat: Tensor) -> None:
         slot.part, slot.flat = None, flat
@@ -135,6 +147,9 @@ class PartSlots:
         for slot in self._slots:
             self._arrived(slot)
             slot.part = slot.flat = None
+        if self._latest is not None:
+            self._shelf.release([self._latest[1].part])
+        self._shelf.clear()
         self._latest = None
 
     def _arrived(self, slot: _Slot) -> None:

@@ -51,7 +51,7 @@ class CutBlocks:
             whole = [module for module in found if len(found[module]) == len(list(module.parameters()))]
             cut = frozenset(spec.name for module in whole for spec in found[module].values())
             rest, left = cut_out(layout, cut) if cut else (layout, ())
-            parts.append(tuple(ModulePart.of(module, found[module]) for module in whole))
+            parts.append(tuple(ModulePart.of(unit, module, found[module]) for module in whole))
             rests.append(rest)
             runs.append(left)
             moved.append(sum(each.spec.num_elements for part in parts[-1] for each in part.weights))
@@ -136,7 +136,7 @@ def _sink(caught: dict[str, Tensor]) -> GradientSink:
 def _parts_of(blocks: Sequence[nn.Module], names: dict[int, str]) -> tuple[list[list[ModulePart]], list[Tensor]]:
     """Return the parts of tiny blocks, which have no weights any more, and the weights of each. `names` are by parameter."""
     parts, flats = [], []
-    for block in blocks:
+    for unit, block in enumerate(blocks, start=1):
         found, pieces, at = [], [torch.empty(0, dtype=torch.float32)], 0
         for module in filter(is_linear, block.modules()):
             specs = {}
@@ -147,7 +147,7 @@ def _parts_of(blocks: Sequence[nn.Module], names: dict[int, str]) -> tuple[list[
                 pieces.append(parameter.detach().flatten())
                 module._parameters[attribute] = nn.Parameter(parameter.to("meta"), requires_grad=False)
             if specs:
-                found.append(ModulePart.of(module, specs))
+                found.append(ModulePart.of(unit, module, specs))
         parts.append(found)
         flats.append(torch.cat(pieces))
     return parts, flats

@@ -105,7 +105,7 @@ def _forecast_of(plan: Plan, ceilings: Ceilings, simulated: "_Simulated") -> For
 
 
 def _read_head_bytes(plan: Plan) -> int:
-    return plan.brought_head_bytes if plan.visiting_head == "ssd" else 0
+    return plan.ranged_head_bytes if plan.visiting_head == "ssd" else 0
 
 
 class StepSeconds:
@@ -266,7 +266,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     """Return a plan in which a model's work besides matrix products is counted as operations that take as many seconds.
 
     A block's share depends on the size of its hidden states, and on how much slower attention is. Compute waits for rows of an
-    embedding that are read, and for a head that visits. The head's depends on logits
+    embedding that are read, and for ranges of a head. The head's depends on logits
     and, for each chunk of the loss, on parameters: `epilogue_flops` are two for each parameter and token.
     """
     if not plan.results.forward_flops:
@@ -280,7 +280,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     chunks = -(-tokens // plan.batch.loss_chunk_tokens)
     head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
     way = ceilings.host_to_device_bytes_per_second if plan.visiting_head == "host" else ceilings.ssd_read_bytes_per_second
-    visit = plan.brought_head_bytes / way / plan.batch.num_micro_batches
+    visit = plan.ranged_head_bytes / way / plan.batch.num_micro_batches
     slower = 1 / ceilings.attention_share - 1
     attention = [slower * flops for flops in plan.results.attention_flops] or [0.0] * plan.num_blocks
     # Forward and backward together count a block's forward four times, and the head's three times.

@@ -34,7 +34,7 @@ class _Forward(Weights):
 
     def run(self, num_micro: int) -> None:
         plan, op, parted = self.plan, self.ledger.op, PartedBlocks(self.plan, self.ledger, num_micro)
-        hosted = HostedStates(plan, self.ledger, num_micro, spills=False)
+        hosted, last = HostedStates(plan, self.ledger, num_micro, spills=False), 0
         for end in plan.ends:
             self.refresh(end)
         for micro in range(num_micro):
@@ -54,8 +54,9 @@ class _Forward(Weights):
                 for micro in group:
                     flops, made = 0.0 if parted.has(block) else self.flops(block), hosted.going()
                     what: dict[str, Any] = {"unit": block, "micro": micro, "flops": flops, "linked": linked}
-                    op(Verb.FORWARD, Lane.COMPUTE, (*weights, *inputs[micro]), made, **what)
+                    last = op(Verb.FORWARD, Lane.COMPUTE, (*weights, *inputs[micro]), made, **what)
                     hosted.leave(block + 1, micro, made)
+        self.visit(plan, (last,))
         unit = plan.ends[-1]
         for micro in range(num_micro):
             reads = (*(RESIDENT + end for end in plan.ends), *hosted.arrive(range(micro, micro + 1))[micro])

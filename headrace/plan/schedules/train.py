@@ -171,6 +171,7 @@ class Training(UpdateOps):
 
     def epilogue(self) -> None:
         """Emit the head: loss and its gradients."""
+        self.visit(self.plan, self.newest_use)
         unit = self.blocks + 1 if self.plan.has_epilogue else 0
         weights = (RESIDENT, RESIDENT + unit, *self.read_beside(unit)) if unit else (RESIDENT,)
         made = self.summed(unit) if self.ends_in_place and not self.plan.tied else self.summed(0, unit)

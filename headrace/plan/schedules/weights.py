@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.plan.schedules.ledger import Ledger, Snapshot
 from headrace.plan.value.placement import Placement
+from headrace.plan.value.plan import Plan
 from headrace.plan.value.slots import SOURCE_SLOTS
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Verb, buffer
@@ -126,6 +127,14 @@ class Weights:
         if self.separate:
             common: dict[str, Any] = {"unit": unit, "num_bytes": self.stored_bytes[unit]}
             self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), **common)
+
+    def visit(self, plan: Plan, after: Sequence[int]) -> None:
+        """Bring a head that has its memory for the loss only, if there is one: `after` compute has done with the blocks."""
+        if plan.visits:
+            from_host = plan.visiting_head == "host"
+            way = (Verb.UPLOAD, Lane.HOST_TO_DEVICE) if from_host else (Verb.FETCH, Lane.SSD_READ)
+            unit = plan.ends[-1]
+            self.ledger.op(*way, (), (RESIDENT + unit,), after=after, unit=unit, num_bytes=plan.visiting_bytes)
 
     def bring(self, block: int, host: int) -> int:
         """Return the buffer that compute reads, into which `block`'s weights are copied, or in which they are made."""

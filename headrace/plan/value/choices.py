@@ -1,7 +1,6 @@
 """The choices of a training plan, in groups: its batch, what waits for backward, its gradients, its updates."""
 
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
 from headrace.terms.options.summing import SEQUENTIAL
 
@@ -33,8 +32,8 @@ class Stash:
     are those of the kept outputs, for one micro-batch. `tiers` say where a block's tensors wait.
     """
 
-    tiers: tuple[str, ...] = field(metadata={"flat": "stash_tiers"})
-    slots: int = field(metadata={"flat": "stash_slots"})
+    tiers: tuple[str, ...]
+    slots: int
     kept: tuple[tuple[int, ...], ...]
     kept_bytes: tuple[int, ...]
     skipped: tuple[tuple[int, ...], ...]
@@ -60,12 +59,12 @@ class Gradients:
     how the gradients of micro-batches are added (`terms/options/summing.py`).
     """
 
-    dtype: str = field(metadata={"flat": "gradient_dtype"})
-    held: str = field(metadata={"flat": "held_gradients"})
-    slots: int = field(metadata={"flat": "gradient_slots"})
+    dtype: str
+    held: str
+    slots: int
     accumulate: bool
     accumulators: int = 1
-    order: str = field(default=SEQUENTIAL, metadata={"flat": "gradient_sum"})
+    order: str = SEQUENTIAL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +85,11 @@ class Updates:
     `resident_states` units stay in host memory; those of others pass through `state_slots` buffers.
     """
 
-    policy: str = field(metadata={"flat": "update_policy"})
+    policy: str
     late_units: tuple[int, ...]
     checkpoint_every: int
     chunk_elements: int
     state_slots: int
     resident_states: tuple[int, ...]
-    threads: int = field(metadata={"flat": "update_threads"})
-    device_every: int = field(default=0, metadata={"flat": "device_update_every"})
-
-
-# The groups of a plan, by the name that each has there.
-GROUPS: dict[str, type[Any]] = {"batch": BatchShape, "stash": Stash, "gradients": Gradients, "updates": Updates}
-# By its flat name, the group and the name of a field.
-FLAT_NAMES = {
-    field.metadata.get("flat", field.name): (group, field.name) for group, cls in GROUPS.items() for field in fields(cls)
-}
+    threads: int
+    device_every: int = 0

@@ -7,9 +7,7 @@ is known (*routed*). Or they are all prefetched, when almost every expert is nee
 Where T tokens choose k of E experts each, E (1 - (1 - k/E)^T) experts are wanted if all are equally likely.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.plan.value.slots import SOURCE_SLOTS
 from headrace.plan.value.weight_sizes import BufferGroup
@@ -59,14 +57,15 @@ class ExpertFigures:
 class ExpertPlan:
     """How experts come. `choices` is how many experts a token is sent to, `in_round` how many experts come together.
 
-    `cached` experts stay in host memory. A pass prefetches all experts if its tokens are expected to use more than
-    `ahead_share` of them. Otherwise it waits for the routers.
+    `cached` experts stay in host memory, those that the `policy` says (`terms/shelf.py`). A pass prefetches all experts if its
+    tokens are expected to use more than `ahead_share` of them. Otherwise it waits for the routers.
     """
 
     figures: ExpertFigures
     choices: int
     in_round: int
     cached: int = 0
+    policy: str = "most-wanted"
     ahead_share: float = 0.6
 
     def touched(self, unit: int, tokens: int) -> float:
@@ -133,19 +132,11 @@ class ExpertParts(ExpertPlan):
     micro-batch waits in backward without its graph, and is recomputed once more when its experts have been there.
     """
 
+    policy: str = "keep-all"  # a step wants each block's experts twice, in an order that is known
     together: int = 1
     remakes: bool = False
     is_trained: bool = False
     commons: tuple[Runs, ...] = ()
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "ExpertParts":
-        """Return what `dataclasses.asdict` made `values` of; JSON has made lists of its tuples."""
-        figures = dict(values["figures"])
-        figures |= {"units": (), "num_experts": tuple(figures["num_experts"])}
-        figures["decodes"] = tuple(map(tuple, figures["decodes"]))
-        commons = tuple(tuple((start, stop) for start, stop in runs) for runs in values.get("commons", ()))
-        return cls(**{**values, "figures": ExpertFigures(**figures), "commons": commons})
 
 
 def note_on_parts(tier: str, needed_bytes: int) -> str:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from headrace.plan.value.choices import FLAT_NAMES, GROUPS, BatchShape, Gradients, Hosted, Stash, Updates
+from headrace.plan.value.choices import BatchShape, Gradients, Hosted, Stash, Updates
 from headrace.plan.value.expert_plan import ExpertParts
-from headrace.plan.value.flat_names import with_flat_names
 from headrace.plan.value.placement import Placement
 from headrace.plan.value.stage_place import StageChoices
 from headrace.plan.value.stored import json_values, stored_fields
@@ -28,6 +27,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.forms import SSD, UnitFigures
 from headrace.terms.layout import PlaneSet, Runs
 from headrace.terms.rule_figures import RuleFigures
+from headrace.terms.stored_values import from_stored
 
 # Staging buffers on the device for chunks that are updated there: while one is updated, another comes or goes.
 DEVICE_STATE_SLOTS = 2
@@ -35,7 +35,6 @@ DEVICE_STATE_SLOTS = 2
 AT_ONCE = ("immediate", "rerun")
 
 
-@with_flat_names(GROUPS, FLAT_NAMES)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Placement):
     """Every choice of a run. `Placement` says what units are.
@@ -222,15 +221,19 @@ class Plan(Placement):
         return self.embedding.read_bytes(self.batch.tokens_per_step) // 2 if self.embedding and learns else 0
 
     @property
+    def visits(self) -> bool:
+        """Whether the whole head comes to compute for each loss, and leaves after it."""
+        return self.visiting_head is not None and self.head_slot_bytes is None
+
+    @property
     def visiting_bytes(self) -> int:
         """Bytes of the head that comes to compute for each loss; 0 where it stays there."""
         return self.stored_bytes(self.ends[-1]) if self.visiting_head else 0
 
     @property
-    def brought_head_bytes(self) -> int:
-        """Bytes of the head that come in a step: whole once, or range by range, forward and back, for each micro-batch."""
-        times = 1 if self.head_slot_bytes is None else 2 * self.batch.num_micro_batches
-        return times * self.visiting_bytes
+    def ranged_head_bytes(self) -> int:
+        """Bytes of the head that compute brings in a step, range by range: forward and back, for each micro-batch."""
+        return 0 if self.head_slot_bytes is None else 2 * self.batch.num_micro_batches * self.visiting_bytes
 
     @property
     def coming_slots(self) -> int:
@@ -299,7 +302,7 @@ class Plan(Placement):
 
     @property
     def held_units(self) -> tuple[int, ...]:
-        """The units whose gradients are kept until the step's verdict is known, in tier `held_gradients`."""
+        """The units whose gradients are kept until the step's verdict is known, in tier `gradients.held`."""
         late = frozenset(self.updates.late_units)
         return tuple(unit for unit in self.updated_units if not self.is_at_once or unit in late)
 
@@ -315,7 +318,7 @@ class Plan(Placement):
 
     @property
     def gradient_slot_of(self) -> dict[int, int]:
-        """The drained-gradient buffer of each unit that always has the same one; the others take turns in `gradient_slots`.
+        """The drained-gradient buffer of each unit that always has the same one; the others take turns in `gradients.slots`.
 
         Resident units share one buffer, unless their gradient is held in one of its own.
         """
@@ -388,7 +391,7 @@ class Plan(Placement):
         Raises:
             ConfigError: it has another format.
         """
-        return cls(**stored_fields(values))
+        return from_stored(cls, stored_fields(values))
 
 
 def spread(count: int, num_blocks: int) -> tuple[int, ...]:

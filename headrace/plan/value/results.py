@@ -57,15 +57,3 @@ class Results:
     def to_json(self) -> dict[str, Any]:
         """Return the results as plain JSON values, without groups and tables where there are none."""
         return {name: value for name, value in asdict(self).items() if name not in ("groups", "tables") or value}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Results":
-        """Return the results that `to_json` made `values` of; JSON has made lists of its tuples."""
-        known = dict(values)
-        for name in ("forward_flops", "attention_flops", "spared_flops", "notes"):
-            known[name] = tuple(known[name])
-        if speculation := known["speculation"]:
-            known["speculation"] = Speculation(**{**speculation, "late_units": tuple(speculation["late_units"])})
-        known["tables"] = tuple(map(BlockRows.from_json, known.get("tables", ())))
-        known["groups"] = Groups.from_json(known.get("groups"))
-        return cls(**known)

@@ -1,9 +1,8 @@
 """Which stage a plan is for, and how a step goes through it (AxoNN): in groups of micro-batches, a few of them under way."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from headrace.terms.forms import UnitFigures
 
@@ -48,11 +47,6 @@ class StageChoices:
         """Return the most micro-batches that `in_flight` groups have together."""
         groups = min(num_micro, self.groups)
         return min(num_micro, -(-min(self.in_flight, groups) * num_micro // groups))
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any] | None) -> "StageChoices | None":
-        """Return what `dataclasses.asdict` made `values` of; None of None."""
-        return cls(**values) if values else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

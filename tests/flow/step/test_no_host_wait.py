@@ -4,7 +4,6 @@ On a CPU nobody would notice, so it is looked for: an operator that gives a valu
 on values, and the ways around operators (`tolist`, `numpy`, a copy to the host) by which Python gets at one.
 """
 
-import dataclasses
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_changes import changed
 from tiers import sampled
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,8 +111,8 @@ def run(path: Path, run_directory: Path, **options: Any) -> None:
     """Two steps, in the ways that issue most: several micro-batches, kept outputs, all kinds of batches."""
 
     def adjust(plan: Any) -> Any:
-        kept = tuple(tuple(range(len(names))) for names in plan.operators)
-        return dataclasses.replace(plan, micro_batch_sequences=2, num_micro_batches=2, accumulate=True, kept=kept)
+        kept = tuple(tuple(range(len(names))) for names in plan.stash.operators)
+        return changed(plan, micro_batch_sequences=2, num_micro_batches=2, accumulate=True, kept=kept)
 
     with Engine.open(
         path,

@@ -101,7 +101,7 @@ def test_equal_knowledge_is_one_snapshot_however_it_came_about() -> None:
 @settings(max_examples=40, deadline=None)
 @given(plans(), st.integers(1, 3))
 def test_snapshots_of_steps_refer_to_the_last_program_only(plan: Plan, num_micro: int) -> None:
-    left = redo(plan) if plan.update_policy == "speculative" else Snapshot()
+    left = redo(plan) if plan.updates.policy == "speculative" else Snapshot()
     for _ in range(4):
         program, left = build_program(plan, num_micro, left)
         assert {left} == {left}

@@ -1,19 +1,17 @@
 """A plan is written and read in one format, and refused by name in any other."""
 
-import copy
 import json
-import pickle
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_changes import changed
 from small_plans import small_plan
 
 from headrace.plan.search.given import load_plan
 from headrace.plan.value.buffer_sizes import buffer_groups, device_update_temporary_bytes, host_update_temporary_bytes
-from headrace.plan.value.choices import Gradients
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.speculation import Speculation
 from headrace.plan.value.stored import PLAN_FORMAT
@@ -46,7 +44,8 @@ def test_chunks_of_whole_matrices_come_back_from_json_too() -> None:
 def test_a_plan_whose_chunks_are_shorter_than_what_no_cut_divides_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"chunk_elements 20479, .* up to 20480 elements at once; use 20480 or more"):
         cut_plan(chunk_elements=20479)
-    (tmp_path / "plan.json").write_text(json.dumps(cut_plan().to_json() | {"chunk_elements": 4096}))
+    values = cut_plan().to_json()
+    (tmp_path / "plan.json").write_text(json.dumps(values | {"updates": values["updates"] | {"chunk_elements": 4096}}))
     with pytest.raises(ConfigError, match=r"plan.json.*chunk_elements 4096"):
         load_plan(tmp_path / "plan.json")
 
@@ -69,46 +68,45 @@ def test_what_no_cut_divides_has_room_in_the_chunk_buffers_on_host_and_device() 
     assert groups["device_states"].num_bytes == plan.planes.num_bytes(20480) + 20480 * plan.gradient_bytes_per_element
     assert device_update_temporary_bytes(plan) == 20480 * plan.rule.temporary_bytes
     assert host_update_temporary_bytes(plan) == 0, "all of it is updated on the device"
-    half = replace(plan, device_update_every=2)
+    half = changed(plan, device_update_every=2)
     assert host_update_temporary_bytes(half) == 3 * 20480 * plan.rule.temporary_bytes
     # A matrix that is longer than what the device works on at once makes that longer.
     whole = 1 << 21
     units = tuple(replace(unit, num_elements=whole, cuts=(Cuts(0, whole, whole, whole),)) for unit in plan.units)
-    long = replace(plan, units=units, chunk_elements=whole)
+    long = changed(plan, units=units, chunk_elements=whole)
     assert device_update_temporary_bytes(long) == whole * plan.rule.temporary_bytes
     assert host_update_temporary_bytes(small_plan()) == 0
 
 
-def test_a_plan_of_the_format_before_comes_back_as_the_same_plan() -> None:
-    stored = json.loads((Path(__file__).parents[1] / "plan_of_format_2.json").read_text(encoding="utf-8"))
-    assert stored["format"] == 2
-    assert stored["host_slots"] == 3, "its values lie side by side"
-    changes = {"stash_tiers": ("ssd",) * 4, "kept": ((1,),) * 4, "kept_bytes": (64,) * 4, "operators": (("mm", "mm"),) * 4}
-    plan = small_plan(notes=("small",), peak_bytes={"host": {"all": 1}}, **changes)
-    assert Plan.from_json(stored) == plan.with_results(speculation=PRICES, allowed_bytes={"host": 7})
+def test_fields_that_a_plan_does_not_name_have_their_defaults() -> None:
+    plan = small_plan()
+    values = json.loads(json.dumps(plan.to_json()))
+    for group, field in (("batch", "head_rows"), ("gradients", "accumulators"), ("updates", "device_every"), ("units", "cuts")):
+        for each in values["placement"]["units"] if group == "units" else [values[group]]:
+            assert each.pop(field) is not None
+    assert Plan.from_json(values) == plan
 
 
-def test_fields_of_groups_are_given_changed_and_read_by_flat_names_too() -> None:
-    plan = small_plan(update_policy="deferred")
-    assert plan.gradients == Gradients(dtype="bfloat16", held="host", slots=2, accumulate=True)
-    flat = replace(plan, late_units=(1,), update_policy="speculative", accumulators=2, host_slots=2)
-    nested = replace(plan.with_updates(late_units=(1,), policy="speculative").with_gradients(accumulators=2), host_slots=2)
-    assert flat == nested != plan
-    assert (flat.late_units, flat.update_policy, flat.gradient_sum) == ((1,), "speculative", "sequential")
-    assert copy.deepcopy(flat) == pickle.loads(pickle.dumps(flat)) == flat
-    with pytest.raises(AttributeError, match="'Plan' object has no attribute 'slots'"):
-        plan.slots
-    with pytest.raises(TypeError, match="speed"):
-        replace(plan, speed=1)
+@pytest.mark.parametrize(
+    ("group", "field", "value"),
+    [("updates", "chunk_elements", "4096"), ("batch", "sequence_length", 1.5), ("batch", "speed", 1), ("stash", "kept", 1)],
+)
+def test_a_plan_with_a_value_of_another_type_or_an_unknown_field_is_refused(
+    group: str, field: str, value: object, tmp_path: Path
+) -> None:
+    values = small_plan().to_json()
+    (tmp_path / "plan.json").write_text(json.dumps(values | {group: values[group] | {field: value}}))
+    with pytest.raises(ConfigError, match=r"plan.json: no plan of this version"):
+        load_plan(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("written", [1, None, 4])
+@pytest.mark.parametrize("written", [1, 2, None, 4])
 def test_a_plan_of_another_format_is_refused_by_name(written: int | None, tmp_path: Path) -> None:
     values = small_plan().to_json()
     assert values.pop("format") == PLAN_FORMAT == 3
     values |= {} if written is None else {"format": written}
     # The first format had no number, and its results among its choices.
-    with pytest.raises(ConfigError, match=f"format {written or 1}, this version reads formats 2 and 3; use the version"):
+    with pytest.raises(ConfigError, match=f"format {written or 1}, this version reads format 3; use the version"):
         Plan.from_json(values)
     (tmp_path / "plan.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match=f"plan.json.*format {written or 1}"):

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from plan_changes import plan_of_fields
+
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.results import Results
 from headrace.report.lanes import LanesFile
@@ -67,7 +69,7 @@ def made_plan(**changes: Any) -> Plan:
             allowed_bytes={"device": 8 << 20, "host": 512 << 20},
         ),
     }
-    return Plan(rule=rule_of(AdamW(), "bfloat16").figures, **(values | changes))
+    return plan_of_fields(rule=rule_of(AdamW(), "bfloat16").figures, **(values | changes))
 
 
 def made_machine(**changes: Any) -> Ceilings:

@@ -3,7 +3,6 @@
 Run: pytest tests/report/pages
 """
 
-import dataclasses
 import json
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_runs import made_machine, write_run
+from plan_changes import changed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
@@ -77,7 +77,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[OpDon
             reporters(event)
 
     def on_ssd(plan: Plan) -> Plan:
-        return dataclasses.replace(plan, resident_states=())
+        return changed(plan, resident_states=())
 
     with Engine.open(
         base / "model",
