@@ -9,7 +9,7 @@ It reads a GGUF file of the same weights. All weights but experts stay in memory
 Tokens are drawn at random: greedy ones of a random model soon go round in a circle. "Same choices" are llama.cpp's likeliest
 tokens beside those of plain transformers in float32.
 
-* Headrace keeps the experts that most tokens were sent to (`flow/weights/expert_cache.py`). The rest is read with O_DIRECT.
+* Headrace keeps the experts that most tokens were sent to (`terms/shelf.py`, `most-wanted`). The rest is read with O_DIRECT.
 * llama.cpp has what the page cache holds. A page cache that holds so much is made here: before each token the experts that were
   used longest ago are dropped from it. So it is exact for whole experts, where the kernel's would guess at pages; and it may
   hold a token's experts too many while that token runs. Which experts a token uses is known from our run. What is in the page

@@ -6,14 +6,16 @@ Where ranks share out every unit (`shared`), each fetches its part, and gathers 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headrace.plan.schedules.ledger import Ledger, Snapshot
 from headrace.plan.value.placement import Placement
-from headrace.plan.value.plan import Plan
 from headrace.plan.value.slots import SOURCE_SLOTS
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Pool, Verb, buffer
+
+if TYPE_CHECKING:
+    from headrace.plan.value.plan import Plan
 
 HOST, COMPUTED = buffer(Pool.HOST_WEIGHTS), buffer(Pool.DEVICE_WEIGHTS)
 RESIDENT, TRAINED, SOURCES = buffer(Pool.RESIDENT_WEIGHTS), buffer(Pool.TRAINED), buffer(Pool.SOURCES)
@@ -128,7 +130,7 @@ class Weights:
             common: dict[str, Any] = {"unit": unit, "num_bytes": self.stored_bytes[unit]}
             self.ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (STAGING,), (RESIDENT + unit,), **common)
 
-    def visit(self, plan: Plan, after: Sequence[int]) -> None:
+    def visit(self, plan: "Plan", after: Sequence[int]) -> None:
         """Bring a head that has its memory for the loss only, if there is one: `after` compute has done with the blocks."""
         if plan.visits:
             from_host = plan.visiting_head == "host"

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
+from plan_changes import changed
 from small_plans import small_plan
 from tiers import sampled
 
@@ -48,7 +49,7 @@ SMALL = worker_plan(8, gradient_slots=4)
 def node_plan(worker: Plan, **changes: Any) -> Plan:
     units = tuple(replace(unit, home=SSD, is_far=False) for unit in worker.units)
     values = {"chunk_elements": ELEMENTS // 8, "host_slots": 8, "state_slots": 4, "gradient_slots": 4, "accumulate": False}
-    return replace(worker, serves=True, separate_device=False, units=units, **values | changes)
+    return changed(worker, serves=True, separate_device=False, units=units, **values | changes)
 
 
 def rig(seconds: dict[str, float] | None = None, **more: Any) -> Cluster:
