@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.plan.clock.joint import JointTimeline, simulate_joint
-from headrace.plan.clock.links import Link, Network, Pattern
+from headrace.peers.node.cluster import NODE, WORKER, Thing
+from headrace.peers.node.joint import JointTimeline, simulate_joint
+from headrace.peers.node.links import Link, Network, Pattern
 from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.clock.rates import Rates
-from headrace.plan.forecast.cluster import NODE, WORKER, Thing
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Program, Verb
 

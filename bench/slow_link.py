@@ -32,14 +32,15 @@ sys.path[:0] = [str(TESTS), str(TESTS / "namespaces")]
 import node_processes  # noqa: E402
 from network import Network, why_not  # noqa: E402
 
-from headrace.ask.cluster import plan_cluster  # noqa: E402
 from headrace.flow.step import step as flow  # noqa: E402
 from headrace.flow.step.step_state import StepState  # noqa: E402
-from headrace.net import Address  # noqa: E402
-from headrace.plan.clock import links  # noqa: E402
+from headrace.peers.meet.address import Address  # noqa: E402
+from headrace.peers.node import links  # noqa: E402
+from headrace.peers.node.planning import plan_cluster  # noqa: E402
+from headrace.peers.node.run import serve  # noqa: E402
+from headrace.peers.node.working import work  # noqa: E402
 from headrace.plan.clock.machine_profiles import load_bare_profile  # noqa: E402
 from headrace.plan.clock.rates import Rates  # noqa: E402
-from headrace.runs.node import serve, work  # noqa: E402
 from headrace.terms.lanes import Lane, Peer, lane_of_peer  # noqa: E402
 from headrace.terms.machine.ceilings import Ceilings  # noqa: E402
 from headrace.terms.options.options import Options  # noqa: E402

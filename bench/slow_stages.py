@@ -23,7 +23,7 @@ import slow_link  # noqa: E402
 from network import Network  # noqa: E402
 
 from headrace.flow.step import step as flow  # noqa: E402
-from headrace.runs.stages import Staging, follow_as_stage, train_in_stages  # noqa: E402
+from headrace.peers.stages.run import Staging, follow_as_stage, train_in_stages  # noqa: E402
 from headrace.terms.options.options import Options  # noqa: E402
 from headrace.terms.options.run_options import RunOptions  # noqa: E402
 

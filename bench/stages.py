@@ -1,7 +1,7 @@
 """Stages that take what arrives first beside stages that follow a table made beforehand (1F1B), where times jitter.
 
-Simulated on the virtual clock of stages (`headrace.plan.clock.pipeline`): nothing is measured. Equal seeds give equal tables. A
-group's forward takes 1 s and its backward 3 s, each times a factor drawn evenly from 1 - JITTER to 1 + JITTER.
+Simulated on the virtual clock of stages (`headrace.peers.stages.pipeline`): nothing is measured. Equal seeds give equal tables.
+A group's forward takes 1 s and its backward 3 s, each times a factor drawn evenly from 1 - JITTER to 1 + JITTER.
 
     python bench/stages.py --jitter 0.3
     python bench/stages.py --fusion
@@ -17,8 +17,8 @@ import random
 from collections.abc import Iterator
 from statistics import mean
 
+from headrace.peers.stages.pipeline import Station, most_busy_share, run
 from headrace.plan.clock.machine_profiles import load_bare_profile
-from headrace.plan.clock.pipeline import Station, most_busy_share, run
 
 _FORWARD, _BACKWARD = 1.0, 3.0
 _SEEDS = range(40)

@@ -22,8 +22,8 @@ PROCESSES = multiprocessing.get_context("forkserver")
 # All tests of a process have one server, so there is one list; a name that cannot be imported is passed over.
 PROCESSES.set_forkserver_preload(
     [
-        *("headrace.cli.app", "headrace.runs.engines", "headrace.engine.node.worker", "headrace.compress.run"),
-        *("headrace.ask.answer", "headrace.ask.cluster", "transformers.models.llama.modeling_llama"),
+        *("headrace.cli.app", "headrace.runs.engines", "headrace.peers.node.worker", "headrace.compress.run"),
+        *("headrace.ask.answer", "headrace.peers.node.planning", "transformers.models.llama.modeling_llama"),
         *("trainee", "node_processes", "job_with_caches", "compressing"),
     ]
 )

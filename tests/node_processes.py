@@ -11,8 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from headrace.net import Address
-from headrace.runs.node import serve, work
+from headrace.peers.meet.address import Address
+from headrace.peers.node.run import serve
+from headrace.peers.node.working import work
 from headrace.runs.protocols import NoDisplay
 from headrace.terms.errors import HeadraceError
 from headrace.terms.options.options import Options

@@ -71,16 +71,14 @@ def generate_answers(model: str, options: GenerateOptions, launch: Launch | None
 def _answer_in_ranks(model: str, options: GenerateOptions, launch: Launch) -> None:
     """Answer a file with the other ranks of `launch`, each with its share of the machine."""
     from headrace.generate.passes.whose_weights import open_generator
-    from headrace.generate.uses.job_ranks import Helpers, answer_for
-    from headrace.machine.of_rank import host_bytes_of_rank, take_gpu
-    from headrace.net import Ranks
+    from headrace.peers import RankHelpers, Ranks, answer_for, host_bytes_of_rank, take_gpu
 
     if options.host_memory is None:
         options = replace(options, host_memory=host_bytes_of_rank(launch))
     take_gpu(launch)
     with Ranks.of(launch, headrace.__version__) as ranks:
         if launch.rank == 0:
-            _answer_file(model, options, Helpers(ranks))
+            _answer_file(model, options, RankHelpers(ranks))
             return
         with suppress(PeerLost, KeyboardInterrupt):  # rank 0 says it
             with open_generator(Path(model), options, ceilings_of(options.machine), None) as generator:

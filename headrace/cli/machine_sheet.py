@@ -48,8 +48,7 @@ def link_to(node: str, secret: Path | None) -> dict[str, Any]:
         ConfigError: the text is no address, or the node refuses.
         PeerLost: the node went away.
     """
-    from headrace.net import Address, Member
-    from headrace.runs.node import read_secret
+    from headrace.peers import Address, Member, read_secret
 
     address = Address.of(node, key="node")
     try:

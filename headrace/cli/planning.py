@@ -12,16 +12,12 @@ from typing import Any, Protocol
 
 from headrace.ask.answer import plan_model
 from headrace.ask.between_steps import BesideSteps, Pacing
-from headrace.ask.cluster import plan_workers
-from headrace.ask.cluster_report import ClusterReport, explain_cluster
 from headrace.ask.explain import explain
 from headrace.ask.local_rounds import LocalReport
 from headrace.ask.plan_report import PlanReport
-from headrace.ask.ranks import plan_ranks
-from headrace.ask.stages import plan_stages
-from headrace.ask.which import plan_which
 from headrace.cli.first_look import is_gguf, model_here
 from headrace.measure.kept import Wanted, alone, find_kept
+from headrace.peers import ClusterReport, explain_cluster, plan_ranks, plan_stages, plan_which, plan_workers
 from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.search.given import with_lengths_of_plan
 from headrace.process import cache_directory, machine_profile_path

@@ -48,14 +48,14 @@ def start(config: RunOptions, launch: Launch | None = None) -> None:
         if launch is None:
             train(config, display=Terminal())
         else:
-            from headrace.runs.ranks import train_in_ranks
+            from headrace.peers import train_in_ranks
 
             train_in_ranks(config, launch, display=Terminal())
 
 
 def serve_run(config: NodeOptions) -> None:
     """Be the node of a run; a stop signal ends the process with 130 or 143."""
-    from headrace.runs.node import serve
+    from headrace.peers import serve
 
     terminal = Terminal()
     with stops(RunDirectory(Path(config.output or default_output(config)))), places_plainly(lambda: vars(config).values()):
@@ -69,8 +69,7 @@ def work_for(node: str, words: Sequence[str], options: Mapping[str, Any], *, wai
     Raises:
         ConfigError: other options are given, or one differs.
     """
-    from headrace.net import Address
-    from headrace.runs.node import WORKERS_OWN, deciding_options, read_secret, work
+    from headrace.peers import WORKERS_OWN, Address, deciding_options, read_secret, work
 
     is_file = len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml")
     others = [*(() if is_file else words), *sorted(set(options) - WORKERS_OWN)]
@@ -102,7 +101,7 @@ def go_on(run_directory: Path, launch: Launch | None = None) -> None:
         if launch is None:
             resume(run_directory, display=Terminal())
         else:
-            from headrace.runs.ranks import resume_in_ranks
+            from headrace.peers import resume_in_ranks
 
             resume_in_ranks(run_directory.absolute(), launch, display=Terminal())
 

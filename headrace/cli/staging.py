@@ -21,8 +21,8 @@ def train_as_stage(
     Raises:
         ConfigError: it is not clear which stage this is, or it has what belongs to another one.
     """
-    from headrace.runs.stages import Staging
-    from headrace.runs.stages import train_in_stages as lead
+    from headrace.peers import Staging
+    from headrace.peers import train_in_stages as lead
 
     staging = Staging.of(stages, stage, secret, wait)
     if staging.stage:
@@ -42,16 +42,15 @@ def train_as_stage(
 
 def resume_as_stage(run_directory: Path, stages: str, stage: int | None, secret: Path | None) -> None:
     """Be stage 0 of the run in `run_directory` again."""
-    from headrace.runs.stages import Staging
-    from headrace.runs.stages import resume_in_stages as lead
+    from headrace.peers import Staging
+    from headrace.peers import resume_in_stages as lead
 
     with stops(RunDirectory(run_directory)):
         lead(run_directory, Staging.of(stages, stage, secret, 600.0), display=Terminal())
 
 
 def _follow(given: Mapping[str, Any], staging: Any) -> None:
-    from headrace.runs.node import WORKERS_OWN
-    from headrace.runs.stages import follow_as_stage
+    from headrace.peers import WORKERS_OWN, follow_as_stage
 
     if others := sorted(set(given) - WORKERS_OWN):
         mine = ", ".join(sorted(WORKERS_OWN))

@@ -66,7 +66,7 @@ def go_on(run_directory: Path, launch: Launch | None, *, secret: Path | None, st
 
 def _follow(launch: Launch) -> None:
     """Be a rank other than 0, which speaks only where it must refuse something itself."""
-    from headrace.runs.ranks import follow
+    from headrace.peers import follow
 
     try:
         follow(launch)

@@ -1,4 +1,4 @@
-"""Training: a run begins, steps, is flushed, resumed and exported; the node and its workers."""
+"""Training: a run begins, steps, is flushed, resumed and exported."""
 
 from typing import TYPE_CHECKING
 

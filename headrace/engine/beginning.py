@@ -35,8 +35,9 @@ from headrace.plan.value.buffer_sizes import scratch_bytes
 from headrace.plan.value.expert_plan import note_on_parts
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.refusal import least_of, with_whole_blocks
-from headrace.store import ShardStore, StateStore, make_run_directory
+from headrace.store import StateStore, make_run_directory
 from headrace.store.model_here import whole_model_at
+from headrace.store.shard_store import ShardStore
 from headrace.terms.cuts import pieces_of
 from headrace.terms.embedding_rows import note_on_learned_rows
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError

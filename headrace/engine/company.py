@@ -29,7 +29,7 @@ class HostCopy(Protocol):
 
 
 class Company(Peers, Protocol):
-    """Ranks or stages. They step as `Peers`, or as `flow.step.stages.Stages` if `by_stages`. `engine.shared` says how."""
+    """Ranks or stages. They step as `Peers`, or as `peers.stages.steps.Stages` if `by_stages`. `peers` says how."""
 
     by_stages: bool
 

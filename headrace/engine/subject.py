@@ -41,8 +41,9 @@ from headrace.model.streams.block_parts import block_parts
 from headrace.model.streams.stored_experts import NotStoredSingly
 from headrace.plan.value.buffer_sizes import scratch_bytes
 from headrace.plan.value.plan import Plan
-from headrace.store import ShardStore, StateStore, StoreRequest
+from headrace.store import StateStore, StoreRequest
 from headrace.store.committed import ReadableState
+from headrace.store.shard_store import ShardStore
 from headrace.terms.block_parts import BlockParts
 from headrace.terms.cuts import least_chunk_elements
 from headrace.terms.errors import RunDirectoryError

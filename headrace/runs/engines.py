@@ -8,13 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from headrace.engine.beginning import WholeRun
-from headrace.engine.node.crowd import Crowd
-from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
-from headrace.engine.shared.fleet import Fleet
-from headrace.engine.shared.line import Line
-from headrace.engine.shared.sharded import ShardedEngine
-from headrace.engine.shared.staged import StagedEngine
 from headrace.engine.trainer import Engine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, Checkpoint
@@ -34,44 +28,13 @@ from headrace.terms.packed_rows import PackedRows
 
 def headrace_engines() -> Engines:
     """Return the engines of this package."""
-    return Engines(opened_engine, resumed_engine, why_not_packed, state_of, discard)
+    return engines_of(Engine)
 
 
-def node_engines(crowd: Crowd, *, verify: bool = True) -> Engines:
-    """Return the engines of a node with this crowd of workers. `verify`: a resumed run's state is read and checked first."""
-    seams = Seams(workers=crowd)
-    return Engines(
-        partial(opened_engine, kind=NodeEngine, seams=seams),
-        partial(resumed_engine, kind=NodeEngine, seams=seams, verify=verify),
-        why_not_packed,
-        state_of,
-        discard,
-        crowd.heed,
-    )
-
-
-def rank_engines(fleet: Fleet) -> Engines:
-    """Return the engines of rank 0 of a fleet."""
-    seams = Seams(fleet=fleet)
-    return Engines(
-        partial(opened_engine, kind=ShardedEngine, seams=seams),
-        partial(resumed_engine, kind=ShardedEngine, seams=seams),
-        why_not_packed,
-        state_of,
-        discard,
-    )
-
-
-def stage_engines(line: Line) -> Engines:
-    """Return the engines of the first stage of a line."""
-    seams = Seams(fleet=line)
-    return Engines(
-        partial(opened_engine, kind=StagedEngine, seams=seams),
-        partial(resumed_engine, kind=StagedEngine, seams=seams),
-        why_not_packed,
-        state_of,
-        discard,
-    )
+def engines_of(kind: type[Engine], seams: Seams | None = None, *, verify: bool = True) -> Engines:
+    """Return the engines of a `kind`, which open runs with `seams`. `verify`: a resumed run's state is checked first."""
+    opened = partial(opened_engine, kind=kind, seams=seams)
+    return Engines(opened, partial(resumed_engine, kind=kind, seams=seams, verify=verify), why_not_packed, state_of, discard)
 
 
 def opened_engine(

@@ -10,10 +10,10 @@ from forked import run_headrace
 from tiers import sampled
 from transformers import GPT2Config, LlamaConfig
 
-from headrace.ask.cluster import plan_cluster
-from headrace.ask.cluster_report import ClusterReport, explain_cluster
+from headrace.peers.node.cluster import NODE, WORKER
+from headrace.peers.node.planning import plan_cluster
+from headrace.peers.node.report import ClusterReport, explain_cluster
 from headrace.plan.clock.machine_profiles import load_bare_profile
-from headrace.plan.forecast.cluster import NODE, WORKER
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.options.summing import partial_sums

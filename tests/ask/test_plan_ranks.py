@@ -11,8 +11,8 @@ from planned_models import llama_small, saved
 from typer.testing import CliRunner
 
 from headrace.ask.answer import plan_model
-from headrace.ask.ranks import RanksReport, plan_ranks
 from headrace.cli.app import app
+from headrace.peers.ranks.planning import RanksReport, plan_ranks
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.forecast.forecast import programs_of
 from headrace.plan.schedules.ranks import of_rank, share_of_machine

@@ -8,9 +8,9 @@ import pytest
 from planned_models import llama_small, saved
 from typer.testing import CliRunner
 
-from headrace.ask.stages import plan_stages
-from headrace.ask.stages_report import StagesReport
 from headrace.cli.app import app
+from headrace.peers.stages.planning import plan_stages
+from headrace.peers.stages.report import StagesReport
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.plan_options import PlanOptions
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from planned_models import llama_small, saved
 
-from headrace.ask.which import MACHINES, ClusterShape, WhichReport, plan_which
+from headrace.peers.which import MACHINES, ClusterShape, WhichReport, plan_which
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.plan_options import PlanOptions
 

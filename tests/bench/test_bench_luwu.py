@@ -3,7 +3,7 @@
 import pytest
 from luwu import POINTS, SHAPES, Point, closed_form_seconds, simulate_luwu
 
-from headrace.plan.forecast.cluster import NODE, WORKER
+from headrace.peers.node.cluster import NODE, WORKER
 from headrace.terms.lanes import Lane
 
 

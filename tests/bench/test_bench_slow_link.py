@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import slow_link
 
-from headrace.plan.clock.links import Link, Network
+from headrace.peers.node.links import Link, Network
 from headrace.plan.clock.roofline import roofline_seconds
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Verb

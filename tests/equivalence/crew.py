@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 import headrace
-from headrace.engine.node.crowd import Crowd
-from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
-from headrace.net import Address, Listener
+from headrace.peers.meet.address import Address
+from headrace.peers.meet.listener import Listener
+from headrace.peers.node.crowd import Crowd
+from headrace.peers.node.node import NodeEngine
+from headrace.peers.node.working import work
 from headrace.plan.value.plan import Plan
-from headrace.runs.node import work
 from headrace.terms.events import Sink
 from headrace.terms.options.muster import Muster
 

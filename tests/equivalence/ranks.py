@@ -11,11 +11,11 @@ from crew import node_options, weights_of
 from torch.distributed import HashStore
 
 from headrace.engine.seams import Seams
-from headrace.engine.shared.fleet import Fleet
-from headrace.engine.shared.line import LANES, Line
-from headrace.engine.shared.sharded import ShardedEngine, join_as_rank
-from headrace.engine.shared.staged import StagedEngine
-from headrace.net import Ranks
+from headrace.peers.meet.ranks import Ranks
+from headrace.peers.ranks.fleet import Fleet
+from headrace.peers.ranks.sharded import ShardedEngine, join_as_rank
+from headrace.peers.stages.line import LANES, Line
+from headrace.peers.stages.staged import StagedEngine
 from headrace.plan.value.plan import Plan
 from headrace.terms.events import Sink, StepResult
 

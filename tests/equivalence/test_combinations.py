@@ -17,9 +17,9 @@ from ranks import staged_run
 from safetensors.torch import load_file
 from short_run import short_run
 
-from headrace.engine.local.learner import Learner
 from headrace.engine.trainer import Engine
-from headrace.files.number_file import NumberFile
+from headrace.peers.local_steps.engine import Learner
+from headrace.peers.local_steps.number_file import NumberFile
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.options import Options

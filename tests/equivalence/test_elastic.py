@@ -11,9 +11,9 @@ from crew import Crew, node_options, weights_of
 from plain import LENGTH, SPLIT, batch_of
 from short_run import short_run
 
-from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
+from headrace.peers.node.node import NodeEngine
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PeerLost, StepFailed
 from headrace.terms.events import Event, Notice

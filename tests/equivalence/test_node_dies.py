@@ -13,8 +13,8 @@ from crew import Crew, crew, node_options, weights_of
 from plain import LENGTH, ROWS, batch_of
 from tiers import sampled
 
-from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
+from headrace.peers.node.node import NodeEngine
 from headrace.store import StateStore
 from headrace.terms.errors import HeadraceError
 from headrace.testing import PowerSupply

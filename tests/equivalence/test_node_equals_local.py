@@ -12,9 +12,9 @@ from plain import LENGTH, ROWS, SPLIT, batch_of
 from short_run import short_run
 from tiers import sampled
 
-from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
+from headrace.peers.node.node import NodeEngine
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.events import Event, Planned

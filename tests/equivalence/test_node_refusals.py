@@ -12,7 +12,8 @@ from plain import LENGTH, ROWS, batch_of
 
 import headrace
 from headrace.engine.trainer import Engine
-from headrace.runs.node import deciding_options, refuse_another, serve
+from headrace.peers.node.run import refuse_another, serve
+from headrace.peers.node.working import deciding_options
 from headrace.store import RunLock
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError

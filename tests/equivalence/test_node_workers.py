@@ -17,20 +17,20 @@ from plain import LENGTH, ROWS, SPLIT, batch_of
 from short_run import short_run
 from tiers import sampled
 
-from headrace.engine.node import lane_diary
-from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.flow.step import compute, update
 from headrace.flow.step.step import HANDLERS
 from headrace.flow.step.step_state import StepState
+from headrace.peers.meet import lane_diary
+from headrace.peers.node.node import NodeEngine
+from headrace.peers.node.site import NodeSite
 from headrace.plan.value.plan import Plan
 from headrace.report.pages.views import lane_heading, lane_place
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, OpDone
 from headrace.terms.lanes import Lane, Peer, lane_of_peer, split_lane
 from headrace.terms.program import Op, Verb
-from headrace.update.sites.node import NodeSite
 
 NUM_BLOCKS = 4
 CLIPPED: dict[str, Any] = {"max_grad_norm": 0.5, "compute_dtype": "float32"}

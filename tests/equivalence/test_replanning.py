@@ -14,11 +14,11 @@ from tiers import sampled
 import headrace
 import headrace.ask.planner
 import headrace.engine.beginning
-from headrace.engine.node.node import NodeEngine
-from headrace.engine.shared.sharded import ShardedEngine
-from headrace.engine.shared.staged import StagedEngine
 from headrace.engine.trainer import Engine
 from headrace.flow.weights.buffers import Buffers
+from headrace.peers.node.node import NodeEngine
+from headrace.peers.ranks.sharded import ShardedEngine
+from headrace.peers.stages.staged import StagedEngine
 from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.clock.simulate import union_seconds
 from headrace.plan.forecast.forecast import forecast

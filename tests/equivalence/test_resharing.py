@@ -12,9 +12,10 @@ from ranks import ranks_run
 from short_run import short_run
 from tiers import sampled
 
-from headrace.engine.shared import resharing
+from headrace.peers.ranks import resharing
 from headrace.plan.value.plan import Plan
-from headrace.store import ShardStore, manifest, replacing
+from headrace.store import manifest, replacing
+from headrace.store.shard_store import ShardStore
 from headrace.terms.errors import ConfigError, RunDirectoryError
 
 OPTIONS: dict[str, Any] = {"gradient_sum": "tree", "max_grad_norm": 0.5}

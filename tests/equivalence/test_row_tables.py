@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 
 import headrace
 from headrace.engine.merging import merge_adapters
-from headrace.engine.shared.sharded import ShardedEngine
 from headrace.engine.trainer import Engine
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.passes.whose_weights import open_whose_model
+from headrace.peers.ranks.sharded import ShardedEngine
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options.budget import Budget
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from tiers import sampled
 
-from headrace.engine.shared.fleet import Fleet
-from headrace.engine.shared.talk import VERSIONS
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.store import ShardStore, StoreRequest
+from headrace.peers.meet.talk import VERSIONS
+from headrace.peers.ranks.fleet import Fleet
+from headrace.store import StoreRequest
+from headrace.store.shard_store import ShardStore
 from headrace.terms.errors import StorageError
 from headrace.terms.families import WEIGHTS, trained_unit
 from headrace.terms.layout import lay_out, planes_with

@@ -14,10 +14,10 @@ from ranks import staged_run
 from short_run import short_run
 from tiers import sampled
 
-from headrace.engine.shared.stage_shares import StageShares
-from headrace.engine.shared.staged import StagedEngine
 from headrace.engine.trainer import Engine
-from headrace.net import Relay
+from headrace.peers.meet.relay import Relay
+from headrace.peers.stages.stage_shares import StageShares
+from headrace.peers.stages.staged import StagedEngine
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import StagePlace
 from headrace.terms.errors import ConfigError

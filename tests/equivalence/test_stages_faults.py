@@ -15,10 +15,11 @@ from tiers import sampled
 from torch.distributed import HashStore
 
 from headrace.engine.seams import Seams
-from headrace.engine.shared.line import LANES, Line
-from headrace.engine.shared.sharded import join_as_rank
-from headrace.engine.shared.staged import StagedEngine
-from headrace.net import Channel, Ranks
+from headrace.peers.meet.lane import Channel
+from headrace.peers.meet.ranks import Ranks
+from headrace.peers.ranks.sharded import join_as_rank
+from headrace.peers.stages.line import LANES, Line
+from headrace.peers.stages.staged import StagedEngine
 from headrace.terms.errors import PeerLost, StepFailed
 
 STRIDE = 5

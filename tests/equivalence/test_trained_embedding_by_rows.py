@@ -14,9 +14,9 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM
 
 import headrace
-from headrace.engine.local.learner import Learner
 from headrace.engine.trainer import Engine
 from headrace.model.by_rows.learned_rows import LearnedRows
+from headrace.peers.local_steps.engine import Learner
 from headrace.plan.value.plan import Plan
 from headrace.terms.errors import ConfigError, PlanInfeasible
 

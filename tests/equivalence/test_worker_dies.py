@@ -12,15 +12,15 @@ from crew import Crew, crew, node_options, weights_of
 from plain import LENGTH, ROWS, batch_of
 from tiers import sampled
 
-from headrace.engine.node.node import NodeEngine
 from headrace.engine.seams import Seams
 from headrace.flow.step.step import HANDLERS
 from headrace.flow.step.step_state import StepState
-from headrace.net import exchange
-from headrace.runs.node import lost_peer
+from headrace.peers.meet import exchange
+from headrace.peers.meet.same_run import lost_peer
+from headrace.peers.node.node import NodeEngine
+from headrace.peers.node.site import NodeSite
 from headrace.terms.errors import PeerLost, StepFailed
 from headrace.terms.program import Op
-from headrace.update.sites.node import NodeSite
 
 BATCHES = [batch_of(ROWS, LENGTH, seed) for seed in range(3)]
 POLICIES: dict[str, dict[str, Any]] = {"immediate": {"max_grad_norm": None}, "deferred": {"max_grad_norm": 0.5}}

@@ -17,10 +17,10 @@ import pytest
 from node_processes import rank_process
 from test_jobs import LINES, WRONG, answer, options_for, write
 
-from headrace.generate.uses import job_ranks
-from headrace.generate.uses.job_ranks import Helpers, answer_for
 from headrace.generate.uses.job_tasks import Answers, JobShape, JobTask
-from headrace.net import Ranks
+from headrace.peers.meet.ranks import Ranks
+from headrace.peers.ranks import jobs as job_ranks
+from headrace.peers.ranks.jobs import RankHelpers, answer_for
 from headrace.terms.errors import PeerLost, PlanInfeasible, StorageError
 from headrace.terms.options.generate_options import GenerateOptions
 
@@ -112,7 +112,7 @@ class Shared:
 def test_each_task_is_answered_once(tasks: list[JobTask]) -> None:
     found: dict[int, Answers] = {}
     with met(3) as ranks:
-        shared, helpers = Shared(ranks), Helpers(ranks[0])
+        shared, helpers = Shared(ranks), RankHelpers(ranks[0])
 
         def keep(number: int, answers: Answers) -> None:
             assert number not in found
@@ -129,7 +129,7 @@ def test_each_task_is_answered_once(tasks: list[JobTask]) -> None:
 @pytest.mark.parametrize("trouble", ["lost", "poor"])
 def test_a_rank_that_is_lost_or_has_no_room_ends_all(trouble: str) -> None:
     with met(3) as ranks:
-        shared, helpers = Shared(ranks, **{trouble: 2}), Helpers(ranks[0])
+        shared, helpers = Shared(ranks, **{trouble: 2}), RankHelpers(ranks[0])
         with pytest.raises(PeerLost):
             finish(helpers)
         ranks[0].close()
@@ -138,7 +138,7 @@ def test_a_rank_that_is_lost_or_has_no_room_ends_all(trouble: str) -> None:
         assert isinstance(shared.failures[2], PlanInfeasible)
 
 
-def finish(helpers: Helpers) -> None:
+def finish(helpers: RankHelpers) -> None:
     helpers.deal(TASKS, SHAPE, lambda number, answers: None)
     helpers.finish()
 
@@ -148,7 +148,7 @@ def test_answers_that_cannot_be_written_end_all() -> None:
         raise StorageError("full")
 
     with met(2) as ranks:
-        shared, helpers = Shared(ranks), Helpers(ranks[0])
+        shared, helpers = Shared(ranks), RankHelpers(ranks[0])
         helpers.deal(TASKS, SHAPE, keep)
         with pytest.raises(StorageError, match="full"):
             helpers.finish()

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trainers import logged
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, TrainingArguments
 
+from headrace.data.batches.prompt_batches import Prompt, PromptBatches
+from headrace.data.values.values import DataSpec
 from headrace.integrations.transformers import HeadraceTrainer, arguments
 from headrace.integrations.transformers.arguments import check_arguments
 from headrace.migrate import trl as files
@@ -211,3 +213,13 @@ def test_a_coefficient_for_a_model_without_a_router_is_refused(talking: Path, tm
     trainer = HeadraceTrainer(model=str(talking), args=args, train_dataset=[{"text": "a b"}], cache=tmp_path / "cache")
     with pytest.raises(ConfigError, match=r"^router_aux_loss_coef: 0\.1 was asked for"):
         trainer.train()
+
+
+def test_grpo_takes_prompts_in_the_order_of_trls_sampler() -> None:
+    from trl.trainer.utils import RepeatSampler
+
+    sampler = RepeatSampler(range(8), mini_repeat_count=1, batch_size=4, seed=42)
+    spec = DataSpec(paths=("data",), sequence_length=16, tokens_per_step=8 * 16, packing=False, seed=42)
+    batches = PromptBatches([Prompt((1,), "a", {})] * 8, spec, 2, 0)
+    theirs = [number for _ in range(3) for number in sampler]
+    assert [int(number) for _ in range(6) for number in batches.next_batch().samples] == theirs

@@ -10,7 +10,7 @@ import torch
 from first_plans import Plans
 
 import headrace.ask.planner
-from headrace.engine.local.outer import OuterState, outer_options
+from headrace.peers.local_steps.outer import OuterState, outer_options
 from headrace.terms.options.run_options import NodeOptions
 
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from tiers import sampled
 
 from headrace.data.batches.open_data import open_stream
-from headrace.engine.local.outer import OuterState
-from headrace.files.number_file import NumberFile
+from headrace.peers.local_steps.broker import Broker, LearnerWork
+from headrace.peers.local_steps.ledger import Journal, read_journal
+from headrace.peers.local_steps.number_file import NumberFile
+from headrace.peers.local_steps.outer import OuterState
+from headrace.peers.local_steps.rounds import ByQuorum, Replayed, Rounds
 from headrace.runs.engines import state_of
-from headrace.runs.local_steps.broker import Broker, LearnerWork
-from headrace.runs.local_steps.ledger import Journal, read_journal
-from headrace.runs.local_steps.rounds import ByQuorum, Replayed, Rounds
 from headrace.runs.protocols import StateKind
 from headrace.terms.options.run_options import NodeOptions
 from headrace.update.sites.travel import TRAVELS

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 from tiers import sampled
 
-from headrace.net import Address, Channel
+from headrace.peers.meet.address import Address
+from headrace.peers.meet.lane import Channel
+from headrace.peers.node.run import serve
+from headrace.peers.node.working import work
 from headrace.runs.loop import train
-from headrace.runs.node import serve, work
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import NodeOptions, RunOptions
@@ -39,9 +41,12 @@ class Learners:
         except BaseException as error:
             self.errors.append(error)
 
-    def join(self) -> None:
+    def wait(self) -> None:
         for thread in self._threads:
             thread.join(200)
+
+    def join(self) -> None:
+        self.wait()
         assert self.errors == []
 
 
@@ -141,7 +146,7 @@ def test_a_learner_moves_few_bytes_for_each_number_in_each_round(
 
 
 def test_a_learner_without_a_drive_is_refused(tmp_path: Path, options: Callable[..., NodeOptions]) -> None:
-    from headrace.runs.local_steps.learner import Learning
+    from headrace.peers.local_steps.learner import Learning
     from headrace.runs.protocols import NoDisplay
 
     with pytest.raises(ConfigError, match="ssd: a learner keeps a run of its own"):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiers import sampled
 
-from headrace.engine.local.outer import Change, Merge, OuterState
-from headrace.files.number_file import NumberFile
+from headrace.peers.local_steps.number_file import NumberFile
+from headrace.peers.local_steps.outer import Change, Merge, OuterState
 from headrace.terms.errors import CorruptData, PeerLost
 from headrace.update.sites.travel import TRAVELS
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from headrace.runs.local_steps.ledger import Journal, Lot, LotLedger, read_journal
-from headrace.runs.local_steps.node import Waiting
-from headrace.runs.local_steps.rounds import ByQuorum, Replayed
+from headrace.peers.local_steps.ledger import Journal, Lot, LotLedger, read_journal
+from headrace.peers.local_steps.node import Waiting
+from headrace.peers.local_steps.rounds import ByQuorum, Replayed
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.run_options import NodeOptions
 

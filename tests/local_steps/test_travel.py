@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace.engine.local.outer import Change, Merge, OuterState
-from headrace.files.number_file import NumberFile
+from headrace.peers.local_steps.number_file import NumberFile
+from headrace.peers.local_steps.outer import Change, Merge, OuterState
 from headrace.update.sites.travel import TRAVELS
 
 INT8 = TRAVELS["int8"]

@@ -26,7 +26,7 @@ SHARES = {
     "headrace/flow": 62,
     "headrace/store": 42,
     "headrace/update": 36,
-    "headrace/net": 24,
+    "headrace/peers/meet": 24,
     "headrace/model/parts/runner.py": 12,
     "headrace/data/chat/turns.py": 10,
 }

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -38,7 +39,10 @@ NEAREST = {
     ),
     "headrace.store": ("tests/store", "tests/equivalence/test_damage_on_the_way.py tests/equivalence/test_resharing.py"),
     "headrace.update": ("tests/update", "tests/equivalence/test_lsp.py tests/equivalence/test_adapters.py"),
-    "headrace.net": ("tests/net", "tests/equivalence/test_shards.py tests/equivalence/test_stages.py"),
+    "headrace.peers.meet": ("tests/net", "tests/equivalence/test_shards.py tests/equivalence/test_stages.py"),
+    "headrace.peers.stages": ("tests/equivalence/test_stages.py", "tests/equivalence/test_stages_faults.py"),
+    "headrace.peers.local_steps": ("tests/local_steps",),
+    "headrace.peers.node": ("tests/equivalence/test_node_equals_local.py", "tests/equivalence/test_node_workers.py"),
     "headrace.model.parts.runner": (
         "tests/model tests/equivalence/test_sample_lengths.py",
         "tests/equivalence/test_packed.py tests/equivalence/test_whole_loss.py",
@@ -101,11 +105,21 @@ def tested(mutant: Mutant | None, tests: str) -> int:
     return int(pytest.main([*tests.split(), "-x", "-q", "-p", "no:xdist", "-m", USUAL]))
 
 
+@cache
+def check_unchanged(tests: str) -> None:
+    """Tests that fail without a mutant, or take too long, would notice each."""
+    said = outcome(None, tests)
+    if said != "lives":
+        sys.exit(f"{tests}: these fail or hang on the code as it is; mend them first")
+
+
 def judge(mutant: Mutant) -> str:
     """Return the outcome of the first group of tests that notices a mutant, or of the last."""
     said = "lives"
     for tests in groups_of(mutant):
         said = outcome(mutant, tests)
+        if said in ("noticed", "hangs"):
+            check_unchanged(tests)
         if said != "lives":
             break
     return said

@@ -8,8 +8,11 @@ import sys
 import numpy as np
 import torch
 
-from headrace.net import Address, Generation, Listener, Member
-from headrace.net.exchange import add_up, spread_out, take_in, take_sum
+from headrace.peers.meet.address import Address
+from headrace.peers.meet.exchange import add_up, spread_out, take_in, take_sum
+from headrace.peers.meet.generation import Generation
+from headrace.peers.meet.listener import Listener
+from headrace.peers.meet.member import Member
 from headrace.terms.options.muster import Muster
 from headrace.terms.options.summing import SEQUENTIAL, order_of
 

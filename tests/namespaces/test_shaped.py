@@ -10,7 +10,7 @@ import pytest
 from network import Network
 from test_bytes import PEER, heard
 
-from headrace.plan.clock import links
+from headrace.peers.node import links
 from headrace.terms.lanes import Lane
 
 MEGABITS, ELEMENTS = 50.0, 32 << 20

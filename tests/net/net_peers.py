@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from headrace.net import Address, Generation, Listener, Member
+from headrace.peers.meet.address import Address
+from headrace.peers.meet.generation import Generation
+from headrace.peers.meet.listener import Listener
+from headrace.peers.meet.member import Member
 from headrace.terms.options.muster import Muster
 
 VERSION = "test"
@@ -44,10 +47,10 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of `headrace.net.listener` and `headrace.net.member`."""
+    """The clock of `headrace.peers.meet.listener` and `headrace.peers.meet.member`."""
     made = Clock()
     for module in ("listener", "member"):
-        monkeypatch.setattr(f"headrace.net.{module}.time", made)
+        monkeypatch.setattr(f"headrace.peers.meet.{module}.time", made)
     return made
 
 

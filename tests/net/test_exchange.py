@@ -14,8 +14,9 @@ import torch
 from net_peers import at_once, joined, listening
 from tiers import sampled
 
-from headrace.net import Generation, exchange
-from headrace.net.lane import Channel
+from headrace.peers.meet import exchange
+from headrace.peers.meet.generation import Generation
+from headrace.peers.meet.lane import Channel
 from headrace.terms.errors import PeerLost
 from headrace.terms.options.summing import SEQUENTIAL, order_of
 

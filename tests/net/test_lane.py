@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch.distributed import HashStore
 
-from headrace.net.lane import PIECE_BYTES, Channel
+from headrace.peers.meet.lane import PIECE_BYTES, Channel
 from headrace.terms.errors import PeerLost
 
 PIECE_SECONDS = 2.0

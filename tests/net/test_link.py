@@ -5,7 +5,8 @@ import pytest
 from net_peers import VERSION, at_once, joined, listening
 
 from headrace.cli.machine_sheet import machine_sheet, sheet_text
-from headrace.net import Member, link
+from headrace.peers.meet import link
+from headrace.peers.meet.member import Member
 from headrace.terms.errors import ConfigError
 
 

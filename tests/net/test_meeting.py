@@ -15,8 +15,8 @@ from net_peers import at_once
 from test_strangers import texts
 from torch.distributed import TCPStore
 
-from headrace.net import Address
-from headrace.net.meeting import Meeting
+from headrace.peers.meet.address import Address
+from headrace.peers.meet.meeting import Meeting
 from headrace.terms.errors import ConfigError, MembershipFailed, PeerLost
 
 LANES = ("control",)

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from net_peers import VERSION, Clock, at_once, joined, listening
 
-from headrace.net import Address, Channel, Listener, Member
-from headrace.net.proof import is_proof, proof
+from headrace.peers.meet.address import Address
+from headrace.peers.meet.lane import Channel
+from headrace.peers.meet.listener import Listener
+from headrace.peers.meet.member import Member
+from headrace.peers.meet.proof import is_proof, proof
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.options.muster import Muster
 

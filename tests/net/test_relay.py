@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from headrace.net.lane import Channel
-from headrace.net.relay import Relay
+from headrace.peers.meet.lane import Channel
+from headrace.peers.meet.relay import Relay
 
 
 class Broken(Channel):

@@ -16,8 +16,11 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from headrace.machine.shared_memory import SharedMemory
-from headrace.net import Channel, Ranks, SharedCopy, ranks
+from headrace.peers.meet import ranks
+from headrace.peers.meet.lane import Channel
+from headrace.peers.meet.ranks import Ranks
+from headrace.peers.meet.shared_copy import SharedCopy
+from headrace.peers.meet.shared_memory import SharedMemory
 from headrace.terms.errors import PeerLost
 
 Pair = tuple[Ranks, SharedCopy]

@@ -15,9 +15,10 @@ from hypothesis import strategies as some
 from net_peers import VERSION, Clock, at_once, joined, listening
 from torch.distributed import TCPStore
 
-from headrace.net import Listener, Member
-from headrace.net.board import Board
-from headrace.net.watchman import Watchman
+from headrace.peers.meet.board import Board
+from headrace.peers.meet.listener import Listener
+from headrace.peers.meet.member import Member
+from headrace.peers.meet.watchman import Watchman
 from headrace.terms.errors import ConfigError, MembershipFailed, PeerLost
 from headrace.terms.options.muster import Muster
 

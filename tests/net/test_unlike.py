@@ -9,8 +9,8 @@ import torch
 from net_peers import at_once
 from test_lane import lanes
 
-from headrace.net import exchange
-from headrace.net.lane import Channel
+from headrace.peers.meet import exchange
+from headrace.peers.meet.lane import Channel
 from headrace.terms.errors import Unlike
 
 WANTED = np.zeros(100, np.float32)

@@ -80,6 +80,20 @@ def test_each_prompt_has_its_turn_in_each_epoch_and_a_position_brings_back_what_
     assert (stream().steps_per_epoch, stream().epochs_ended(5)) == (2.5, 2)
 
 
+def test_prompts_come_in_the_order_of_trls_sampler() -> None:
+    """One generator of torch draws all epochs, from whatever position; a run that began before keeps its own."""
+    dice = torch.Generator().manual_seed(7)
+    orders = [torch.randperm(5, generator=dice).tolist() for _ in range(3)]
+    batches = stream(rows=10, seed=7)
+    assert [numbers(batches.next_batch()) for _ in orders] == orders
+    for epoch in (2, 0, 1):
+        batches.restore({"taken": 5 * epoch, "prompts": 5, "order": "randperm"})
+        assert numbers(batches.next_batch()) == orders[epoch]
+    batches.restore({"taken": 5, "prompts": 5})
+    assert numbers(batches.next_batch()) == np.random.default_rng((7, 1)).permutation(5).tolist()
+    assert "order" not in batches.state()
+
+
 def test_a_step_takes_whole_groups() -> None:
     with pytest.raises(ConfigError, match=r"3 rows of 16 tokens, no multiple of num_generations=2; give 32"):
         stream(rows=3)

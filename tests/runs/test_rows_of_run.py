@@ -10,8 +10,8 @@ from training_fakes import FakeHost, Screen, run_options, write_data
 
 from headrace.data.batches.open_data import open_stream
 from headrace.files.yaml_options import from_yaml
+from headrace.peers.meet.same_run import refuse_another_run
 from headrace.runs import RunOptions, train
-from headrace.runs.same_run import refuse_another_run
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.options.border import Border

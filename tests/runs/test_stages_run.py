@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from training_fakes import run_options
 
-from headrace.net import Address
-from headrace.runs.stages import Staging, train_in_stages
+from headrace.peers.meet.address import Address
+from headrace.peers.stages.run import Staging, train_in_stages
 from headrace.store.run_directory import RunDirectory
 from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.options.run_options import RunOptions

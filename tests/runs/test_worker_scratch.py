@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.files.scratch import scratch
-from headrace.runs.node import _SCRATCH, _discard
+from headrace.peers.node.working import _SCRATCH, _discard
 
 pytestmark = pytest.mark.process
 

@@ -4,6 +4,7 @@ Each test names all that break its rule. Run: pytest tests/style
 """
 
 import ast
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2] / "headrace"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("terms",),
     ("machine",),
-    ("codec", "files", "net"),
+    ("codec", "files"),
     ("data", "model", "plan"),
     ("losses", "report", "store"),
     ("update",),
@@ -26,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("ask",),
     ("engine",),
     ("compress", "generate", "migrate", "runs"),
+    ("peers",),
     ("integrations", "process", "serve"),
     ("cli",),
     ("testing",),
@@ -104,22 +106,26 @@ def test_what_needs_no_torch_imports_none() -> None:
     assert found == []
 
 
-# Who knows of peers: what forms generations, the site that pulls from a node and pushes to it, jobs that are shared out.
-KNOWS_PEERS = {f"engine/{name}.py" for name in ("node/crowd", "node/worker", "shared/talk", "shared/line")}
-KNOWS_PEERS |= {"generate/uses/job_ranks.py", "update/sites/node.py"}
+# What stands beside the core: several machines, and applications of other people's programs.
+BESIDE = {"peers", "integrations", "migrate", "serve", "testing"}
 
 
-def test_only_one_room_knows_the_library_of_peers_and_few_know_that_room() -> None:
+def test_the_core_knows_neither_peers_nor_other_peoples_programs() -> None:
     """What computes, updates and plans sees a site, and nothing of how bytes travel to it."""
-    found, peers = set(), set()
-    for path in FILES:
-        if package_of(path) == "net":
-            continue
-        names = {name for _, name in imports(path)}
-        found |= {name_of(path) for name in names if name.startswith("torch.distributed")}
-        peers |= {name_of(path) for name in names if name.startswith("headrace.net")}
-    assert found == set()
-    assert {each for each in peers if each.split("/")[0] not in ("cli", "runs")} == KNOWS_PEERS
+    core = [path for path in FILES if package_of(path) not in BESIDE | {"cli", "__main__"}]
+    beside = re.compile(rf"headrace\.({'|'.join(BESIDE)})\b")
+    found = [(place, name) for path in core for place, name in imports(path) if beside.match(name)]
+    assert found == []
+
+
+def test_only_one_room_knows_the_library_of_peers() -> None:
+    others = [path for path in FILES if path.parent != ROOT / "peers" / "meet"]
+    assert [place for path in others for place, name in imports(path) if name.startswith("torch.distributed")] == []
+
+
+def test_the_command_line_imports_peers_by_their_face() -> None:
+    inside = [(place, name) for path in FILES if package_of(path) == "cli" for place, name in imports(path)]
+    assert [(place, name) for place, name in inside if re.match(r"headrace\.peers\.\w+\.", name)] == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
@@ -189,8 +195,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "plan": ("value", "clock", "schedules", "forecast", "search"),
     "update": ("rules", "tables", "sites", "projectors", "wires", ""),
     "flow": ("run", "weights", "step"),
-    "engine": ("", "node", "shared", "local"),
     "generate": ("plan", "passes", "uses"),
+    "peers": ("meet", "ranks", "stages", "local_steps", "node", ""),
 }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from headrace.data.chat.prompts import Prompts
 from headrace.data.pairs.preferences import read
@@ -18,6 +19,8 @@ from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.options.data_source import DataSource
 from headrace.terms.options.preferences import Preferences
 from headrace.terms.packed_rows import PackedRows
+
+_ORDER = "randperm"  # of which a run's position tells; runs that began before it keep numpy's permutations
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ def read_prompts(
 
 
 class PromptBatches:
-    """`Batches` of `prompts`, so many a step, in another order in each epoch if the data are shuffled."""
+    """`Batches` of `prompts`, so many a step. If the data are shuffled, each epoch has another order: that of TRL's sampler."""
 
     held_out = None
     by_earlier_rules = False
@@ -81,6 +84,8 @@ class PromptBatches:
             )
         self.prompts, self._spec, self._too_long = tuple(prompts), spec, too_long
         self._per_step, self._taken = spec.rows_per_step // generations, 0
+        self._dice, self._epoch, self._order = torch.Generator().manual_seed(spec.seed), -1, list[int]()
+        self._by_earlier_order = False
         self.columns = tuple(self.prompts[0].columns)  # the same for all
 
     @property
@@ -133,7 +138,8 @@ class PromptBatches:
 
     def state(self) -> dict[str, Any]:
         """Return the position: how many prompts were taken, of how many."""
-        return {"taken": self._taken, "prompts": len(self.prompts)}
+        order = {} if self._by_earlier_order else {"order": _ORDER}
+        return {"taken": self._taken, "prompts": len(self.prompts)} | order
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to the position where `state` was taken.
@@ -145,10 +151,16 @@ class PromptBatches:
             raise DataError(
                 f"data: {len(self.prompts)} prompts, and the run began with {state.get('prompts')}; restore the files"
             )
-        self._taken = int(state["taken"])
+        self._taken, self._by_earlier_order = int(state["taken"]), state.get("order") != _ORDER
 
     def _number(self, place: int) -> int:
         epoch, within = divmod(place, len(self.prompts))
         if not self._spec.shuffle:
             return within
-        return int(np.random.default_rng((self._spec.seed, epoch)).permutation(len(self.prompts))[within])
+        if self._by_earlier_order:
+            return int(np.random.default_rng((self._spec.seed, epoch)).permutation(len(self.prompts))[within])
+        if epoch < self._epoch:
+            self._dice, self._epoch = self._dice.manual_seed(self._spec.seed), -1
+        while self._epoch < epoch:  # one generator draws the orders of all epochs
+            self._order, self._epoch = torch.randperm(len(self.prompts), generator=self._dice).tolist(), self._epoch + 1
+        return self._order[within]

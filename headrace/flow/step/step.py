@@ -16,7 +16,7 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
     shards.py       ranks share out units   what others hold comes here; gradients go to who holds the unit's part
 
 Beside them: `step_batch.py` cuts a batch, and `step_state.py` is what operations share. `steps.py` goes from step to step,
-`settle.py` merges between them. `stages.py` is a stage's step, and `visiting_head.py` a head that comes for the loss.
+`settle.py` merges between them. `visiting_head.py` is a head that comes for the loss.
 
 An interpreter (flow/run/execute.py) performs them: overlapped, with one or more threads per lane, or plain, one after the
 other. Same bits.

@@ -1,8 +1,8 @@
 """What is left of a job of prompts: micro-batches as values that can be sent, and how one process answers them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated, SeatRows
@@ -68,6 +68,23 @@ def line_settings_of(
     """Return the arguments of transformers' `generate` for lines with these `settings`."""
     own = {key: value for key, value in settings.items() if key != "seed"}
     return generator.model.settings(longest, None, {**changes, **own})
+
+
+class Helpers(Protocol):
+    """Other processes that take their share of a job."""
+
+    def deal(self, tasks: Sequence[JobTask], shape: JobShape, keep: Callable[[int, Answers], None]) -> Sequence[JobTask]:
+        """Share out the tasks, and return those of this process. `keep` gets the others' answers, in threads of their own."""
+
+    def look(self) -> None:
+        """Raise what went wrong with the answers of others.
+
+        Raises:
+            PeerLost: a process is gone. StorageError: its answers cannot be written.
+        """
+
+    def finish(self) -> None:
+        """Wait for the answers of all, and let the others go. Raises as `look` does."""
 
 
 def answered(

@@ -32,8 +32,7 @@ from headrace.generate.plan.compose import composed
 from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes
 from headrace.generate.uses.answering import changes_of
-from headrace.generate.uses.job_ranks import Helpers
-from headrace.generate.uses.job_tasks import Answers, JobShape, JobTask, answered, line_settings_of
+from headrace.generate.uses.job_tasks import Answers, Helpers, JobShape, JobTask, answered, line_settings_of
 from headrace.machine.cpu import processor_name
 from headrace.model.seats.generation_keys import is_assisted
 from headrace.terms.errors import (

@@ -21,8 +21,9 @@ from headrace.generate.uses import jobs
 from headrace.generate.uses.answering import Answerer
 from headrace.generate.uses.evaluating import evaluate_model
 from headrace.generate.uses.jobs import run_job
+from headrace.peers.node.run import serve
+from headrace.peers.node.working import work
 from headrace.runs import train
-from headrace.runs.node import serve, work
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.eval_options import EvalOptions

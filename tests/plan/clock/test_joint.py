@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machines import machine
 
-from headrace.plan.clock.joint import RankedOp, simulate_joint
-from headrace.plan.clock.links import Link, Network
+from headrace.peers.node.joint import RankedOp, simulate_joint
+from headrace.peers.node.links import Link, Network
 from headrace.plan.clock.rates import Rates
 from headrace.terms.errors import StepFailed
 from headrace.terms.lanes import Lane

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.plan.clock.links import Crossing, Link, Network, Pattern
+from headrace.peers.node.links import Crossing, Link, Network, Pattern
 from headrace.terms.lanes import Lane
 
 DOWN, UP = Lane.NIC_DOWN, Lane.NIC_UP

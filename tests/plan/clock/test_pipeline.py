@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.plan.clock.cuts import even_cuts
-from headrace.plan.clock.pipeline import Station, most_busy_share, run
+from headrace.peers.stages.cuts import even_cuts
+from headrace.peers.stages.pipeline import Station, most_busy_share, run
 from headrace.terms.errors import ConfigError
 
 

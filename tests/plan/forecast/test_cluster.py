@@ -11,8 +11,8 @@ from machines import machine
 from small_plans import small_plan
 from tiers import sampled
 
-from headrace.plan.clock.links import Pattern
-from headrace.plan.forecast.cluster import NODE, WORKER, Cluster, ClusterForecast, Thing, forecast_cluster
+from headrace.peers.node.cluster import NODE, WORKER, Cluster, ClusterForecast, Thing, forecast_cluster
+from headrace.peers.node.links import Pattern
 from headrace.plan.value.plan import Plan
 from headrace.terms.forms import SSD, UnitFigures, home_of
 from headrace.terms.lanes import Lane

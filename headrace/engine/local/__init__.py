@@ -1,1 +1,0 @@
-"""Learners train by themselves and meet; the outer update."""

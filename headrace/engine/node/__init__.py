@@ -1,1 +1,0 @@
-"""One node that owns states and workers that compute gradients."""

@@ -1,0 +1,1 @@
+"""Learners train whole models by themselves, and merge what they changed now and then."""

@@ -1,0 +1,1 @@
+"""Who is there, in which generation, and the channels between them. Only this room imports torch.distributed."""
