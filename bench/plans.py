@@ -1,7 +1,7 @@
-"""What `headrace plan` answers for 70 and 175 billion parameters, over main memory, SSDs and tokens per step: `docs/plans.md`.
+"""What `headrace plan` answers for 70 and 175 billion parameters, over memory, SSDs and tokens per step: `docs/log/plans.md`.
 
     python bench/plans.py                             # print
-    python bench/plans.py --output docs/plans.md      # write
+    python bench/plans.py --output docs/log/plans.md      # write
     python bench/plans.py --kept answers.jsonl        # in pieces: what a killed run has answered is not asked again
 
 Each cell is what `headrace plan` says for a profile of the package with another amount of memory; no weights, no GPU. Half an
@@ -237,7 +237,7 @@ def odd_cells(answers: Sequence[tuple[Cell, Answer]]) -> list[str]:
     return odd
 
 
-PREFACE = f"""# What it would take: 70 and 175 billion parameters on one GPU
+PREFACE = f"""# What would it take: 70 and 175 billion parameters on one GPU?
 
 Plans, not measurements: what `headrace plan` answers for the packaged profile `{GPU}` with other amounts of memory.
 Full fine-tuning in bfloat16 with exact AdamW and clipping; every step is a checkpoint; rows have {SEQUENCE_LENGTH} tokens.
@@ -246,7 +246,7 @@ Full fine-tuning in bfloat16 with exact AdamW and clipping; every step is a chec
 - SSDs of 3.84 TB, 6.25 GB/s read and 3.2 GB/s written each. Sources of all figures: `headrace/plan/machines/{GPU}.json`.
 - "Worn" is the share of a drive's rated life; "the bound" is the time that nothing with these rates can beat.
 
-Made by `python bench/plans.py --output docs/plans.md`.
+Made by `python bench/plans.py --output docs/log/plans.md`.
 """
 
 

@@ -1,4 +1,6 @@
-"""The choices of a run, axis by axis, those that are refused together, and docs/combinations.md, which says so.
+"""The choices of a run, axis by axis, those that are refused together, and the part of docs/features.md that says so.
+
+`PYTHONPATH=tests python tests/choices.py` writes it anew.
 
 Values come from where they are declared (rules, ways for gradients, adapters), so that a new one is in the table.
 """
@@ -6,6 +8,8 @@ Values come from where they are declared (rules, ways for gradients, adapters), 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+
+from pages import renew
 
 from headrace.terms.errors import ConfigError
 from headrace.terms.layout import COMPUTE_DTYPES
@@ -66,10 +70,11 @@ def refused() -> Iterator[tuple[str, str, str]]:
                         yield one, other, why
 
 
-def combinations_page() -> str:
-    """Return docs/combinations.md: all choices, and those that are refused together."""
+def combinations() -> str:
+    """Return the part of docs/features.md about all choices, and those that are refused together."""
     lines = [
-        "# What combines with what",
+        "",
+        "## What combines",
         "",
         "Every choice goes with every choice of another row, and with all placements, packing, accumulation and resuming.",
         "The exceptions are below. They are refused before anything is read or written, and the refusal says why.",
@@ -81,8 +86,6 @@ def combinations_page() -> str:
         "| this | not with | instead |",
         "|---|---|---|",
         *(f"| {_code(ones)} | {_code(others)} | {advice} |" for ones, others, advice in _alike()),
-        "",
-        "This page is generated (`tests/choices.py`); `tests/equivalence/test_combinations.py` walks it.",
         "",
     ]
     return "\n".join(lines)
@@ -113,3 +116,7 @@ def _rules() -> Iterator[str]:
 
 def _others(setting: Declaration) -> tuple[str, ...]:
     return tuple(name for name in setting.kind.names if name != setting.default) if isinstance(setting.kind, OneOf) else ()
+
+
+if __name__ == "__main__":
+    renew("features.md", "tests/choices.py", combinations())

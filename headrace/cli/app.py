@@ -304,19 +304,25 @@ def doctor(
 @command(TIDY)
 @plainly
 def clean(
-    directories: Annotated[list[Path], typer.Argument(metavar="DIR...", help="SSD directories or run directories.")],
+    directories: Annotated[list[Path] | None, typer.Argument(metavar="[DIR...]", help="SSD or run directories.")] = None,
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Also remove runs that could be resumed or were moved.")
+        bool, typer.Option("--unfinished", help="Also remove runs that could be resumed or were moved, and what they need.")
+    ] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Remove what is kept outside runs, and copies of weights in DIR.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
 ) -> None:
-    """Remove state that dead runs left on SSDs. Runs in use, resumable or moved are kept."""
-    from headrace.cli.cleaning import clean_up
+    """Remove state that dead runs left on SSDs, or caches. Runs in use, resumable or moved are kept."""
+    from headrace.cli.cleaning import clean_all
 
-    missing = [directory for directory in directories if not directory.is_dir()]
+    places = directories or []
+    missing = [directory for directory in places if not directory.is_dir()]
     if missing:
         leave(f"{missing[0]}: no such directory; name the SSD or run directories to clean", 2)
-    for line in clean_up(directories, unfinished=unfinished, dry_run=dry_run):
+    if not places and not cache:
+        leave("nothing to clean was named; name SSD or run directories, or give --cache", 2)
+    for line in clean_all(places, cache=cache, unfinished=unfinished, dry_run=dry_run):
         typer.echo(line)
 
 

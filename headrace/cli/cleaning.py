@@ -8,10 +8,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import headrace
+from headrace.process import cache_directory, machine_profile_path
 from headrace.store import Leftover, find_leftovers, leftovers_of, lost_commits, remove_leftover
 from headrace.store.manifest import MANIFEST_NAME, RECORD_NAMES, UNMADE_NAME
 from headrace.terms.errors import ConfigError, RunDirectoryError, StorageError
 from headrace.terms.sizes import format_bytes
+
+
+def clean_all(directories: Sequence[Path], *, cache: bool, unfinished: bool, dry_run: bool) -> Iterator[str]:
+    """Remove leftovers in `directories`, and with `cache` what is kept outside runs. Yields and raises as the two do."""
+    if directories:
+        yield from clean_up(directories, unfinished=unfinished, dry_run=dry_run)
+    if cache:
+        from headrace.cli.cache_cleaning import Places, clean_cache
+
+        package = Path(headrace.__file__).parent
+        places = Places(cache_directory(), machine_profile_path(), package, directories)
+        yield from clean_cache(places, unfinished=unfinished, dry_run=dry_run)
 
 
 def clean_up(directories: Sequence[Path], *, unfinished: bool, dry_run: bool) -> Iterator[str]:

@@ -4,11 +4,14 @@ Invariant: importing functions never fails. If no directory for machine code can
 home directory), each process compiles them again.
 """
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
-from numba import cfunc, njit, types
+from numba import cfunc, config, njit, types
 from numba.extending import intrinsic
+from numba.misc.appdirs import AppDirs
 
 _Loop = TypeVar("_Loop", bound=Callable[..., Any])
 
@@ -57,3 +60,15 @@ def full_width(context: Any) -> Any:
         return ctx.get_dummy_value()
 
     return types.none(), lower
+
+
+def machine_code_files(package: Path) -> list[Path]:
+    """Return the files with machine code of loops in `package`: beside it, or where numba keeps what it cannot write there."""
+    elsewhere = [Path(base) for base in (config.CACHE_DIR, AppDirs(appname="numba", appauthor=False).user_cache_dir) if base]
+    found = []
+    for folder in sorted({source.parent for source in package.rglob("*.py")}):
+        # As numba's cache locators name it.
+        name = f"{folder.name}_{hashlib.sha1(str(folder.absolute()).encode()).hexdigest()}"
+        for place in (folder / "__pycache__", *(base / name for base in elsewhere)):
+            found += [path for path in place.glob("*.nb[ic]") if path.is_file()]
+    return found

@@ -36,6 +36,7 @@ from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
 PREFIX = "headrace-weights-"
 _RECORD, _DATA, _SUMS, _VERIFIED = "copy.json", "data", "sums", "verified"
+_NAMES = (_RECORD, _VERIFIED, _SUMS, _DATA)  # in the order in which they go
 _FORMAT = 1
 # After so many pieces drives are asked to have them for good, and their sums are written down: what a kill costs at most.
 _PIECES_TOGETHER = 16
@@ -180,7 +181,7 @@ class WeightCopy:
 
     def _remove(self) -> None:
         for folder in self.folders:
-            for name in (_RECORD, _VERIFIED, _SUMS, _DATA):
+            for name in _NAMES:
                 (folder / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
@@ -309,3 +310,22 @@ def _record_of(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
+
+
+def remove_copy(folder: Path) -> None:
+    """Remove the part of a copy in `folder`. Who reads it has it open, and goes on.
+
+    Raises:
+        RunDirectoryError: a process makes the copy just now.
+        OSError: something in it cannot be removed, or something else is in it.
+    """
+    record = _record_of(folder)
+    first = Path(record["directories"][0]) / folder.name if record else folder
+    lock = RunLock(first, needed=False)
+    try:
+        for name in _NAMES:
+            (folder / name).unlink(missing_ok=True)
+        (folder / LOCK_NAME).unlink(missing_ok=True)
+        folder.rmdir()
+    finally:
+        lock.release()

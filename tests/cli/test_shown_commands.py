@@ -1,6 +1,6 @@
 """Every command that a page shows is one that there is: its options, their values and what they say together are understood.
 
-Nothing is run, and no place that a command names is looked at. Also here: what the page of features says of each.
+Nothing is run, and no place that a command names is looked at. Also here: what the list of features says of each.
 
 Run: pytest tests/cli/test_shown_commands.py
 """
@@ -23,9 +23,9 @@ from headrace.terms.options.run_options import NodeOptions, RunOptions
 
 ROOT = Path(__file__).parents[2]
 WRITTEN_FOR_ADDERS = "extending.md"  # its commands have what a reader is about to add
-GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 SHOWN = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != WRITTEN_FOR_ADDERS]
-PAGES = [ROOT / "README.md", *SHOWN, *GUIDES]
+FEATURES = Path(__file__).parent / "features.md"
+PAGES = [ROOT / "README.md", FEATURES, *SHOWN]
 # A model of half a billion parameters in eight blocks: the search for its plan takes seconds.
 CONFIG = {
     "model_type": "llama",
@@ -39,7 +39,6 @@ CONFIG = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-FEATURES = ROOT / "docs" / "features.md"
 NUM_FEATURES = 86
 GROUP: Any = typer.main.get_command(app)
 
@@ -96,14 +95,14 @@ def test_commands_of_a_page_are_understood(page: Path) -> None:
 
 
 def plans() -> list[str]:
-    """Return the plans that guides ask for, of machines that need not be here."""
-    found = {each for page in GUIDES for each in commands_in(page.read_text(encoding="utf-8")) if "--machine" in each}
+    """Return the plans that the page of ways asks for, of machines that need not be here."""
+    found = {each for each in commands_in((ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")) if "--machine" in each}
     return sorted(found)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("shown", plans())
-def test_the_plans_of_guides_are_made(shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plans_of_a_page_are_made(shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     words = [str(config) if word in ("MODEL", "config.json") else word for word in shlex.split(shown, comments=True)]

@@ -1,4 +1,4 @@
-"""What the guide on preferences shows is done as it stands, with a small model: its two runs.
+"""What the page on preferences shows is done as it stands, with a small model: its two runs.
 
 README.md and docs/start.md are typed by `tests/demo/test_typed_commands.py`.
 
@@ -36,5 +36,5 @@ def test_an_adapter_from_conversations_to_preferences(world: World, monkeypatch:
     monkeypatch.chdir(world.folder)
     Path("chats.jsonl").write_text('{"prompt": "water", "completion": " flows"}\n' * 8)
     Path("pairs.jsonl").write_text('{"prompt": "water", "chosen": " flows", "rejected": " burns"}\n' * 8)
-    do("guides/preferences.md", world, MODEL=str(world.model))
+    do("preferences.md", world, MODEL=str(world.model))
     assert "rewards/margins" in (world.folder / "dpo" / "metrics.jsonl").read_text()

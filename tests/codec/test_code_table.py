@@ -2,18 +2,18 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import generated, renew
 
 from headrace.codec.table import CODES, code_of_kind, code_to_write, written_codes
 from headrace.terms.coding import decodes_of
 from headrace.terms.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "docs" / "codes.md"
+SCRIPT = "tests/codec/test_code_table.py"
 
 
 @pytest.mark.parametrize("name", CODES)
@@ -57,29 +57,24 @@ def test_a_name_is_its_own_code() -> None:
     assert code_of_kind("a program's own") is CODES["fp8"]
 
 
-def codes_page() -> str:
-    """Return docs/codes.md."""
-    lines = [
-        "# Codes for weights",
-        "",
-        "`headrace compress --to NAME` and `headrace plan --compress NAME` take those that are written. All are read.",
-        "This page is generated (`tests/codec/test_code_table.py`, from `headrace/codec/table.py`).",
-        "",
-        "| name | what a weight is | files | bits | loses | needs data | |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def codes() -> str:
+    """Return the table of docs/compress.md."""
+    lines = ["", "| code | what a weight is | bits |", "|---|---|---|"]
     for code in CODES.values():
         bits = f"{code.bits:.4g}" + (f"; {code.zeros.bits:.4g} with {code.zeros.otherwise} of zeros" if code.zeros else "")
-        words = ["nothing" if code.lossless else "precision", "yes" if code.needs_data else "no"]
-        words.append("written and read" if code.is_written else "read")
-        lines.append(f"| `{code.name}` | {code.words} | {code.files} | {bits} | {' | '.join(words)} |")
-    return "\n".join([*lines, ""])
+        more = [*([] if code.is_written else ["only read"]), *(["loses nothing"] if code.lossless else [])]
+        lines.append(f"| `{code.name}` | {code.words} ({', '.join([code.files, *more])}) | {bits} |")
+    return "\n".join([*lines, "", ""])
 
 
 def test_the_page_lists_the_table() -> None:
-    assert PAGE.read_text(encoding="utf-8") == codes_page()
+    assert generated("compress.md", SCRIPT) == codes(), f"run: PYTHONPATH=tests python {SCRIPT}"
 
 
 def test_the_table_is_read_without_torch() -> None:
     program = "import sys, headrace.codec.table; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=280).returncode == 0
+
+
+if __name__ == "__main__":
+    renew("compress.md", SCRIPT, codes())

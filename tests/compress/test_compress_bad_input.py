@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from headrace.compress.run import compress_model
 from headrace.terms.errors import ConfigError, DataError, HeadraceError, ModelError, RunDirectoryError
-from headrace.terms.options.compress_options import CompressOptions
 
 
 def refused(model: Path, folder: Path, error: type[HeadraceError], words: str, **more: Any) -> None:
@@ -82,8 +81,3 @@ def test_the_command_line_says_it_in_one_line(dense: Path, tmp_path: Path, capsy
         assert expected in said
         assert said.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-def test_the_page_has_every_option() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "compress.md").read_text(encoding="utf-8")
-    assert "\n".join(each.docs_row for each in CompressOptions.declarations()) in page

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from choices import AT_NODE, LOCAL_STEPS, STAGES, choices, combinations_page, refusal, refused
+from choices import AT_NODE, LOCAL_STEPS, STAGES, choices, combinations, refusal, refused
 from cpu_work import loops_in
 from crew import crew, node_run
+from pages import generated
 from plain import LENGTH, ROWS, SPLIT, batch_of, packed
 from ranks import staged_run
 from safetensors.torch import load_file
@@ -25,12 +26,9 @@ from headrace.terms.options.options import Options
 from headrace.update.combinations import refuse_combination
 from headrace.update.sites.travel import TRAVELS
 
-PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
-
 
 def test_the_page_is_what_the_code_refuses() -> None:
-    page = combinations_page()
-    assert PAGE.read_text(encoding="utf-8") == page, "write what `combinations_page` returns into docs/combinations.md"
+    assert generated("features.md", "tests/choices.py") == combinations(), "run: PYTHONPATH=tests python tests/choices.py"
 
 
 def test_each_refusal_comes_at_once_and_names_what_to_choose_instead() -> None:

@@ -169,12 +169,6 @@ def test_continuations_have_the_scores_of_transformers(
     assert seat.scores[1][1]
 
 
-def test_the_page_has_every_option_once() -> None:
-    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [each.docs_row for each in EvalOptions.declarations()]
-
-
 @pytest.mark.wide
 def test_token_ids_need_no_tokenizer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither to be evaluated nor to calibrate a compression; text is refused, and the tokenizer named."""

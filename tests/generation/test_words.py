@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace.cli import main
-from headrace.terms.options.generate_options import GenerateOptions
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -107,12 +106,6 @@ def test_an_unknown_end_and_a_missing_template_are_said(model: Path, run: Run, t
     code, _, err = run(tmp_path, "--prompt", "w", "--system", "be brief")
     assert code == 2
     assert "chat template" in err
-
-
-def test_the_page_has_every_option_once() -> None:
-    page = (Path(__file__).parents[2] / "docs/generation.md").read_text(encoding="utf-8")
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert rows == [each.docs_row for each in GenerateOptions.declarations()]
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "assistant"])

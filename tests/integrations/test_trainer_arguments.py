@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_tables import PAGE, page_with, tables
+from pages import generated
+from trainer_tables import PAGE, SCRIPT, tables
 from trainers import USUAL, Make, StopAfter
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -34,7 +35,7 @@ def test_each_argument_and_method_of_trainer_stands_in_one_table() -> None:
 
 
 def test_the_page_has_the_tables() -> None:
-    assert page_with(tables()) == PAGE.read_text(encoding="utf-8"), "run python tests/integrations/trainer_tables.py"
+    assert generated(PAGE, SCRIPT) == tables(), f"run: PYTHONPATH=tests python {SCRIPT}"
 
 
 REFUSED_VALUES: dict[str, Any] = {

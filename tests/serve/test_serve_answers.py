@@ -13,8 +13,6 @@ import torch
 from served import Server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.terms.options.serve_options import ServeOptions
-
 TEXTS = ["water", "w", "the turbine turns", "flows downhill and on", "a b c d e f", "headrace"]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 
@@ -113,11 +111,3 @@ def test_the_model_is_listed_alone(server: Server) -> None:
     assert server.client.models.retrieve("tiny").id == "tiny"
     assert server.http.get("/v1/models/other").status_code == 404
     assert server.http.get("/health").json() == {"status": "ok"}
-
-
-def test_the_table_of_the_page_is_the_declaration() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
-    table = page.split("## Options")[1].split("\n## ")[0]
-    assert [line for line in table.splitlines() if line.startswith("| `")] == [
-        each.docs_row for each in ServeOptions.declarations()
-    ]

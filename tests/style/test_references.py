@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LOG = ROOT / "docs" / "log"
 MOST_LINES_OF_A_PAGE = 40
+TABLES = ("plans.md", "benchmarks.md")  # of the log: longer, made by scripts or gathered from the other pages
 SOURCES = [path for folder in ("headrace", "tests", "bench", "demo") for path in sorted((ROOT / folder).rglob("*.py"))]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "bench" / "README.md"]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES + PAGES if path != Path(__file__)}
@@ -144,7 +145,8 @@ def test_a_page_of_the_log_answers_one_question_in_forty_lines() -> None:
     wrong = []
     for path in LOG.glob("*.md"):
         lines = path.read_text(encoding="utf-8").splitlines()
-        if path.name != "README.md" and (len(lines) > MOST_LINES_OF_A_PAGE or not re.fullmatch(r"# .+\?", lines[0])):
+        most = len(lines) if path.name in TABLES else MOST_LINES_OF_A_PAGE
+        if path.name != "README.md" and (len(lines) > most or not re.fullmatch(r"# .+\?", lines[0])):
             wrong.append(path.name)
     assert wrong == []
 

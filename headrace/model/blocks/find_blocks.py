@@ -45,7 +45,7 @@ def check_architecture(config: Any) -> None:
     if text is not config:
         reason = (
             f"transformers has no causal language model for its text part ({type(text).__name__}) alone, and only that is "
-            "trained. Take a model whose text part has one, such as those in docs/models.md"
+            "trained. Take a model whose text part has one, such as those in docs/features.md"
         )
         if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
             reason = f"its architectures ({config.architectures}) are no class of the installed transformers for it"

@@ -19,7 +19,7 @@ class CompressOptions(Declared):
     to: str = option(
         kind=Text(),
         help="Code for the weights, such as int4.",
-        row="code for the weights, such as `int4`: one that [codes](codes.md) has as written",
+        row="code for the weights, such as `int4`: one that [codes](compress.md) has as written",
         group=Group.RESULT,
         often=True,
     )
@@ -28,7 +28,7 @@ class CompressOptions(Declared):
         Listed(PlaceOrName(), 0),
         "Calibration data; may be given twice.",
         row="calibration data, as for training: inputs of matrices are taken from part of it, held-out loss from the rest. "
-        "Codes that [lose nothing](codes.md) take none",
+        "Codes that [lose nothing](compress.md) take none",
         words="-",
         group=Group.CALIBRATION,
         often=True,

@@ -17,18 +17,29 @@ from typer.testing import CliRunner
 from headrace.cli.option_parameters import with_options
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
-from headrace.terms.options.declared import Declaration, option
-from headrace.terms.options.local_options import LocalOptions
+from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.declared import Declaration, Declared, option
+from headrace.terms.options.eval_options import EvalOptions
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.options.optimizer import ParameterGroup
 from headrace.terms.options.option_kinds import Number
 from headrace.terms.options.options import Options
 from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.options.run_options import NodeOptions, RunOptions
+from headrace.terms.options.serve_options import ServeOptions
 from headrace.update.rules.adamw import AdamW
 from headrace.update.rules.table import RULES, optimizer_of
 from headrace.update.wires import WIRES
 
 OPTIONS = (Path(__file__).parents[3] / "docs" / "options.md").read_text(encoding="utf-8")
+SECTIONS: dict[str, type[Declared]] = {
+    "Training": RunOptions,
+    "Answers": GenerateOptions,
+    "Serve": ServeOptions,
+    "Evaluation": EvalOptions,
+    "Compress": CompressOptions,
+    "A node": NodeOptions,
+}
 # What `plan` alone is asked: of data, of a generation, of a compression, of a node and its workers.
 PLAN_ALONE = {"--data", "--json", "--generate", "--prompt-length", "--new-tokens", "--batch", "--compress"}
 
@@ -59,22 +70,30 @@ def test_an_option_is_one_declaration() -> None:
     assert row == "| `momentum` | 0.9 | how much of the last update stays |"
 
 
+def table(section: str) -> list[str]:
+    part = OPTIONS.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return [line for line in part.splitlines() if line.startswith("| `")]
+
+
 def test_the_tables_of_the_options_page_are_the_declarations() -> None:
-    rows = [line for line in OPTIONS.splitlines() if line.startswith("| `")]
-    settings = [f"| `{kind.name}` {each.docs_row}" for kind in (*RULES, *WIRES) for each in kind.settings()]
-    assert rows == [each.docs_row for each in RunOptions.declarations()] + settings
+    """What a command shares with one above it is not said again."""
+    known: set[str] = set()
+    for section, kind in SECTIONS.items():
+        rows = [each.docs_row for each in kind.declarations()]
+        assert table(section) == [row for row in rows if row not in known], section
+        known.update(rows)
 
 
-def test_the_table_of_a_node_is_the_declaration() -> None:
-    local = LocalOptions.keys()
-    known = {*RunOptions.keys(), *local}
-    tables = {
-        "node.md": [each for each in NodeOptions.declarations() if each.key not in known],
-        "local-steps.md": [each for each in NodeOptions.declarations() if each.key in local],
-    }
-    for name, own in tables.items():
-        page = (Path(__file__).parents[3] / "docs" / name).read_text()
-        assert [line for line in page.splitlines() if line.startswith("| `")] == [each.docs_row for each in own]
+@pytest.mark.parametrize(("section", "named_by"), [("update rules", ""), ("gradients", "gradient"), ("adapters", "adapter")])
+def test_the_tables_of_settings_are_the_declarations(section: str, named_by: str) -> None:
+    """DoRA has LoRA's, and the page says so."""
+    kinds = [kind for kind in WIRES if kind.named_by == named_by] if named_by else RULES
+    settings = {kind.name: [each.docs_row for each in kind.settings()] for kind in kinds}
+    if settings.get("dora"):
+        assert settings.pop("dora") == settings["lora"]
+        assert "`dora` has the settings of `lora`" in OPTIONS
+    rows = [row.replace("| `", f"| `{name}:", 1) for name, own in settings.items() for row in own]
+    assert table(f"Settings of {section}") == rows
 
 
 def test_the_options_page_names_the_keys_that_are_no_options() -> None:
