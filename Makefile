@@ -36,7 +36,7 @@ demo-node: $(STAMP)  ## a node and two workers on this machine, one of which is 
 USUAL := not soak and not net and not gpu
 QUICK_ONES := record slots families checksum directories faults state lsp_checks lsp_rewrites clip_and_scale split_master muon \
 	updater kernels projectors plan_format lane_table bound links ledger forecast program given parking taps caught replay \
-	chain bad_checkpoints architecture encoding execute device_lanes merge expert_cache question planning_config \
+	chain bad_checkpoints architecture encoding execute device_lanes merge shelf question planning_config \
 	planning_allowances planning_outcome third_code compress_bad_input calls architectures weight_pages jobs compose \
 	extents cli_clean cli_report cli_commands train_parts moments rerun update_counts damage_on_the_way node_refusals \
 	nothing_is_left kept resumed_plan

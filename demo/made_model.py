@@ -4,6 +4,7 @@ Everything is made of a text that Python brings along; no network, no GPU. What 
 error if the resumed run differs from the unbroken one in a single byte, or if the loss has not fallen.
 """
 
+import codecs
 import contextlib
 import importlib
 import io
@@ -148,9 +149,9 @@ class MadeModel:
 
 def texts() -> Iterator[str]:
     """Yield passages of four lines from the Zen of Python, which Python brings along: little enough to be learned."""
-    with contextlib.redirect_stdout(io.StringIO()) as poem:
-        importlib.import_module("this")
-    lines = [line for line in poem.getvalue().splitlines() if line]
+    with contextlib.redirect_stdout(io.StringIO()):  # the module prints the poem when it is imported first, and only then
+        poem = importlib.import_module("this")
+    lines = [line for line in codecs.decode(poem.s, "rot13").splitlines() if line]
     for start in range(len(lines) - 3):
         yield "\n".join(lines[start : start + 4])
 

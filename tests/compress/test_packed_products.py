@@ -89,7 +89,7 @@ def test_pieces_are_packed_as_the_whole(outputs: int, inputs: int, by_loop: bool
 @pytest.mark.process
 @needs_kernel
 def test_the_layout_of_shorter_registers_is_packed_too() -> None:
-    script = "from headrace.model.kernels import packed; print(packed.has_kernel(), packed._block_of_loop())"
+    script = "from headrace.model.kernels import packed; print(packed.has_packed_kernel(), packed._block_of_loop())"
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True
     )
