@@ -40,7 +40,7 @@ QUICK_ONES := record slots families checksum directories faults state lsp_checks
 	planning_allowances planning_outcome third_code compress_bad_input calls architectures weight_pages jobs compose \
 	extents cli_clean cli_report cli_commands train_parts moments rerun update_counts damage_on_the_way node_refusals \
 	nothing_is_left kept resumed_plan
-QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data tests/report tests/runs tests/bench tests/demo \
+QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data tests/apps tests/report tests/runs tests/bench tests/demo \
 	$(foreach name,$(QUICK_ONES),$(or $(wildcard tests/*/test_$(name).py tests/*/*/test_$(name).py),$(error there is no test_$(name).py)))
 
 quick: $(STAMP)  ## some tests of each room, for the inner loop (a minute; the first time one and a half)

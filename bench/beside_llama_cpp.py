@@ -100,7 +100,7 @@ def main() -> None:
         )
         print(json.dumps(found))
         return
-    from headrace.model.gguf.gguf_writing import write_gguf
+    from headrace.apps import write_gguf
 
     names, runs = (THEIRS, OURS, TORCH), list[dict[str, dict[str, float]]]()
     with scratch_directory(given.scratch) as scratch:

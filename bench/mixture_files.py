@@ -1,6 +1,6 @@
 """A random mixture of experts (Qwen3-MoE's architecture) as safetensors and, with the same weights, as a GGUF file.
 
-The package writes no mixtures to GGUF (`headrace/model/gguf/gguf_writing.py`), so that this file is for llama.cpp alone.
+The package writes no mixtures to GGUF (`headrace/apps/gguf/gguf_writing.py`), so that this file is for llama.cpp alone.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def write_gguf(model: Any, directory: Path, sizes: Sizes) -> None:
     import gguf
     import torch
 
-    from headrace.model.gguf.gguf_words import WordsOf
+    from headrace.apps.gguf.gguf_words import WordsOf
 
     config, writer = model.config, gguf.GGUFWriter(directory / "model.gguf", "qwen3moe")
     writer.add_block_count(sizes.blocks)

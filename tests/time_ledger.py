@@ -23,6 +23,7 @@ LOOP_AFTER_SECONDS = 8.0  # of processors: as often is a loop timed
 # same, and at most `MOST_TOGETHER`. Who needs more takes it from another room, or marks tests `wide`.
 MOST_TOGETHER = 130
 MOST_PERCENT = {
+    "apps": 2.5,
     "ask": 7.5,
     "architectures": 0.2,
     "bench": 1.5,
@@ -50,7 +51,7 @@ MOST_PERCENT = {
     "net": 0.5,
     "packaging": 0.1,
     "plan": 15,
-    "report": 3,
+    "report": 0.5,
     "runs": 4.5,
     "serve": 1.5,
     "store": 2,

@@ -44,7 +44,7 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
 
 def _run_tasks(model: Path, options: EvalOptions, *, as_json: bool) -> None:
     try:
-        from headrace.integrations.lm_eval.tasks import run_tasks  # late: it brings torch
+        from headrace.integrations.lm_eval import run_tasks  # late: it brings torch
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0].startswith("headrace"):
             raise

@@ -59,10 +59,10 @@ def export_run(run_directory: Path, out: Path, *, merge: bool = False, outtype: 
     if config.adapter is not None and not merge:
         raise ConfigError(f"{out}: {run.path} trains adapters, which GGUF files do not hold; add --merge")
 
-    from headrace.model.gguf.gguf_writing import KINDS, refuse_unwritable, write_gguf  # late: it imports transformers
+    from headrace.apps import OUT_TYPES, refuse_unwritable, write_gguf  # late: it imports transformers
 
-    if outtype is not None and outtype not in KINDS:
-        raise ConfigError(f"outtype: it is {outtype!r}; give one of {', '.join(KINDS)}")
+    if outtype is not None and outtype not in OUT_TYPES:
+        raise ConfigError(f"outtype: it is {outtype!r}; give one of {', '.join(OUT_TYPES)}")
     refuse_unwritable(config.model)
     with _repeatable(run), scratch(out.absolute().parent, f".{out.name}.model-") as folder:
         _export(run, config, folder / run.path.name, merge=merge)

@@ -93,7 +93,7 @@ def _draw(report: "Report", options: PlanOptions) -> None:
     Raises:
         ConfigError: nothing fits, the plan is one of several machines, or the file cannot be written.
     """
-    from headrace.report.pages.plan_page import write_plan_page  # late: other plans do without it
+    from headrace.apps import write_plan_page  # late: other plans do without it
 
     if not isinstance(report, PlanReport):
         raise ConfigError("html: the plan of one machine is drawn; leave html, or workers, ranks, stages and local_steps out")

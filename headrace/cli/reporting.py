@@ -23,8 +23,7 @@ def report(
     svg: Annotated[Path | None, typer.Option(help="Also write the lanes of the last step as an SVG picture.")] = None,
 ) -> None:
     """Write one HTML page about a run: a step's lanes, rates, memory, loss, what limits it, SSD wear. Opens without network."""
-    from headrace.report.pages import read_run, write_picture, write_report, write_trace
-    from headrace.report.pages.summary import summary
+    from headrace.apps import read_run, summary, write_picture, write_report, write_trace
 
     # If so, stdout is only for the figures, the page or the trace.
     taken = as_json or _is_stdout(out) or _is_stdout(trace) or _is_stdout(svg)
@@ -48,7 +47,7 @@ def watch(
     browse: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show the page of a run while it runs: loss, lanes, memory, what limits it, time left. Ctrl-C ends it, not the run."""
-    from headrace.report.pages.watch import WatchServer
+    from headrace.apps import WatchServer
 
     with WatchServer(run_directory, port) as server:
         typer.echo(f"{run_directory}: {server.address} (Ctrl-C ends it; the run goes on)")

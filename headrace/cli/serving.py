@@ -20,7 +20,7 @@ def serve_model(model: str, given: Mapping[str, Any]) -> None:
     options = ServeOptions.of(given)
     try:
         with heavy_imports():
-            from headrace.serve.server import Serving, serve
+            from headrace.serve import Serving, serve
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "prometheus_client", "anyio"):
             raise

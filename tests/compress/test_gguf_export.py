@@ -20,11 +20,11 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama import LlamaConfig
 
+from headrace.apps import refuse_unwritable, write_gguf
+from headrace.apps.gguf.gguf_words import WordsOf
 from headrace.model import Checkpoint
 from headrace.model.gguf.gguf_directory import gguf_directory, read_gguf_config
 from headrace.model.gguf.gguf_rotations import FACTORS, llama3_factors, rotation_of
-from headrace.model.gguf.gguf_words import WordsOf
-from headrace.model.gguf.gguf_writing import refuse_unwritable, write_gguf
 from headrace.model.stored.safetensors_file import read_bytes
 from headrace.terms.errors import ModelError
 
@@ -98,7 +98,7 @@ def test_a_type_that_is_asked_for_holds_what_the_package_makes(kind: str, tmp_pa
 def test_rows_of_a_piece_are_rows_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "model")
     write_gguf(model, tmp_path / "whole.gguf", "q8_0")
-    monkeypatch.setattr("headrace.model.gguf.gguf_writing._PIECE_NUMBERS", 100)
+    monkeypatch.setattr("headrace.apps.gguf.gguf_writing._PIECE_NUMBERS", 100)
     write_gguf(model, tmp_path / "pieces.gguf", "q8_0")
     assert (tmp_path / "whole.gguf").read_bytes() == (tmp_path / "pieces.gguf").read_bytes()
 

@@ -12,8 +12,8 @@ import pytest
 from plain import LENGTH, SPLIT, batch_of
 from ranks import ranks_run, staged_run
 
+from headrace.apps import write_report
 from headrace.report import LanesFile, metrics
-from headrace.report.pages import write_report
 from headrace.runs.counted import for_people
 from headrace.terms.events import NO_STEP, Event, OpDone
 from headrace.terms.lanes import Lane, Peer, lane_of_peer, split_lane

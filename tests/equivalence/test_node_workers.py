@@ -17,6 +17,7 @@ from plain import LENGTH, ROWS, SPLIT, batch_of
 from short_run import short_run
 from tiers import sampled
 
+from headrace.apps.pages.views import lane_heading, lane_place
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
 from headrace.flow.step import compute, update
@@ -26,7 +27,6 @@ from headrace.peers.meet import lane_diary
 from headrace.peers.node.node import NodeEngine
 from headrace.peers.node.site import NodeSite
 from headrace.plan.value.plan import Plan
-from headrace.report.pages.views import lane_heading, lane_place
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Event, OpDone
 from headrace.terms.lanes import Lane, Peer, lane_of_peer, split_lane

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from training_fakes import FakeHost, Screen, fake_plan, run_options
 
+from headrace.apps import read_run
 from headrace.machine.cpu import CpuMachine
 from headrace.measure import brief
 from headrace.measure.kept import Wanted, keep
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.forecast.forecast import forecast
-from headrace.report.pages import read_run
 from headrace.runs import RunOptions, measuring, resume, train
 from headrace.runs.measuring import MachineHere, MachineOfRun
 from headrace.terms.errors import DiskFull

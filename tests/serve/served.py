@@ -11,7 +11,7 @@ import httpx
 from openai import OpenAI
 from transformers.utils import logging
 
-from headrace.serve.server import Serving, serve
+from headrace.serve import Serving, serve
 from headrace.terms.events import Event, GenerationPass
 from headrace.terms.options.serve_options import ServeOptions
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from headrace.machine.meter import MemoryMeter
-from headrace.serve.server import Serving, serve
+from headrace.serve import Serving, serve
 from headrace.terms.options.serve_options import ServeOptions
 
 

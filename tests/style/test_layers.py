@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("compress", "generate", "migrate", "runs"),
     ("peers",),
-    ("integrations", "process", "serve"),
+    ("apps", "integrations", "process", "serve"),
     ("cli",),
     ("testing",),
     ("__main__",),
@@ -107,7 +107,7 @@ def test_what_needs_no_torch_imports_none() -> None:
 
 
 # What stands beside the core: several machines, and applications of other people's programs.
-BESIDE = {"peers", "integrations", "migrate", "serve", "testing"}
+BESIDE = {"apps", "peers", "integrations", "migrate", "serve", "testing"}
 
 
 def test_the_core_knows_neither_peers_nor_other_peoples_programs() -> None:
@@ -123,9 +123,10 @@ def test_only_one_room_knows_the_library_of_peers() -> None:
     assert [place for path in others for place, name in imports(path) if name.startswith("torch.distributed")] == []
 
 
-def test_the_command_line_imports_peers_by_their_face() -> None:
+def test_the_command_line_imports_what_stands_beside_the_core_by_its_faces() -> None:
     inside = [(place, name) for path in FILES if package_of(path) == "cli" for place, name in imports(path)]
-    assert [(place, name) for place, name in inside if re.match(r"headrace\.peers\.\w+\.", name)] == []
+    beside = rf"headrace\.(integrations\.\w+|{'|'.join(BESIDE - {'integrations'})})\.\w+\."
+    assert [(place, name) for place, name in inside if re.match(beside, name)] == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
@@ -196,6 +197,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "update": ("rules", "tables", "sites", "projectors", "wires", ""),
     "flow": ("run", "weights", "step"),
     "generate": ("plan", "passes", "uses"),
+    "apps": ("gguf", "pages"),
     "peers": ("meet", "ranks", "stages", "local_steps", "node", ""),
 }
 

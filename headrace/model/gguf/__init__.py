@@ -1,1 +1,1 @@
-"""GGUF files as models, and models as GGUF files."""
+"""GGUF files as models; `headrace.apps` writes them."""

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from machines import machine
 
+from headrace.apps.pages.lane_chart import lane_chart
+from headrace.apps.pages.sentences import lane_words
+from headrace.apps.pages.views import measured_view, planned_view
 from headrace.flow.run.execute import OverlappedInterpreter
 from headrace.machine.cpu import CpuMachine
 from headrace.plan.clock.simulate import simulate
 from headrace.report.lanes import LanesFile, read_recording
-from headrace.report.pages.lane_chart import lane_chart
-from headrace.report.pages.sentences import lane_words
-from headrace.report.pages.views import measured_view, planned_view
 from headrace.report.trace_file import TraceFile
 from headrace.terms.events import OpDone
 from headrace.terms.lanes import Hardware, Lane, LaneRow, LaneShare, lane_named

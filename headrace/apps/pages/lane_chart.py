@@ -6,8 +6,8 @@ legible at any width. The page's script zooms by changing each drawing's view bo
 
 from collections.abc import Collection, Iterable
 
-from headrace.report.pages.markup import element, escape, figure, ticks
-from headrace.report.pages.views import Bar, StepView, in_rows, joined_bars, lane_heading, lane_place
+from headrace.apps.pages.markup import element, escape, figure, ticks
+from headrace.apps.pages.views import Bar, StepView, in_rows, joined_bars, lane_heading, lane_place
 from headrace.terms.lanes import split_lane
 from headrace.terms.sizes import format_bytes
 

@@ -1,6 +1,6 @@
 """The report page on made-up runs: what it says, what it draws, what it says where something is missing.
 
-Run: pytest tests/report/pages
+Run: pytest tests/apps/pages
 """
 
 import errno
@@ -17,14 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import made_machine, made_ops, write_run
 
-from headrace.report.pages import read_run, write_report, write_trace
-from headrace.report.pages.findings import find
-from headrace.report.pages.lane_chart import FAMILY_OF
-from headrace.report.pages.markup import data_block, decimal_bytes, element, figure, rate, ticks
-from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
-from headrace.report.pages.step_charts import thin
-from headrace.report.pages.summary import summary
-from headrace.report.pages.views import Bar, in_rows, joined_bars, lane_heading
+from headrace.apps import read_run, summary, write_report, write_trace
+from headrace.apps.pages.findings import find
+from headrace.apps.pages.lane_chart import FAMILY_OF
+from headrace.apps.pages.markup import data_block, decimal_bytes, element, figure, rate, ticks
+from headrace.apps.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
+from headrace.apps.pages.step_charts import thin
+from headrace.apps.pages.views import Bar, in_rows, joined_bars, lane_heading
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Verb

@@ -1,6 +1,6 @@
 """A tiny model trained by the real engine with the lanes recorded; the page of that run, read and opened in a browser.
 
-Run: pytest tests/report/pages
+Run: pytest tests/apps/pages
 """
 
 import json
@@ -17,13 +17,12 @@ from plan_changes import changed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import headrace
+from headrace.apps import read_run, summary, write_report, write_trace
 from headrace.engine.trainer import Engine
 from headrace.plan.value.plan import Plan
 from headrace.report import MetricsFile, Reporters
 from headrace.report.lanes import LanesFile, read_recording
 from headrace.report.metrics import read_metrics
-from headrace.report.pages import read_run, write_report, write_trace
-from headrace.report.pages.summary import summary
 from headrace.terms.events import Event, OpDone, StepResult
 
 STEPS = 5

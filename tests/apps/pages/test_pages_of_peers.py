@@ -1,6 +1,6 @@
 """The page of a run on several processes: each has rows of its own, and who waits for whom stays right.
 
-Run: pytest tests/report/pages/test_pages_of_peers.py
+Run: pytest tests/apps/pages/test_pages_of_peers.py
 """
 
 import json
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from made_runs import made_ops, write_run
 
+from headrace.apps import read_run, write_picture, write_report
+from headrace.apps.pages.findings import find
+from headrace.apps.pages.sentences import lane_words
+from headrace.apps.pages.views import lane_heading, lane_place
 from headrace.report.lanes import LanesFile
-from headrace.report.pages import read_run, write_picture, write_report
-from headrace.report.pages.findings import find
-from headrace.report.pages.sentences import lane_words
-from headrace.report.pages.views import lane_heading, lane_place
 from headrace.terms.events import OpDone
 from headrace.terms.lanes import Lane, Peer, lane_of_peer, split_lane
 

@@ -1,4 +1,4 @@
-"""`headrace watch` and the page of a plan. Run: pytest tests/report/pages/test_watch.py"""
+"""`headrace watch` and the page of a plan. Run: pytest tests/apps/pages/test_watch.py"""
 
 import re
 import threading
@@ -11,11 +11,8 @@ from urllib.error import HTTPError
 import pytest
 from made_runs import made_machine, made_plan, write_run
 
+from headrace.apps import WatchServer, read_run, summary, write_plan_page
 from headrace.plan.forecast.forecast import forecast
-from headrace.report.pages import read_run
-from headrace.report.pages.plan_page import write_plan_page
-from headrace.report.pages.summary import summary
-from headrace.report.pages.watch import WatchServer
 from headrace.terms.errors import ConfigError, RunDirectoryError
 
 

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
-import headrace.report.pages
+from headrace.apps.pages.findings import Findings, find
+from headrace.apps.pages.gauges import memory_bars, rate_gauges, recorded_peaks
+from headrace.apps.pages.lane_chart import lane_chart
+from headrace.apps.pages.markup import decimal_bytes, element, escape, figure
+from headrace.apps.pages.run_files import MACHINE_NAME, METRICS_NAME, RunFiles, read_run
+from headrace.apps.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
+from headrace.apps.pages.step_charts import Marks, step_charts
 from headrace.files.durable import write_whole
 from headrace.plan.value.results import PLAN_NAME
 from headrace.plan.value.words import explain_plan
 from headrace.report.lanes import LANES_NAME, TIMELINE_NAME
 from headrace.report.metrics import best_of
-from headrace.report.pages.findings import Findings, find
-from headrace.report.pages.gauges import memory_bars, rate_gauges, recorded_peaks
-from headrace.report.pages.lane_chart import lane_chart
-from headrace.report.pages.markup import decimal_bytes, element, escape, figure
-from headrace.report.pages.run_files import MACHINE_NAME, METRICS_NAME, RunFiles, read_run
-from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
-from headrace.report.pages.step_charts import Marks, step_charts
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.sizes import format_seconds
 
@@ -91,7 +90,7 @@ def page_of(
 
 
 def _resource(name: str) -> str:
-    return files(headrace.report.pages).joinpath(name).read_text(encoding="utf-8")
+    return files("headrace.apps.pages").joinpath(name).read_text(encoding="utf-8")
 
 
 def _name(run: RunFiles) -> str:

@@ -5,11 +5,11 @@ Invariant: bars of one tier share one scale, so that a measured bar longer than 
 
 from collections.abc import Mapping, Sequence
 
+from headrace.apps.pages.findings import MeasuredRate
+from headrace.apps.pages.markup import element, escape, rate
+from headrace.apps.pages.views import lane_heading
 from headrace.plan.value.plan import Plan
 from headrace.report.metrics import Record
-from headrace.report.pages.findings import MeasuredRate
-from headrace.report.pages.markup import element, escape, rate
-from headrace.report.pages.views import lane_heading
 from headrace.terms.sizes import format_bytes
 
 _TIER_WORDS = {"device": "Device memory", "host": "Host memory", "ssd": "SSD space"}

@@ -9,14 +9,14 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from headrace.apps.pages.run_files import RunFiles
+from headrace.apps.pages.views import StepView, measured_view, planned_view
 from headrace.plan.clock.endurance import Endurance, endurance
 from headrace.plan.clock.simulate import union_seconds
 from headrace.plan.forecast.forecast import Forecast, forecast
 from headrace.plan.search.search import nominal_machine_of
 from headrace.plan.value.plan import Plan
 from headrace.report.metrics import Record, ssd_bytes, steady_ssd_bytes
-from headrace.report.pages.run_files import RunFiles
-from headrace.report.pages.views import StepView, measured_view, planned_view
 from headrace.terms.errors import HeadraceError
 from headrace.terms.lanes import Lane, Peer, lane_named, split_lane
 from headrace.terms.machine.ceilings import Ceilings

@@ -5,12 +5,12 @@ Invariant: the figures are those of the page; unknown ones are null.
 
 from typing import Any
 
+from headrace.apps.pages.findings import find
+from headrace.apps.pages.gauges import recorded_peaks
+from headrace.apps.pages.page import seconds_left
+from headrace.apps.pages.run_files import RunFiles
+from headrace.apps.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
 from headrace.report.metrics import best_of
-from headrace.report.pages.findings import find
-from headrace.report.pages.gauges import recorded_peaks
-from headrace.report.pages.page import seconds_left
-from headrace.report.pages.run_files import RunFiles
-from headrace.report.pages.sentences import bottleneck_words, endurance_words, io_cpu_words
 
 
 def summary(run: RunFiles) -> dict[str, Any]:

@@ -7,8 +7,8 @@ steps, so that no spike is lost.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from headrace.apps.pages.markup import data_block, element, escape, figure, ticks
 from headrace.report.metrics import Record
-from headrace.report.pages.markup import data_block, element, escape, figure, ticks
 
 _MOST_POINTS = 1200
 _WIDTH, _HEIGHT = 1000.0, 150.0

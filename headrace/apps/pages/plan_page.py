@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.apps.pages.findings import Findings, find
+from headrace.apps.pages.page import render_plan
+from headrace.apps.pages.run_files import RunFiles
+from headrace.apps.pages.views import planned_view
 from headrace.files.durable import write_whole
 from headrace.plan.forecast.forecast import Forecast
 from headrace.plan.value.plan import Plan
-from headrace.report.pages.findings import Findings, find
-from headrace.report.pages.page import render_plan
-from headrace.report.pages.run_files import RunFiles
-from headrace.report.pages.views import planned_view
 from headrace.terms.errors import ConfigError
 
 

@@ -3,9 +3,9 @@
 Invariant: a sentence is made only if its figures are known, and says whether they were measured or planned.
 """
 
-from headrace.report.pages.findings import Findings, together_share
-from headrace.report.pages.markup import decimal_bytes
-from headrace.report.pages.run_files import RunFiles
+from headrace.apps.pages.findings import Findings, together_share
+from headrace.apps.pages.markup import decimal_bytes
+from headrace.apps.pages.run_files import RunFiles
 from headrace.terms.lanes import Lane, LaneShare, lane_named, sharing_lanes, sharing_words, split_lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.plain_figures import plain_figure

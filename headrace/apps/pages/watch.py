@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from headrace.report.pages.findings import find
-from headrace.report.pages.page import render
-from headrace.report.pages.run_files import FILES, read_run
+from headrace.apps.pages.findings import find
+from headrace.apps.pages.page import render
+from headrace.apps.pages.run_files import FILES, read_run
 from headrace.terms.errors import ConfigError, HeadraceError
 
 # After a page was drawn, none is drawn for so many times as long.

@@ -8,14 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-import headrace.report.pages
+from headrace.apps.pages.findings import find
+from headrace.apps.pages.lane_chart import FAMILIES, FAMILY_OF, FAMILY_WORDS, RESOLUTION, axis_words, busy_share
+from headrace.apps.pages.markup import element, escape, ticks
+from headrace.apps.pages.run_files import read_run
+from headrace.apps.pages.views import Bar, StepView, in_rows, joined_bars, lane_heading, lane_place
 from headrace.files.durable import write_whole
 from headrace.report.lanes import TIMELINE_NAME
-from headrace.report.pages.findings import find
-from headrace.report.pages.lane_chart import FAMILIES, FAMILY_OF, FAMILY_WORDS, RESOLUTION, axis_words, busy_share
-from headrace.report.pages.markup import element, escape, ticks
-from headrace.report.pages.run_files import read_run
-from headrace.report.pages.views import Bar, StepView, in_rows, joined_bars, lane_heading, lane_place
 from headrace.terms.errors import RunDirectoryError
 from headrace.terms.sizes import format_seconds
 
@@ -68,7 +67,7 @@ def picture(view: StepView) -> str:
 
 def _hues() -> dict[str, str]:
     """Return the colours of the page on light paper, by their names in the style sheet."""
-    text = files(headrace.report.pages).joinpath("page.css").read_text(encoding="utf-8")
+    text = files("headrace.apps.pages").joinpath("page.css").read_text(encoding="utf-8")
     return dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", text.split("@media", 1)[0]))
 
 

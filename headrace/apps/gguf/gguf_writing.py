@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.apps.gguf.gguf_words import WordsOf
 from headrace.files.durable import appearing_file
 from headrace.model.directory.checkpoint import Checkpoint
 from headrace.model.gguf.gguf_directory import OTHER_NAMES, gguf_names_of, read_gguf_config, row_order_of
 from headrace.model.gguf.gguf_rotations import FACTORS, llama3_factors
-from headrace.model.gguf.gguf_words import WordsOf
 from headrace.model.stored.safetensors_file import StoredTensor, read_bytes
 from headrace.terms.errors import ExportFailed, ModelError, has_no_space, in_one_line
 
-KINDS = {"bf16": ("BF16", 32), "f16": ("F16", 1), "q8_0": ("Q8_0", 7)}  # with llama.cpp's number of such a file
+OUT_TYPES = {"bf16": ("BF16", 32), "f16": ("F16", 1), "q8_0": ("Q8_0", 7)}  # with llama.cpp's number of such a file
 _PIECE_NUMBERS = 1 << 24
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # What a configuration may say without a place in the file: how it was made or trained, and what tokens mean.
@@ -33,7 +33,7 @@ _ASIDE = {
 def write_gguf(directory: Path, file: Path, kind: str | None = None) -> None:
     """Write the model in `directory` to `file` with matrices of `kind`, vectors in float32.
 
-    `kind` is a name in KINDS; None: float16 if most weights are that, else bfloat16.
+    `kind` is a name in OUT_TYPES; None: float16 if most weights are that, else bfloat16.
 
     Memory is a few pieces of 64 MiB, or a matrix of queries. The file appears whole or not at all.
 
@@ -88,7 +88,7 @@ class _Writing:
         self._checkpoint, self._place = checkpoint, place
         self._config = checkpoint.config
         self._architecture, self._keys = _section_of(self._config)
-        self._kind, self._number = KINDS[kind]
+        self._kind, self._number = OUT_TYPES[kind]
         self._factors: np.ndarray | None = None
         self._tensors = list(self._listed())
 

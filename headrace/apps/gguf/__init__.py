@@ -1,0 +1,1 @@
+"""The writing of GGUF files; the model's room of that name reads them."""
