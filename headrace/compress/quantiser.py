@@ -113,9 +113,9 @@ class Quantiser:
             )
         return start.hidden
 
-    def rounds(self) -> ProgramFigures:
+    def program_figures(self) -> ProgramFigures:
         """Return what the programs of all blocks follow from."""
-        return self._work.rounds()
+        return self._work.program_figures()
 
     def run(self, keep: Keep, commit: Callable[[int], None] = lambda block: None, *, blocks_done: int = 0) -> None:
         """Round the blocks that are left, and run all rows through them. `keep` writes a block's file, `commit` notes that the
@@ -125,7 +125,7 @@ class Quantiser:
             ModelError: an input of a matrix is not finite.
         """
         self._work.keep, self._work.commit = keep, commit
-        plan, before = self.rounds(), Snapshot()
+        plan, before = self.program_figures(), Snapshot()
         interpreter = interpreter_of("overlapped", self.machine, None)
         try:
             with self._running():

@@ -48,7 +48,9 @@ class RowPasses:
 
     @classmethod
     def of(cls, rows: Sequence[DataRows], together: int) -> "RowPasses":
-        """Return the passes of `rows`, so many micro-batches `together`."""
+        """Group `rows` into passes: calibration rows, then held-out rows twice, before rounding and after it. `together` is the
+        most micro-batches of a lot.
+        """
         calibrating, held = ([each for each in rows if each.held_out == kind] for kind in (False, True))
         first, second = len(calibrating), len(calibrating) + len(held)
         parts = range(first), range(first, second), range(second, second + len(held))
@@ -96,8 +98,8 @@ class CompressionWork:
         self.commit: Callable[[int], None] = lambda block: None
         self._plane, self._experts = plane, experts
 
-    def rounds(self) -> ProgramFigures:
-        """Return what programs follow from."""
+    def program_figures(self) -> ProgramFigures:
+        """Return what the blocks' programs are built from: bytes to read, passes, blocks read ahead."""
         blocks, passes = range(self.chain.num_blocks), self.passes
         size = self._plane.bytes_per_element
         figures = [

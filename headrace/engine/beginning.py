@@ -23,7 +23,7 @@ from headrace.flow.step.shards import SharedSource
 from headrace.flow.step.step_state import Parts
 from headrace.flow.step.update import device_updater
 from headrace.flow.weights.buffers import Buffers
-from headrace.flow.weights.coming_head import ComingHead
+from headrace.flow.weights.ranged_head import RangedHead
 from headrace.flow.weights.weights import StoreSource
 from headrace.machine.host_memory import Bytes, keep_freed_memory
 from headrace.machine.protocol import Machine
@@ -117,7 +117,7 @@ class Run:
             rows=self.rows,
             experts=subject.expert_loads(plan, buffers),
             cut=cut_blocks(subject.chain, plan.parts),
-            head=ComingHead(plan, subject.chain, subject.machine, buffers, source) if plan.head_slot_bytes else None,
+            head=RangedHead(plan, subject.chain, subject.machine, buffers, source) if plan.head_slot_bytes else None,
         )
 
     @property

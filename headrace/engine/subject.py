@@ -20,7 +20,7 @@ from headrace.engine.lent_base import PARTED, LentBase, check_lent, marks_of
 from headrace.engine.open_model import Purpose, open_model
 from headrace.engine.row_files import open_row_files
 from headrace.engine.seams import Seams, forms_of
-from headrace.files import Beside, measured_weights
+from headrace.files import Beside, stripe_shares
 from headrace.flow.step.settle import PROPOSED, changed, settle
 from headrace.flow.step.step_state import Verdict
 from headrace.flow.weights.buffers import GRADIENT_VIEWS, Buffers
@@ -67,7 +67,7 @@ class Subject:
 
     Attributes:
         parted, experts: experts that are parts, and what reads them once there is a store; None where blocks come whole.
-        tables: tables in blocks; `tables`: whether rows of all come one by one (None: as a run begins).
+        block_tables: tables in blocks; `read_rows`: whether rows of all come one by one (None: as a run begins).
         lent: the units whose frozen weights are read in the model's files; `lends` is asked whether they may be.
         checkpoint, chain, weights: the model as it is stored, as units, and where each of their parameters is stored.
         stored: which of its blocks the files already hold coded.
@@ -90,7 +90,7 @@ class Subject:
         lends: Callable[[Sequence[Path]], bool] = lambda files: False,
         *,
         parted: bool = False,
-        tables: bool | None = None,
+        read_rows: bool | None = None,
     ) -> None:
         self.directory = directory
         self._sequence_length = options.sequence_length if options.tokens_per_step else None
@@ -120,7 +120,7 @@ class Subject:
         self._closers.enter_context(self.chain.adapted(seams.wire.adapters))
         alone = seams.fleet is None and seams.site is None and seams.workers is None
         self.embedding = Embedding(self.chain, self.weights, alone=alone)
-        self.tables = Tables(self.chain, self.weights, seams.wire, alone=alone, every=tables)
+        self.block_tables = Tables(self.chain, self.weights, seams.wire, alone=alone, every=read_rows)
         self.parted: PartedUnits | None = None
         self.experts: ExpertSource | None = None
         self.own_updater: Updater | None = None
@@ -167,7 +167,7 @@ class Subject:
 
     def take_tables(self) -> bool:
         """Return whether tables were still in their blocks. Their rows come one by one from here on; there is no store yet."""
-        if wire := self.tables.take_rest(self.seams.wire, self.optimizer, self._gradient_sum):
+        if wire := self.block_tables.take_rest(self.seams.wire, self.optimizer, self._gradient_sum):
             self.seams = replace(self.seams, wire=wire)
             self._find_forms()
         return wire is not None
@@ -282,7 +282,7 @@ class Subject:
             directories=ssd,
             units=self.seams.fleet.share.of(units) if self.seams.fleet else units,
             scratch_bytes=scratch_bytes(plan) if plan else 0,
-            weights=measured_weights(ssd),
+            weights=stripe_shares(ssd),
             identity={"model": str(self.directory), **self.seams.names, **self._files(plan), **self._groups},
             beside=beside,
         )
@@ -296,11 +296,11 @@ class Subject:
         if rows is not None:
             closers.callback(rows.close)
             self.embedding.learn(rows)
-            self.tables.learn(rows)
+            self.block_tables.learn(rows)
         return rows
 
     def _first_rows(self, unit: int) -> FirstRows:
-        return self.tables.first_rows(unit) if unit else self.embedding.first_rows(unit)
+        return self.block_tables.first_rows(unit) if unit else self.embedding.first_rows(unit)
 
     @property
     def importing(self) -> str:
@@ -314,7 +314,7 @@ class Subject:
     def _files(self, plan: Plan | None) -> dict[str, Any]:
         """The files that the run reads: of lent units, of experts that are parts, of rows of tables."""
         parts = {PARTED: marks_of(self.parted.paths)} if isinstance(self.parted, PartedBase) else {}
-        return {**self.lent.identity, **parts, **self.embedding.identity(plan), **self.tables.identity}
+        return {**self.lent.identity, **parts, **self.embedding.identity(plan), **self.block_tables.identity}
 
     @property
     def _groups(self) -> dict[str, str]:
@@ -338,7 +338,7 @@ class Subject:
         """
         exact = exact_units(self.kept, self.weights)
         readers = partial(UnitReader, store, self.maker, self.seams.site, exact), partial(read_trained, store)
-        chain = self.tables.whole(self.embedding.whole(self.parted.whole(self.chain) if self.parted else self.chain))
+        chain = self.block_tables.whole(self.embedding.whole(self.parted.whole(self.chain) if self.parted else self.chain))
         self.seams.wire.export(Content(self.checkpoint, chain, self.weights, *readers, notes), directory)
 
     def settles(self, verdict: Verdict) -> bool:

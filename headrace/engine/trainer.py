@@ -61,7 +61,7 @@ class Engine(Scoring, Replanning, Closing):
         self._steps: Steps | None = None
         self._hits, self.export_notes = HitRate(), run.subject.export_notes
         # What an import or a verification moved before this belongs to no step.
-        self._traffic = Traffic(self.store, run.rows, run.subject.embedding, run.subject.tables)
+        self._traffic = Traffic(self.store, run.rows, run.subject.embedding, run.subject.block_tables)
         self._closed = False
 
     @classmethod

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from headrace.files.directory_facts import measure_directory as measure_directory
     from headrace.files.directory_facts import measured_reading as measured_reading
     from headrace.files.directory_facts import measured_stripes as measured_stripes
-    from headrace.files.directory_facts import measured_weights as measured_weights
     from headrace.files.directory_facts import on_drives_of as on_drives_of
+    from headrace.files.directory_facts import stripe_shares as stripe_shares
     from headrace.files.extents import Extent as Extent
     from headrace.files.extents import ExtentReader as ExtentReader
     from headrace.files.extents import Reader as Reader

@@ -149,7 +149,7 @@ def measure_directory(directory: Path, size_bytes: int = 256 * MIB) -> Bandwidth
     return Bandwidth(size_bytes / read_seconds, size_bytes / write_seconds, size_bytes / mixed_seconds)
 
 
-def measured_weights(directories: Sequence[Path]) -> tuple[int, ...] | None:
+def stripe_shares(directories: Sequence[Path]) -> tuple[int, ...] | None:
     """Return how much of a volume each directory gets: in proportion to what it measures, reading and writing at once. Those of
     one file system, each measured alone, have to share that: each drive gets what it can do, as `Ceilings.of_directories` says.
 
@@ -169,7 +169,7 @@ class Stripes(NamedTuple):
 
 
 def measured_stripes(directories: Sequence[Path], size_bytes: int = _SHORT_BYTES) -> Stripes:
-    """Measure directories that will do, with files of `size_bytes`. See `measured_weights`; raises as `measure_directory`."""
+    """Measure directories that will do, with files of `size_bytes`. See `stripe_shares`; raises as `measure_directory`."""
     systems = file_systems(directories)
     measured = [measure_directory(each, size_bytes) for each in directories]
     sharing = [systems.count(system) for system in systems]

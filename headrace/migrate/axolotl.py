@@ -9,8 +9,8 @@ from headrace.migrate.training_arguments import (
     LOGGED,
     PLANNED,
     REASONS,
-    leave_bases,
     module_names_of,
+    note_initial_adapter_and_quantized_base,
     refuse_methods,
     refuse_other_tasks,
     set_data,
@@ -200,7 +200,7 @@ def _take_adapter(source: MigratedFile) -> None:
         raise refuse("adapter", kind, "is not an adapter that this version trains; lora, dora and qlora are")
     for key in ("lora_r", "lora_alpha", "lora_dropout"):
         source.take(key)
-    leave_bases(source, "lora_model_dir", ("load_in_4bit", "load_in_8bit"))
+    note_initial_adapter_and_quantized_base(source, "lora_model_dir", ("load_in_4bit", "load_in_8bit"))
 
 
 def _take_data(source: MigratedFile) -> None:

@@ -11,8 +11,8 @@ from headrace.migrate.source import MigratedFile, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
-    leave_bases,
     module_names_of,
+    note_initial_adapter_and_quantized_base,
     refuse_methods,
     refuse_other_tasks,
     set_data,
@@ -133,7 +133,7 @@ def _take_adapter(source: MigratedFile) -> None:
         source.take(key)
     if source.has("loraplus_lr_ratio"):
         source.leave("loraplus_lr_ratio", "both matrices of an adapter have one learning rate")
-    leave_bases(source, "adapter_name_or_path", ("quantization_bit",))
+    note_initial_adapter_and_quantized_base(source, "adapter_name_or_path", ("quantization_bit",))
 
 
 def _take_data(source: MigratedFile) -> None:

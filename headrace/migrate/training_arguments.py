@@ -272,8 +272,8 @@ def refuse_methods(source: MigratedFile, keys: Sequence[str]) -> None:
             raise refuse(key, source.values[key], "is not trained by this version")
 
 
-def leave_bases(source: MigratedFile, adapter_key: str, coded_keys: Sequence[str]) -> None:
-    """Say what becomes of an adapter to begin with, and of a base in few bits."""
+def note_initial_adapter_and_quantized_base(source: MigratedFile, adapter_key: str, coded_keys: Sequence[str]) -> None:
+    """Say what becomes of the adapter that a training begins with, and of a quantized base."""
     if source.has(adapter_key):
         source.leave(adapter_key, "an adapter begins at zero; merge the other one first (`headrace export --merge`)")
     for key in coded_keys:

@@ -10,8 +10,8 @@ from headrace.migrate.source import MigratedFile, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
-    leave_bases,
     module_names_of,
+    note_initial_adapter_and_quantized_base,
     set_data,
     take_adapter,
     take_files,
@@ -116,7 +116,7 @@ def translate(source: MigratedFile) -> None:
             source.notes.append(
                 "adapter: peft chooses modules by architecture (q_proj and v_proj in Llama); here all linear ones"
             )
-    leave_bases(source, "", ("load_in_4bit", "load_in_8bit"))
+    note_initial_adapter_and_quantized_base(source, "", ("load_in_4bit", "load_in_8bit"))
     source.finish(_REASONS)
 
 

@@ -185,7 +185,7 @@ class RowStore:
         """Return which of two places is newer under `history`: the session's index and the update.
 
         Raises:
-            StorageError: what the place says of itself is damaged. No torn write does that: it is less than a sector.
+            StorageError: the page header's checksum is wrong. A torn write cannot cause that: a header fits in one sector.
         """
         check, _, session, update, found = page[: _HEADER_WORDS * _WORD_BYTES].view(np.uint64).tolist()
         if check != checksum(page[_WORD_BYTES : _HEADER_WORDS * _WORD_BYTES]) or (session and found != number):

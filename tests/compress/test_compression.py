@@ -238,7 +238,7 @@ def test_memory_for_few_sums_changes_no_byte(
     assert files_of(tmp_path) == files_of(mixture_int4[0])
     (found,) = made
     assert not found.room.ahead
-    assert len(build_block(found.rounds(), 0, Snapshot())[0].lane(Lane.UPDATE)) > 2, "rows pass a block several times"
+    assert len(build_block(found.program_figures(), 0, Snapshot())[0].lane(Lane.UPDATE)) > 2, "rows pass a block several times"
 
 
 def test_a_block_of_which_nothing_is_coded_is_written_after_the_look_that_found_so() -> None:

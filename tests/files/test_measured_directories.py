@@ -15,7 +15,7 @@ from headrace.files import (
     describe_directory,
     file_systems,
     measure_directory,
-    measured_weights,
+    stripe_shares,
 )
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import DiskFull, StorageError
@@ -109,7 +109,7 @@ def test_stripes_go_by_drives_as_the_forecast_has_them(
     monkeypatch.setattr(
         "headrace.files.directory_facts.measure_directory", lambda found, size_bytes: Bandwidth(6e9, 6e9, speeds[found])
     )
-    weights = measured_weights(directories)
+    weights = stripe_shares(directories)
     assert weights is not None
     forecast = striped_shares(dataclasses.replace(rig, drives=tuple(drives)).of_directories(systems).drives)
     for system, share in zip(dict.fromkeys(systems), forecast, strict=True):

@@ -22,6 +22,7 @@ from headrace.plan.search.search import make_plan
 from headrace.plan.search.space import placements_of, plan_of
 from headrace.plan.value.buffer_sizes import buffer_groups
 from headrace.plan.value.plan import Plan
+from headrace.terms.block_parts import PART_SLOTS
 from headrace.terms.costs import ModelCosts
 from headrace.terms.embedding_rows import SECONDS_PER_ROW, EmbeddingRows
 from headrace.terms.errors import ConfigError, PlanInfeasible
@@ -169,7 +170,7 @@ def test_a_frozen_head_comes_by_ranges_where_the_whole_has_no_room_beside_the_lo
     made = replace(ends, forms=(*ends.forms[:-1], head), own_head=True)
     ranged = replace(made, head_range_bytes=slot)
     least, whole = least_device_bytes(ranged), least_device_bytes(made)
-    assert 0 < whole - least <= 2 * made.forms[-1].layout.num_elements - slot
+    assert 0 < whole - least <= 2 * made.forms[-1].layout.num_elements - PART_SLOTS * slot
     plans = {}
     for device in (least, whole):
         asked = replace(ranged, allowance=replace(ranged.allowance, device_bytes=device))
@@ -183,6 +184,28 @@ def test_a_frozen_head_comes_by_ranges_where_the_whole_has_no_room_beside_the_lo
     assert tight.ranged_head_bytes == 2 * tight.batch.num_micro_batches * tight.visiting_bytes
     twice = replace(ranged, workload=replace(ranged.workload, head_passes=2))
     assert least_device_bytes(twice) >= whole, "a loss of the whole step passes the head twice"
+
+
+def test_ranges_of_a_head_come_while_compute_has_others() -> None:
+    """Compute waits for the first range; for the others only as far as the link takes longer than the loss."""
+    made = frozen(900, 1000 * MIB)
+    made = replace(made, forms=(*made.forms[:-1], replace(made.forms[-1], trained=None)))
+    whole = next(map(partial(plan_of, made), placements_of(made, made.policies[0], 0)))
+    micros, slot = whole.batch.num_micro_batches, 4096
+    ranged = replace(whole, visiting_head="host", head_slot_bytes=slot)
+    assert ranged.visiting_bytes > 8 * slot
+
+    def wait(rate: float) -> float:
+        link = machine(made, host_to_device_bytes_per_second=rate)
+        return (forecast(ranged, link).step_seconds - forecast(whole, link).step_seconds) / micros
+
+    assert wait(1e12) == pytest.approx(slot / 1e12, abs=1e-6)
+    slow, slower = wait(1e5), wait(5e4)
+    come = 2 * ranged.visiting_bytes / 1e5
+    assert slower - slow == pytest.approx(come, rel=0.01)
+    computing = come - slow
+    assert computing > 0
+    assert wait(ranged.ranged_head_bytes / micros / (computing / 2)) < 0.1 * computing, "half of the loss's time is enough"
 
 
 def test_compute_waits_for_a_head_once_a_step() -> None:

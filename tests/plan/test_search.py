@@ -361,7 +361,7 @@ def test_the_need_that_is_named_is_enough(host_mib: int, ssd_mib: int, rows: int
     assert named in ([], ["host"], ["ssd"], ["host", "ssd"])
     assert plan.fits
     if "ssd" in named:
-        ways = [made, made.saving(one_by_one=True)]
+        ways = [made, made.saving(one_block_in_host_memory=True)]
         choices = [plan_of(way, choice) for way in ways for thrift in THRIFTS for choice in usual_placements(way, thrift)]
         within = [choice.peak("ssd") for choice in choices if choice.peak("host") <= made.allowance.host_bytes]
         assert made.allowance.ssd_bytes == min(within)

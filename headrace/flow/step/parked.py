@@ -31,7 +31,7 @@ def pick_up(state: StepState, op: Op) -> None:
     state.parts.store.scratch_read(parked_offset(state.plan, op.unit), _parking(state, op)).wait()
 
 
-def give(state: StepState, op: Op) -> None:
+def send_tied_gradient(state: StepState, op: Op) -> None:
     """Send what the head adds to the gradient of a tied matrix to the first stage."""
     names, total = state.sums.delivered[op.unit], _accumulator(state, op)
     parts = [spec for spec in state.trained_layout(op.unit).parameters if spec.name in names]
@@ -40,8 +40,8 @@ def give(state: StepState, op: Op) -> None:
         state.parts.line.send_table(total[spec.offset : spec.offset + spec.num_elements])
 
 
-def take(state: StepState, op: Op) -> None:
-    """Receive it; what the prologue adds comes after it, as in one process."""
+def receive_tied_gradient(state: StepState, op: Op) -> None:
+    """Receive the head's part of the tied gradient, before the prologue adds its own: the order of one process."""
     names, total = set(state.parts.line.hear_names()), _accumulator(state, op)
     for spec in state.trained_layout(op.unit).parameters:
         if spec.name in names:

@@ -10,10 +10,10 @@ import torch
 
 from headrace.flow.step.step_batch import StepBatch
 from headrace.flow.weights.buffers import Buffers
-from headrace.flow.weights.coming_head import ComingHead
 from headrace.flow.weights.expert_loads import ExpertLoads
 from headrace.flow.weights.gradient_sums import SequentialSums, sums_of
 from headrace.flow.weights.places import TensorPlace
+from headrace.flow.weights.ranged_head import RangedHead
 from headrace.flow.weights.trained_experts import TrainedExperts
 from headrace.flow.weights.weights import WeightSource
 from headrace.losses import Outcome, TokenLoss
@@ -59,7 +59,7 @@ class Parts:
     rows: TableRows | None = None  # of tables that are updated row by row
     experts: ExpertLoads | TrainedExperts | None = None  # brings experts that are parts
     cut: CutBlocks | None = None  # blocks whose weights come in parts
-    head: ComingHead | None = None  # one that comes range by range
+    head: RangedHead | None = None  # one that comes range by range
 
     @property
     def far_site(self) -> Site:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from headrace.files.block_file import Ticket
 from headrace.flow.weights.arena import TORCH_DTYPES, DeviceArena
 from headrace.flow.weights.completing import read_completing
 from headrace.flow.weights.make import Maker
@@ -33,7 +34,7 @@ class WeightBuffers:
 
     `host_weights[slot]` and `trained[unit]` (followed by its basis) are uint8 arrays; `sources[slot]`, from which weights are
     made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them; `head_on_host` is a
-    head that visits the device, `head_slot` is for some of its rows (None: there is none). Buffers for single
+    head that visits the device (None: there is none), `head_slots` are for ranges of its rows. Buffers for single
     experts hold one each, `in_round` of them for a slot (`expert_loads.py`). Where ranks of one machine have one copy,
     `shared` gives its memory.
     """
@@ -59,7 +60,7 @@ class WeightBuffers:
         self.sources = self.take_compute("sources")
         self.visitor: int | None = None  # the unit of a head that comes for the loss, and leaves
         self.head_on_host = next(iter(self.take_host("visiting_head")), None)
-        self.head_slot = next(iter(self.take_compute("head_slot")), None)
+        self.head_slots = [tensor.view(self.dtype) for tensor in self.take_compute("head_slots")]
         self.experts, self.cached_experts = self.take_host("experts"), self.take_host("cached_experts")
         self.device_experts = [tensor.view(self.dtype) for tensor in self.take_compute("device_experts")]
         self.expert_sources = self.take_compute("expert_sources")
@@ -134,9 +135,9 @@ class StoreSource:
         else:
             self.store.read(unit, WEIGHTS, into).wait()
 
-    def read_span(self, unit: int, start: int, into: Bytes) -> None:
-        """Fill `into` with a part of a frozen unit's bytes, from byte `start` on; both in whole pages."""
-        self.store.read_span(unit, WEIGHTS, start, into).wait()
+    def read_span(self, unit: int, start: int, into: Bytes) -> Ticket:
+        """Start filling `into` with a part of a frozen unit's bytes, from byte `start` on; both in whole pages."""
+        return self.store.read_span(unit, WEIGHTS, start, into)
 
     def read_trained(self, memory: Mapping[int, Bytes]) -> None:
         """See `WeightSource.read_trained`."""

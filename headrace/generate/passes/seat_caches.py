@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headrace.codec.cache_codes import CACHE_CODES
-from headrace.files import DirectFile, ThreadEngine, Volume, measured_weights
+from headrace.files import DirectFile, ThreadEngine, Volume, stripe_shares
 from headrace.generate.plan.cache_plan import COMPUTE, HOST, SSD, cache_drive_bytes, resident_blocks, tail_bytes, whole_bytes
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.machine.host_memory import Bytes
@@ -78,7 +78,7 @@ class CacheFile:
             return None
         if not directories:
             raise ConfigError("caches: the plan has some on the drives, but no directory is named; give --ssd DIR")
-        weights = measured_weights(directories) or (1,) * len(directories)
+        weights = stripe_shares(directories) or (1,) * len(directories)
         files: list[DirectFile] = []
         try:
             for directory, size in zip(directories, Volume.file_bytes(total, weights, MIB), strict=True):

@@ -256,40 +256,39 @@ def _job(
     options: GenerateOptions,
     lines: Sequence[PromptLine],
     plan: GenerationPlan,
-    begun: Mapping[str, Any] | None,
+    unfinished: Mapping[str, Any] | None,
     sink: Sink,
 ) -> Job:
     """Return the micro-batches: those of a job that was begun, or new ones, which are written down first."""
     values = options.to_json()
     fixed = {"input": digest, "options": {key: values[key] for key in _FIXED}}
-    here = {"threads": torch.get_num_threads(), "processor": processor_name()}
+    environment = {"threads": torch.get_num_threads(), "processor": processor_name()}
     path = folder / "job.json"
-    if (found := begun) is not None:
-        known = found["fixed"]  # an earlier version knew fewer options
-        if {**known, "options": _FIXED | known["options"]} != fixed:
+    if (record := unfinished) is not None:
+        recorded_options = _FIXED | record["fixed"]["options"]  # an earlier version knew fewer
+        if {**record["fixed"], "options": recorded_options} != fixed:
             raise RunDirectoryError(
                 f"{folder} holds an unfinished job of another input or other options; finish it with those, or remove it"
             )
-        if found["here"] != here:
-            sink(
-                Notice(text=f"{folder}: the job was begun with {found['here']}, here are {here}: bits may differ from here on")
-            )
+        if record["here"] != environment:
+            begun = f"{folder}: the job was begun with {record['here']}, here are {environment}"
+            sink(Notice(text=f"{begun}: bits may differ from here on"))
     else:
         rows = plan.rows if plan.shapes is None else plan.room
         batches = composed([len(line.ids) for line in lines], _kinds(lines), rows)
         members = [[lines[index].number for index in batch] for batch in batches]
         own = {line.number: line.settings.get("seed") for line in lines}
         seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
-        found = {"fixed": fixed, "here": here, "micro_batches": members, "seeds": seeds, "prompts": _digest(lines)}
-        found["template_date"] = options.template_date
-        found["prefill_chunk"], found["packed_rows"] = plan.most_costs.prefill_chunk, plan.packed_rows
-        found["by_length"] = plan.shapes is not None
-        found["narrow_rows"] = plan.narrow_rows
-        found["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
+        record = {"fixed": fixed, "here": environment, "micro_batches": members, "seeds": seeds, "prompts": _digest(lines)}
+        record["template_date"] = options.template_date
+        record["prefill_chunk"], record["packed_rows"] = plan.most_costs.prefill_chunk, plan.packed_rows
+        record["by_length"] = plan.shapes is not None
+        record["narrow_rows"] = plan.narrow_rows
+        record["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(found) + "\n")
-    pairs = zip(found["micro_batches"], found["seeds"], strict=True)
+            write_whole(path, json.dumps(record) + "\n")
+    pairs = zip(record["micro_batches"], record["seeds"], strict=True)
     return {number: (tuple(batch), seed) for number, (batch, seed) in enumerate(pairs)}
 
 

@@ -10,12 +10,13 @@ Invariant: an operator reads the same numbers as with whole blocks, so the bits 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace.machine.protocol import DeviceEvent, Machine
+from headrace.machine.protocol import Machine
 from headrace.model.blocks.binding import GradientSink, hand_over
 from headrace.terms.errors import StepFailed
 from headrace.terms.lanes import Lane
@@ -74,13 +75,13 @@ class _Saved:
 
 
 @dataclass(eq=False)
-class _Slot:
-    """A slot: the part that it has, and where that comes from; the end of its copy, if compute has not waited for that."""
+class Slot:
+    """A slot: the part that it has, and where that comes from; what waits for it, if compute has not done so."""
 
     memory: Tensor
     part: ModulePart | None = None
     flat: Tensor | None = None
-    coming: DeviceEvent | None = None
+    coming: Callable[[], None] | None = None
 
 
 class PartSlots:
@@ -90,7 +91,7 @@ class PartSlots:
     """
 
     def __init__(self, slots: Sequence[Tensor], machine: Machine) -> None:
-        self._slots, self._shelf = [_Slot(memory) for memory in slots], Shelf(len(slots), LastUsed(len(slots)))
+        self._slots, self._shelf = [Slot(memory) for memory in slots], Shelf(len(slots), LastUsed(len(slots)))
         self._machine = machine
         self._next: dict[tuple[str, ModulePart], ModulePart] = {}  # which part followed another, when it was in this phase
         self._latest: tuple[str, ModulePart, Tensor] | None = None
@@ -118,14 +119,14 @@ class PartSlots:
             self._shelf.release([follows.part])
         return slot.memory
 
-    def _held(self, part: ModulePart) -> tuple[_Slot, bool]:
+    def _held(self, part: ModulePart) -> tuple[Slot, bool]:
         """Hold a part; return its slot, and whether it is there or on its way. Whoever calls copies it at once."""
         place = self._shelf.hold(part.part)
         assert place is not None, "one part is held, and there is a slot for another"
         self._shelf.arrived([part.part])
         return self._slots[place.slot], place.is_there
 
-    def _copy(self, slot: _Slot, part: ModulePart, flat: Tensor) -> None:
+    def _copy(self, slot: Slot, part: ModulePart, flat: Tensor) -> None:
         slot.part, slot.flat = None, flat
         for each in part.weights:
             into = slot.memory[each.in_slot :][: each.spec.num_elements]
@@ -133,14 +134,15 @@ class PartSlots:
             self.num_copied += each.spec.num_elements
         slot.part = part
 
-    def _copy_ahead(self, slot: _Slot, part: ModulePart, flat: Tensor) -> None:
+    def _copy_ahead(self, slot: Slot, part: ModulePart, flat: Tensor) -> None:
         """Copy a part beside compute, as soon as that has done with what the slot had."""
         machine, lane = self._machine, Lane.HOST_TO_DEVICE
         if (used := machine.record(Lane.COMPUTE)) is not None:
             machine.wait(used, lane)
         with machine.lane(lane):
             self._copy(slot, part, flat)
-            slot.coming = machine.record(lane)
+            if (copied := machine.record(lane)) is not None:
+                slot.coming = partial(machine.wait, copied, Lane.COMPUTE)
 
     def _empty(self) -> None:
         """Forget what the slots have: the weights may change before they are next used."""
@@ -152,10 +154,10 @@ class PartSlots:
         self._shelf.clear()
         self._latest = None
 
-    def _arrived(self, slot: _Slot) -> None:
+    def _arrived(self, slot: Slot) -> None:
         """Have compute wait for what is on its way into a slot."""
         if slot.coming is not None:
-            self._machine.wait(slot.coming, Lane.COMPUTE)
+            slot.coming()
             slot.coming = None
 
     def place_of(self, tensor: Tensor) -> _Saved | None:

@@ -109,7 +109,7 @@ def experts_at_once(model: Any) -> Iterator[None]:
 
 @contextmanager
 def ends_bound(chain: Chain) -> Iterator[None]:
-    """While entered, what lies around the blocks is bound to weights of zero."""
+    """Bind embedding, norm and head to zero weights in this context."""
     ends = (0, chain.num_blocks + 1) if chain.has_epilogue_unit else (0,)
     for unit in ends:
         chain.bind(unit, torch.zeros(chain.layouts[unit].num_elements, dtype=chain.dtype, device=chain.device), None)

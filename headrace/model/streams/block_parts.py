@@ -123,7 +123,7 @@ def why_not_cut(runner: Runner, *, trained: bool = False) -> str:
 
 
 def _sink(caught: dict[str, Tensor]) -> GradientSink:
-    """Return what notes gradients of parts in `caught`: one of each, as sums of several may be rounded in another way."""
+    """Return a hook that stores each gradient in `caught`. A second one of a parameter is an error: a sum could round otherwise."""
 
     def take(spec: ParameterSpec, gradient: Tensor) -> None:
         if spec.name in caught:

@@ -16,7 +16,7 @@ import torch
 from headrace.ask.planner import PlannedModel, RunPlanner, WaysToPlan
 from headrace.engine.open_model import run_on
 from headrace.engine.seams import Seams, forms_of
-from headrace.files import measured_weights
+from headrace.files import stripe_shares
 from headrace.flow.run.execute import interpreter_of
 from headrace.flow.step.step_batch import StepBatch, step_batch
 from headrace.flow.step.step_state import Parts, StepState, Verdict
@@ -175,7 +175,7 @@ class Worker(Closing):
             directories=directories,
             units=[form.families(rule.planes, rule.planes, self.plan.updates.chunk_elements) for form in self._forms],
             scratch_bytes=scratch_bytes(self.plan),
-            weights=measured_weights(directories),
+            weights=stripe_shares(directories),
             identity={"worker": True},
             allow_tmpfs=not own.budget.ssd,
         )

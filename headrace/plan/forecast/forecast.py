@@ -279,8 +279,7 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
     head_parameters = plan.results.epilogue_flops / (2 * tokens)
     chunks = -(-tokens // plan.batch.loss_chunk_tokens)
     head = (ceilings.logit_seconds * tokens / width + ceilings.head_seconds * chunks) * head_parameters * rate
-    way = ceilings.host_to_device_bytes_per_second if plan.visiting_head == "host" else ceilings.ssd_read_bytes_per_second
-    visit = plan.ranged_head_bytes / way / plan.batch.num_micro_batches
+    wait = _range_seconds(plan, ceilings, (3 * plan.results.epilogue_flops + head) / rate)
     slower = 1 / ceilings.attention_share - 1
     attention = [slower * flops for flops in plan.results.attention_flops] or [0.0] * plan.num_blocks
     # Forward and backward together count a block's forward four times, and the head's three times.
@@ -296,8 +295,18 @@ def _with_elementwise(plan: Plan, ceilings: Ceilings) -> Plan:
             spared + more * _spared_attention(plan, index)
             for index, (spared, more) in enumerate(zip(plan.results.spared_flops, attention, strict=False))
         ),
-        epilogue_flops=plan.results.epilogue_flops + (head + visit * rate) / 3,
+        epilogue_flops=plan.results.epilogue_flops + (head + wait * rate) / 3,
     )
+
+
+def _range_seconds(plan: Plan, ceilings: Ceilings, computing: float) -> float:
+    """Return the seconds that a loss of `computing` seconds waits for ranges of the head: all but the first come beside it."""
+    if plan.head_slot_bytes is None:
+        return 0.0
+    way = ceilings.host_to_device_bytes_per_second if plan.visiting_head == "host" else ceilings.ssd_read_bytes_per_second
+    coming = plan.ranged_head_bytes / way / plan.batch.num_micro_batches
+    first = min(coming, plan.head_slot_bytes / way)
+    return first + max(0.0, coming - first - computing)
 
 
 def _spared_attention(plan: Plan, index: int) -> float:

@@ -150,9 +150,9 @@ class UpdateOps(WeightPages):
         self.device_state_turn = (self.device_state_turn + 1) % self.plan.device_state_slots
         # What goes to the device changes from here on, until it is back.
         there = (*slot, *changed)
-        op(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, given, there, num_bytes=sizes.there, **common)
+        op(Verb.STATES_TO_DEVICE, Lane.HOST_TO_DEVICE, given, there, num_bytes=sizes.to_device, **common)
         op(Verb.UPDATE, Lane.DEVICE_UPDATE, (), slot, num_bytes=sizes.device_traffic, flops=sizes.flops, **common)
-        op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.back, **common)
+        op(Verb.STATES_TO_HOST, Lane.DEVICE_TO_HOST, slot, changed, num_bytes=sizes.to_host, **common)
 
     def commit(self) -> None:
         """Emit the commit; it is that of the step before, if that has updates pending."""

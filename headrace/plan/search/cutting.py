@@ -36,7 +36,11 @@ def in_parts_if_needed(search: Search) -> Search:
             leaner = _leaner(problem, refusal)
             if leaner is None:
                 raise
-            note = note_on_one_block if leaner.savings.one_by_one != problem.savings.one_by_one else note_on_block_parts
+            note = (
+                note_on_one_block
+                if leaner.savings.one_block_in_host_memory != problem.savings.one_block_in_host_memory
+                else note_on_block_parts
+            )
             return searched(leaner, ceilings, seconds_of).with_notes((note(refusal.tier, refusal.needed_bytes),))
 
     return searched
@@ -48,8 +52,8 @@ def _leaner(problem: Problem, refusal: PlanInfeasible) -> Problem | None:
         parts = problem.cuts()
         return problem.saving(parts=parts) if parts else None
     # What has room in memory then need not wait on the drives.
-    if refusal.tier in ("host", "ssd") and not problem.savings.one_by_one and _comes_whole(problem):
-        return problem.saving(one_by_one=True)
+    if refusal.tier in ("host", "ssd") and not problem.savings.one_block_in_host_memory and _comes_whole(problem):
+        return problem.saving(one_block_in_host_memory=True)
     return None
 
 

@@ -36,7 +36,7 @@ def may_page(problem: Problem, plan: Plan, seconds_of: StepSeconds) -> bool:
     """Return whether weights can come in pages, and a step would be faster if there were memory enough for that."""
     several = plan.batch.num_micro_batches > 1 and plan.num_blocks >= _LEAST_BLOCKS
     alone = problem.place is None and not plan.far_units and plan.device_slots < plan.num_blocks
-    whole = problem.savings.parts is None and problem.experts is None and not problem.savings.one_by_one
+    whole = problem.savings.parts is None and problem.experts is None and not problem.savings.one_block_in_host_memory
     if not (problem.separate_device and several and alone and whole):
         return False
     found = seconds_of.forecast(plan)

@@ -27,41 +27,35 @@ class Savings:
 
     hosted: bool = False  # hidden states wait in host memory between blocks
     by_rows: bool = False  # rows of the embedding are read in the model's files
-    visits: bool = False  # compute has the head's matrix for the loss only
-    ranged: bool = False  # of a head that visits, compute has a range of its rows at a time
+    head_is_loaded_for_loss: bool = False  # compute has the head's matrix during the loss only
+    head_in_row_ranges: bool = False  # and of that a range of rows at a time
     remakes: bool = False  # see `ExpertParts`
     parts: BlockParts | None = None  # blocks come in these
-    one_by_one: bool = False  # host memory has one block at a time
+    one_block_in_host_memory: bool = False
     paged: bool = False  # weights come in pages (`paging`)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A model whose units have these `forms`, with `costs_of(sequences)` per micro-batch, to be trained within `allowance`.
-
-    `own_rule` is the rule for trained families of their own, None where no unit has one. Hidden states `may_wait` in host
-    memory between blocks. Rows of the `embedding` can be read in the model's files; None: they cannot. A model with an
-    `own_head` has its matrix in the last unit; a range of its rows comes in a slot of `head_range_bytes` (0: it cannot).
-    `place` is that of a stage, whose part of a model these are. `cuts` says how blocks can come in parts (None: they cannot).
-    """
+    """A model whose units have these `forms`, to be trained within `allowance`."""
 
     forms: tuple[Form, ...]
-    costs_of: Callable[[int], ModelCosts]
+    costs_of: Callable[[int], ModelCosts]  # of a micro-batch, by its sequences
     workload: Workload
     allowance: Allowance
     rule: RuleFigures
-    own_rule: RuleFigures | None = None
+    own_rule: RuleFigures | None = None  # for trained families of their own; None where no unit has one
     compute_dtype: str = "bfloat16"
     gradient_dtype: str | None = None
     experts: ExpertParts | None = None  # experts that are parts; how many come together is left open
     attention_share: float = 1.0  # the share of the matrix rate that attention's products reach (`Ceilings`)
-    may_wait: bool = True
-    embedding: EmbeddingRows | None = None
+    may_wait: bool = True  # hidden states, in host memory between blocks
+    embedding: EmbeddingRows | None = None  # whose rows can be read in the model's files
     tables: tuple[BlockRows, ...] = ()  # those of blocks whose rows are read; how many a token asks for is left open
-    own_head: bool = False
-    head_range_bytes: int = 0
-    place: StagePlace | None = None
-    cuts: Callable[[], BlockParts | None] = no_parts
+    own_head: bool = False  # the last unit has the head's matrix
+    head_range_bytes: int = 0  # of a slot for a range of its rows; 0: it cannot come so
+    place: StagePlace | None = None  # of a stage, whose part of a model this is
+    cuts: Callable[[], BlockParts | None] = no_parts  # how blocks can come in parts; None: they cannot
     savings: Savings = Savings()
 
     def saving(self, **changes: Any) -> "Problem":

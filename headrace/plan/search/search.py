@@ -247,7 +247,7 @@ def _plan_under(problem: Problem, policy: str, placements: list[Choice], seconds
     finalists: dict[tuple[object, ...], Choice] = {}
     for _, index in sorted(promise):
         choice = placements[index]
-        # Thriftier buffers do the same in a little more time, so only the best of a kind goes on.
+        # Of placements that differ only in buffer size, keep the fastest.
         finalists.setdefault((choice.rows, choice.input_home, choice.held, choice.freed_memory), choice)
     for choice in list(finalists.values())[:_FINALISTS]:
         found += [_best_amount(problem, replace(choice, kept_home=home), seconds) for home in homes]

@@ -88,7 +88,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     policy, units = choice.policy, problem.units
     spared = 0 if problem.separate_device or num_micro > 1 else spared_sums(units, costs)
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
-    alone = problem.savings.one_by_one or (choice.lean and problem.separate_device)
+    alone = problem.savings.one_block_in_host_memory or (choice.lean and problem.separate_device)
     prefetch = 0 if alone else 1 if choice.lean or num_blocks < 3 else 2
     tables = asked_tables(problem.tables, costs)
     kept: list[list[int]] = [[] for _ in costs.blocks]
@@ -111,7 +111,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             head_passes=workload.head_passes,
         ),
         host_slots=1
-        if problem.savings.one_by_one
+        if problem.savings.one_block_in_host_memory
         else min(num_blocks, max(2, prefetch + 1 + (policy in AT_ONCE and not choice.lean))),
         device_slots=prefetch + 1 if problem.separate_device or any(unit.is_made for unit in units) else 0,
         prefetch=prefetch,
@@ -164,8 +164,8 @@ def _saved(problem: Problem, choice: Choice) -> dict[str, Any]:
     return {
         "hosted": Hosted(**dict.fromkeys(("coming", "going"), 2 if choice.lean else 3)) if savings.hosted else None,
         "embedding": problem.embedding if savings.by_rows else None,
-        "visiting_head": problem.head_home if savings.visits else None,
-        "head_slot_bytes": problem.head_range_bytes if savings.visits and savings.ranged else None,
+        "visiting_head": problem.head_home if savings.head_is_loaded_for_loss else None,
+        "head_slot_bytes": problem.head_range_bytes if savings.head_is_loaded_for_loss and savings.head_in_row_ranges else None,
         "parts": savings.parts,
     }
 

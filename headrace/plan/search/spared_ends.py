@@ -18,7 +18,7 @@ def spared(problem: Problem, machine: Ceilings) -> Problem | None:
     """Return `problem` with both ends out of memory, as far as they may be; None where neither may."""
     if ranks_on(machine) > 1 or not (problem.has_rows or problem.head_may_visit):
         return None
-    return problem.saving(by_rows=problem.has_rows, visits=problem.head_may_visit)
+    return problem.saving(by_rows=problem.has_rows, head_is_loaded_for_loss=problem.head_may_visit)
 
 
 def no_more_than_needed(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
@@ -48,10 +48,10 @@ def _first_that_fits(problem: Problem, search: Callable[[Problem], Plan]) -> Pla
     """
     # A head that visits takes memory, too, where it waits. One that comes by ranges takes less, and comes more often.
     ways = [problem]
-    if problem.savings.by_rows and problem.savings.visits:
-        ways.append(problem.saving(visits=False))
-    if problem.savings.visits and problem.head_may_come_by_ranges:
-        ways.append(problem.saving(ranged=True))
+    if problem.savings.by_rows and problem.savings.head_is_loaded_for_loss:
+        ways.append(problem.saving(head_is_loaded_for_loss=False))
+    if problem.savings.head_is_loaded_for_loss and problem.head_may_come_by_ranges:
+        ways.append(problem.saving(head_in_row_ranges=True))
     refusals: list[PlanInfeasible] = []
     for way in ways:
         try:

@@ -30,7 +30,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if plan.visiting_head == "host":
         groups["visiting_head"] = BufferGroup("host", "weights", 1, plan.visiting_bytes)
     if plan.head_slot_bytes is not None:
-        groups["head_slot"] = BufferGroup(compute_tier, "weights", 1, plan.head_slot_bytes)
+        groups["head_slots"] = BufferGroup(compute_tier, "weights", PART_SLOTS, plan.head_slot_bytes)
     if plan.experts is not None:
         groups |= expert_buffers(plan.experts, plan.planes.weight, separate=plan.separate_device)
         groups |= expert_sums(plan)
@@ -196,28 +196,28 @@ def parked_offset(plan: Plan, unit: int) -> int:
 
 
 class ChunkBytes(NamedTuple):
-    """A chunk's bytes: its states, its weights, the memory traffic of its update, and the transfers to the device and back.
-    Also the operations of its matrix products.
+    """What updating a chunk moves, in bytes: its states, its weights, the update's memory traffic, what goes to a device and
+    to the host again. Also the operations of its matrix products.
     """
 
     states: int
     weights: int
     traffic: int
-    there: int
-    back: int
+    to_device: int
+    to_host: int
     device_traffic: int
     flops: float = 0.0
 
 
 def chunk_bytes(plan: Plan, num_elements: int, planes: PlaneSet, states: int) -> ChunkBytes:
-    """Return the bytes of a chunk of so many elements of `planes`, which has so many bytes of `states`."""
+    """Return what updating a chunk of `num_elements` of `planes` moves; `states` are the bytes of its states."""
     gradient_bytes = num_elements * plan.gradient_bytes_per_element
     all_planes = planes.weight.num_bytes(num_elements) + states
     return ChunkBytes(
         states=states,
         weights=planes.weight.num_bytes(num_elements),
         traffic=2 * all_planes + gradient_bytes,
-        there=all_planes + gradient_bytes,
-        back=all_planes,
+        to_device=all_planes + gradient_bytes,
+        to_host=all_planes,
         device_traffic=num_elements * (plan.rule.device_traffic_bytes or 0),
     )

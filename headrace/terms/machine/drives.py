@@ -101,7 +101,7 @@ class Drive:
 
 def striped_shares(drives: Sequence[Drive]) -> tuple[float, ...]:
     """Return the share of all bytes that each drive gets. It is in proportion to the drive's rate while it reads and writes at
-    once. `files.measured_weights` lays out the stripes so, but roughly, in small integers.
+    once. `files.stripe_shares` lays out the stripes so, but roughly, in small integers.
     """
     rate = sum(drive.mixed_bytes_per_second for drive in drives)
     return tuple(drive.mixed_bytes_per_second / rate for drive in drives)

@@ -13,15 +13,15 @@ from test_visiting_head import home
 from tiers import sampled
 
 from headrace.engine.trainer import Engine
-from headrace.flow.weights.coming_head import ComingHead
+from headrace.flow.weights.ranged_head import _ReadSlots
 from headrace.model.parts import head_rows
+from headrace.model.parts.part_slots import ModulePart, PartSlots, Slot
 from headrace.terms.errors import ConfigError
 
 STEPS = 2
 RANGE_ROWS, RANGES, WIDTH = 128, 3, 64
 # A range of rows, and a page at each end.
 SLOT = RANGE_ROWS * WIDTH * 2 + 8192
-READ = ComingHead._read
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +32,18 @@ def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def came(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Get the elements of all that comes of heads."""
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Get the elements of all ranges that come while compute reads another one."""
     found: list[int] = []
-    monkeypatch.setattr(ComingHead, "_read", lambda self, *what: (found.append(what[1]), READ(self, *what))[1])
+
+    def noted(begin: Callable[..., None], slots: PartSlots, slot: Slot, part: ModulePart, flat: torch.Tensor) -> None:
+        before = slots.num_copied
+        begin(slots, slot, part, flat)
+        found.append(slots.num_copied - before)
+
+    for kind in (PartSlots, _ReadSlots):
+        begin = kind._copy_ahead
+        monkeypatch.setattr(kind, "_copy_ahead", lambda *what, begin=begin: noted(begin, *what))
     return found
 
 
@@ -47,33 +55,37 @@ RANGED: dict[str, Any] = {"visiting_head": home, "head_slot_bytes": SLOT}
 @pytest.mark.parametrize("case", sampled(CASES, ("a device", "matrices of blocks")))
 @pytest.mark.parametrize("name", sampled(("llama", "gpt-neox", "phi", "gemma-untied", "deepseek"), ("llama",)))
 def test_it_trains_as_one_that_stays(
-    name: str, case: str, model_dir: Callable[..., Path], tmp_path: Path, came: list[int]
+    name: str, case: str, model_dir: Callable[..., Path], tmp_path: Path, ahead: list[int]
 ) -> None:
+    brought: list[int] = []
+
     def look(engine: Engine) -> None:
         assert engine._steps is not None
         parts = engine._steps.parts
         assert parts.buffers.residents[parts.plan.ends[-1]].numel() == 0
         assert engine.chain.head_rows == RANGE_ROWS
         assert engine.chain.model.get_output_embeddings().weight.is_meta
+        assert parts.head is not None
+        brought.append(parts.head.slots.num_copied - 64)  # without the norm
 
     path, options = model_dir(name, "bfloat16"), {"compute_dtype": "bfloat16", **CASES[case]}
     expected = train(path, tmp_path / "stays", steps=STEPS, adjust=SPLIT | CHUNKS, **options)
-    assert not came
+    assert not ahead
     change = SPLIT | rows() | CHUNKS | RANGED
     found = train(path, tmp_path / "comes", steps=STEPS, adjust=change, inspect=look, **options)
     assert found[0] == expected[0]
     assert found[1].keys() == expected[1].keys()
     assert all(torch.equal(found[1][name], expected[1][name]) for name in expected[1])
-    # Forward and back for each micro-batch. The range at which forward ends is there when backward, or the next one, begins.
-    ranges = [count for count in came if count == RANGE_ROWS * WIDTH]
-    micros = STEPS * ROWS // 2
-    assert len(ranges) == micros * 2 * (RANGES - 1) + 1
+    # Forward and back for each micro-batch. Two ranges are there when backward, or the next one, begins.
+    micros, size = STEPS * ROWS // 2, RANGE_ROWS * WIDTH
+    assert brought[-1] == size * (2 * micros * (RANGES - 2) + 2)
+    assert ahead[: 2 * (micros - 1)] == [size] * (2 * (micros - 1)), "all but those of the first micro-batch"
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("device", [None, "1GiB"])
 def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
-    device: str | None, model_dir: Callable[..., Path], tmp_path: Path, came: list[int]
+    device: str | None, model_dir: Callable[..., Path], tmp_path: Path, ahead: list[int]
 ) -> None:
     path = model_dir("llama", "bfloat16")
     stays, *expected = life(path, tmp_path / "stays", lambda plan: plan, device)
@@ -83,7 +95,7 @@ def test_a_run_goes_on_where_it_was_and_evaluates_as_ever(
     assert stays.head_slot_bytes is None
     assert comes.head_slot_bytes is not None
     assert found == expected
-    assert came
+    assert ahead
 
 
 @pytest.mark.wide
