@@ -123,7 +123,7 @@ def why_not_cut(runner: Runner, *, trained: bool = False) -> str:
 
 
 def _sink(caught: dict[str, Tensor]) -> GradientSink:
-    """Return a hook that stores each gradient in `caught`. A second one of a parameter is an error: a sum could round otherwise."""
+    """Return a hook that stores each gradient in `caught`. A second one is an error: a sum of two could round differently."""
 
     def take(spec: ParameterSpec, gradient: Tensor) -> None:
         if spec.name in caught:

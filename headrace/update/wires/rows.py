@@ -143,7 +143,7 @@ class RowsWire(Wire):
             raise ConfigError("gradient: rows have a float32 master, and this rule keeps none: use lomo, or give dense")
 
     def export(self, content: Content, directory: Path) -> None:
-        """Write an ordinary Hugging Face directory with the newest weights and up-to-date rows; the run's files do not change."""
+        """Write an ordinary Hugging Face directory with up-to-date rows. The run's files do not change."""
         from headrace.model import Exporter
         from headrace.model.by_rows.block_tables import stored_rows_of
         from headrace.model.written.export import ReadRows
