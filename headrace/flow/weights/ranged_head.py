@@ -60,7 +60,7 @@ class RangedHead:
         self._others = [spec for spec in layout.parameters if spec.name != name]
         self._rest = without(layout, frozenset({name}))
         if buffers.head_on_host is None:
-            self._page, self._from = PAGE_BYTES // buffers.dtype.itemsize, torch.empty(0)
+            self._page, self._from = PAGE_BYTES // buffers.dtype.itemsize, torch.empty(0, dtype=buffers.dtype)
             read = partial(source.read_span, self.unit)
             self.slots: PartSlots = _ReadSlots(buffers.head_slots, machine, read, plan.stored_bytes(self.unit))
         else:
