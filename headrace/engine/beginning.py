@@ -254,7 +254,7 @@ def resume_run(
         model = Path(str(store.manifest.identity["model"]))
         planned = fleet.planned_options(options) if fleet else options
         identity = store.manifest.identity
-        begun = {"parted": _is_parted(store), "tables": _takes_tables(store)}
+        begun = {"parted": _is_parted(store), "read_rows": _takes_tables(store)}
         subject = _subject(closers, model, planned, seams, partial(as_begun, identity), **begun)
         planner = RunPlanner(planned, subject.planned, replace(ways, head_passes=subject.head_passes))
         subject.use_lent(store, sink)
