@@ -20,7 +20,7 @@ from headrace.engine.subject import Subject
 from headrace.engine.tuning import tune
 from headrace.files import Beside, file_systems
 from headrace.flow.step.shards import SharedSource
-from headrace.flow.step.step_state import Parts
+from headrace.flow.step.step_state import PartedUnits, Parts
 from headrace.flow.step.update import device_updater
 from headrace.flow.weights.buffers import Buffers
 from headrace.flow.weights.ranged_head import RangedHead
@@ -38,7 +38,6 @@ from headrace.plan.value.refusal import least_of, with_whole_blocks
 from headrace.store import StateStore, make_run_directory
 from headrace.store.model_here import whole_model_at
 from headrace.store.shard_store import ShardStore
-from headrace.terms.cuts import pieces_of
 from headrace.terms.embedding_rows import note_on_learned_rows
 from headrace.terms.errors import ConfigError, PlanInfeasible, RunDirectoryError
 from headrace.terms.events import Notice, Planned, Sink
@@ -76,6 +75,19 @@ class Run:
     closers: contextlib.ExitStack
     rows: TableRows | None = None
 
+    def import_model(self, more: dict[str, Any]) -> None:
+        """Say what will be trained, and write the first commit: the model's weights, a record of the run, and `more` in it."""
+        fleet = self.subject.seams.fleet
+        if fleet:
+            fleet.introduce(self.subject, self.store, self.options, self.plan)
+        if self.plan is not None:
+            self.sink(Planned(plan=self.plan))
+        if warning := self.options.schedule.warning:
+            self.sink(Notice(text=warning))
+        self.sink(Notice(text=self.subject.importing, level="info"))
+        with fleet.reaching(self.store, importing=True) if fleet else contextlib.nullcontext():
+            self.subject.import_into(self.store, first_record(self.options.to_record(), self.plan, self.subject) | more)
+
     def settle(self) -> None:
         """Compare the model with the state, and put into use what the newest commit leaves to be merged.
 
@@ -109,15 +121,16 @@ class Run:
             site=subject.seams.site,
             seed=self.options.seed,
             sink=self.sink,
-            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in subject.forms],
-            device_updater=device_updater(plan, subject.machine, subject.updater.rule),
             workers=subject.seams.workers,
             **subject.seams.company,
             token_loss=subject.seams.token_loss,
             rows=self.rows,
-            experts=subject.expert_loads(plan, buffers),
-            cut=cut_blocks(subject.chain, plan.parts),
-            head=RangedHead(plan, subject.chain, subject.machine, buffers, source) if plan.head_slot_bytes else None,
+            device_updater=device_updater(plan, subject.machine, subject.updater.rule),
+            parted=PartedUnits(
+                experts=subject.expert_loads(plan, buffers),
+                cut=cut_blocks(subject.chain, plan.parts),
+                head=RangedHead(plan, subject.chain, subject.machine, buffers, source) if plan.head_slot_bytes else None,
+            ),
         )
 
     @property
@@ -156,18 +169,17 @@ def begin_run(
         PlanInfeasible: the budget is too small; the message says what would help.
     """
     whole = whole or WholeRun()
-    ssd = options.budget.ssd
     if (adapter := going_on(options.adapter)) != options.adapter:
         options = replace(options, adapter=adapter)
-    options, machine = on_machine(options)
+    options, _ = on_machine(options)
     whole_model_at(model)
-    schedule = options.schedule  # refuses one without an end
+    _ = options.schedule  # refuses one without an end
     with contextlib.ExitStack() as closers:
         if options.output is None:
             directory = Path(closers.enter_context(tempfile.TemporaryDirectory(prefix="headrace-")))
         else:
             directory = Path(options.output)
-        directories = ssd or (directory,)
+        directories = options.budget.ssd or (directory,)
         fleet = seams.fleet if seams else None
         seams = replace(seams_of(options), fleet=fleet) if fleet else seams
         refuse_without_stages(options, fleet)
@@ -181,39 +193,21 @@ def begin_run(
         if fleet:
             fleet.settle_on(options, planner, subject.chain)
         if options.tokens_per_step is not None:
-            step = options.tokens_per_step, options.sequence_length or options.tokens_per_step
-            if fleet:
-                step = fleet.share_of_step(planner, step, options.gradient_sum, state=directories, beside=beside)
-            subject.choose_wire(lambda forms: planner.suits(forms, *step, state=directories, beside=beside))
-            planner, plan = _planned(subject, planner, ways, lambda by: by.plan(*step, state=directories, beside=beside))
-            if measure is not None and machine is None and (found := measure(plan, subject.machine)) is not None:
-                planner.use(found := found.of_directories(file_systems(directories)))
-                plan = planner.plan(*step, state=directories, beside=beside)
-                options = replace(options, machine=found)
-            plan = fleet.shared_plan(plan) if fleet else plan
+            options, planner, plan = _first_plan(subject, planner, options, ways, measure, state=directories, beside=beside)
         with contextlib.ExitStack() as undo:
             make_run_directory(directory, undo)
             store = subject.create_store(directory, directories, beside, plan, sink)
             undo.callback(store.remove)
             rows = subject.open_rows(store, undo)
             tune(store, options.machine)
-            if fleet:
-                fleet.introduce(subject, store, options, plan)
-            if plan is not None:
-                sink(Planned(plan=plan))
-            if warning := schedule.warning:
-                sink(Notice(text=warning))
-            sink(Notice(text=subject.importing, level="info"))
-            with fleet.reaching(store, importing=True) if fleet else contextlib.nullcontext():
-                never = {REPLANS_LEFT: 0} if ways.given else {}
-                subject.import_into(store, first_record(options.to_record(), plan, subject) | never)
+            run = Run(options, subject, planner, store, plan, sink, closers, rows)
+            run.import_model({REPLANS_LEFT: 0} if ways.given else {})
             undo.pop_all()
         closers.callback(store.close)
         if options.output is None:
             closers.callback(store.remove)
         if rows is not None:
             closers.callback(rows.close)
-        run = Run(options, subject, planner, store, plan, sink, closers, rows)
         run.settle()
         run.closers = closers.pop_all()
         return run
@@ -298,6 +292,26 @@ def first_record(options: dict[str, Any], plan: Plan | None, subject: Subject) -
         "position": None,
         "loss_scale": None,
     }
+
+
+def _first_plan(
+    subject: Subject, planner: RunPlanner, options: Options, ways: WaysToPlan, measure: Measure | None, **where: Any
+) -> tuple[Options, RunPlanner, Plan]:
+    """Return the plan of a step and its planner, and the options; where the machine was measured for it, these name it.
+
+    `where` says where the state will lie, and what lies beside it (`RunPlanner.plan`).
+    """
+    assert options.tokens_per_step is not None, "the caller looks"
+    fleet, step = subject.seams.fleet, (options.tokens_per_step, options.sequence_length or options.tokens_per_step)
+    if fleet:
+        step = fleet.share_of_step(planner, step, options.gradient_sum, **where)
+    subject.choose_wire(lambda forms: planner.suits(forms, *step, **where))
+    planner, plan = _planned(subject, planner, ways, lambda by: by.plan(*step, **where))
+    if measure is not None and options.machine is None and (found := measure(plan, subject.machine)) is not None:
+        planner.use(found := found.of_directories(file_systems(where["state"])))
+        plan = planner.plan(*step, **where)
+        options = replace(options, machine=found)
+    return options, planner, fleet.shared_plan(plan) if fleet else plan
 
 
 def _planned(

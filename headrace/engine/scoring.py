@@ -143,7 +143,7 @@ def loss_of(state: StepState) -> float:
         loss = float(state.outcome.loss)
     else:
         loss = float(state.loss_sum) / state.batch.trained_tokens if state.loss_sum is not None else math.nan
-    return loss if state.aside_loss is None else loss + float(state.aside_loss)
+    return loss if state.asides.loss is None else loss + float(state.asides.loss)
 
 
 def _unpadded(batch: dict[str, torch.Tensor], chain: Chain) -> Iterator[dict[str, torch.Tensor]]:

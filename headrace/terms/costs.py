@@ -53,9 +53,7 @@ class ModelCosts:
     sequences: int
     length: int
     hidden_size_bytes: int  # of one token's hidden state, where it is widest: after the first block some models have float32
-    prologue_elements: int
     prologue_parameters: int
-    epilogue_elements: int
     epilogue_parameters: int
     tied: bool
     blocks: tuple[BlockCosts, ...]

@@ -61,13 +61,12 @@ def question(host_bytes: int, prompts: int, device_bytes: int | None = None, *, 
         units=(end, *[block] * BLOCKS, end),
         num_blocks=BLOCKS,
         compute_dtype="bfloat16",
-        separate_device=device_bytes is not None,
         costs_of=costs_of,
         prompts=prompts,
         prompt_length=64,
         new_tokens=16,
         allowance=allowance,
-        ceilings=nominal_machine(2, host_bytes=1 << 34, device_bytes=None if device_bytes is None else 1 << 33),
+        machine=nominal_machine(2, host_bytes=1 << 34, device_bytes=None if device_bytes is None else 1 << 33),
     )
 
 
@@ -219,11 +218,10 @@ def test_decoding_is_in_the_forecast(by_experts: bool, device: int | None) -> No
     assert found["ternary"].forecast is not None
     assert found["nf4"].forecast.pass_seconds > made / rate
     assert found["ternary"].forecast.pass_seconds < 0.9 * found["nf4"].forecast.pass_seconds  # Python takes as long in both
-    assert slow.ceilings is not None
-    better = replace(slow, ceilings=replace(slow.ceilings, decoded_per_second={"nf4": 3e9}))
+    better = replace(slow, machine=replace(slow.machine, decoded_per_second={"nf4": 3e9}))
     again = make_generation_plan(better).forecast
     if device is None:
-        assert again == make_generation_plan(replace(fast, ceilings=better.ceilings)).forecast, "as fast as another kind"
+        assert again == make_generation_plan(replace(fast, machine=better.machine)).forecast, "as fast as another kind"
     else:
         assert again == found["nf4"].forecast, "the device's own figures count"
 
@@ -281,7 +279,7 @@ def test_a_generation_is_planned_without_weights(model: Path, tmp_path: Path, ca
 def test_what_widening_takes_is_in_the_forecast() -> None:
     """A core widens 2.5 GB of weights a second; for few rows it multiplies 9 GB a second as they are."""
     here = nominal_machine(2, host_bytes=1 << 34, device_bytes=None, widens=True)  # weights come as memory gives them
-    narrow = replace(question(1 << 30, 64), rows=1, seats=1, ceilings=here)
+    narrow = replace(question(1 << 30, 64), rows=1, seats=1, machine=here)
     few = replace(narrow, costs_of=lambda rows: replace(costs_of(rows), widens=True))
     many = replace(few, rows=8)
     one, other, last = (make_generation_plan(asked).forecast for asked in (narrow, few, many))

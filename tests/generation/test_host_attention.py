@@ -159,9 +159,8 @@ def asked_of(
         return replace(found, next=asked, **kept)
 
     asked = question(host, prompts, device)
-    assert asked.ceilings is not None
-    machine = replace(asked.ceilings, attended_bytes_per_second=attended_rate)
-    return replace(asked, costs_of=costs, attention=(False, True), ceilings=machine)
+    machine = replace(asked.machine, attended_bytes_per_second=attended_rate)
+    return replace(asked, costs_of=costs, attention=(False, True), machine=machine)
 
 
 def everywhere(asked: GenerationQuestion, plan: GenerationPlan) -> list[GenerationPlan]:
@@ -202,7 +201,7 @@ def test_where_caches_alone_cross_the_link_the_roofline_decides(times: float) ->
     asked = asked_of(1 << 32, 1 << 30, 8, token_bytes=1 << 20)
     machine = asked.machine
     link = machine.host_to_device_bytes_per_second
-    asked = replace(asked, ceilings=replace(machine, attended_bytes_per_second=times * link, host_memory_bytes_per_second=1e12))
+    asked = replace(asked, machine=replace(machine, attended_bytes_per_second=times * link, host_memory_bytes_per_second=1e12))
     plan = make_generation_plan(replace(asked, rows=2, seats=4))
     rates = Rates(asked.machine, "bfloat16", 2, None)
     moving = replace(plan, caches=CachePlan(homes=(HOST,) * plan.num_blocks, slots=2))

@@ -60,7 +60,7 @@ def test_weights_and_inputs_are_no_workspace_of_a_gpu() -> None:
     made_bytes = 16 * 2 * (4 * 256 + 3 * 1024)  # hidden states of the block and the three wide ones of its products
     assert few.blocks[0].forward_workspace_bytes < 4 * made_bytes < flat_bytes / 2
     assert few.blocks[0].backward_workspace_bytes < 2 * gradients_bytes + 4 * made_bytes
-    head_bytes = 2 * few.epilogue_elements
+    head_bytes = 2 * chain.layouts[-1].num_elements
     assert head_bytes <= dict(few.epilogue_workspace_bytes)[16] < 1.5 * head_bytes  # its gradient, logits in float32
     here = profile(chain, 1, 16)
     assert here.blocks[0].forward_workspace_bytes >= flat_bytes  # on a CPU: what libraries pack

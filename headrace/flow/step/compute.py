@@ -56,14 +56,14 @@ def forward(state: StepState, op: Op) -> None:
     if record is not None and tuple(record.names) == stash.operators[block]:
         package = Package(hidden, record.kept, frozenset(stash.skipped[block]))
     elif record is not None:
-        state.not_kept.add(op.unit)
+        state.left.not_kept.add(op.unit)
     _left_behind(state, op, package)
 
 
 def _catch_asides(state: StepState, op: Op, result: BlockResult) -> None:
     """Note what a block hands aside for the router's loss, unless rows without labels are scored, which have none."""
     if result.asides and (state.learns or state.batch.trained_tokens):
-        state.asides[op.unit, op.micro] = result.asides
+        state.asides.outputs[op.unit, op.micro] = result.asides
 
 
 def _left_behind(state: StepState, op: Op, package: Package) -> None:
@@ -71,7 +71,7 @@ def _left_behind(state: StepState, op: Op, package: Package) -> None:
     if state.plan.hosted and not state.plan.stash.kept_bytes[op.unit - 1]:
         leave_hosted(state, op, package)
         return
-    waiting = state.recalled if state.plan.stash.tiers[op.unit - 1] == "device" else state.packages
+    waiting = state.left.recalled if state.plan.stash.tiers[op.unit - 1] == "device" else state.left.packages
     waiting[op.unit, op.micro] = package
 
 
@@ -97,10 +97,10 @@ def epilogue(state: StepState, op: Op) -> None:
     seed(state, plan.num_blocks + 1, op.micro)  # a head's adapter may have dropout
     of_embedding = (catching if plan.tied else bound)(state, op, 0)
     with torch.enable_grad(), of_embedding, catching(state, op, plan.num_blocks + 1):
-        if parts.head is not None:
+        if parts.parted.head is not None:
             _losses_by_ranges(state, op.micro, hidden, gradient)
         # Elsewhere is no loss and no gradient, because nothing is trained.
-        for span in spans_of(state, op.micro, hidden) if parts.head is None else ():
+        for span in spans_of(state, op.micro, hidden) if parts.parted.head is None else ():
             part = hidden[:, span].detach().requires_grad_()
             chunk = batch.input_ids[:, span], part, targets[:, span]
             if whole is not None:
@@ -112,7 +112,7 @@ def epilogue(state: StepState, op: Op) -> None:
                 state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
             assert part.grad is not None
             gradient[:, span] = part.grad
-        if state.asides and op.micro == len(state.batch.micro_batches) - 1:
+        if state.asides.outputs and op.micro == len(state.batch.micro_batches) - 1:
             _aside_gradients(state)
     state.hidden_gradients[op.micro] = gradient
     _head_leaves(state, op)
@@ -152,9 +152,9 @@ def score(state: StepState, op: Op) -> None:
             for span in spans_of(state, op.micro, hidden):
                 loss = chain.loss_sum(batch.input_ids[:, span], hidden[:, span], state.batch.targets[op.micro][:, span])
                 state.loss_sum = loss.double() if state.loss_sum is None else state.loss_sum + loss.double()
-        if state.asides and op.micro == len(state.batch.micro_batches) - 1:
-            state.aside_loss = _router_loss(state, state.asides)
-            state.asides.clear()
+        if state.asides.outputs and op.micro == len(state.batch.micro_batches) - 1:
+            state.asides.loss = _router_loss(state, state.asides.outputs)
+            state.asides.outputs.clear()
     del state.calls[op.micro]
     _head_leaves(state, op)
 
@@ -175,8 +175,8 @@ def backward(state: StepState, op: Op) -> None:
     if op.micro in state.at_experts.recomputed:
         _backward_around_experts(state, op)
         return
-    package = state.recalled.pop((op.unit, op.micro))
-    gradients = [state.hidden_gradients.pop(op.micro), *state.aside_gradients.pop((op.unit, op.micro), ())]
+    package = state.left.recalled.pop((op.unit, op.micro))
+    gradients = [state.hidden_gradients.pop(op.micro), *state.asides.gradients.pop((op.unit, op.micro), ())]
     with torch.enable_grad(), catching(state, op, op.unit):
         if (call := state.calls[op.micro][op.unit - 1]).samples:
             seed(state, op.unit, op.micro)
@@ -220,7 +220,7 @@ def _recomputed(state: StepState, op: Op, package: Package) -> tuple[torch.Tenso
             with Replay(package.kept, package.skipped, names=state.plan.stash.operators[op.unit - 1]):
                 return run()
         except ReplayMismatch:  # the plan expected other operators than this device runs: proceed as if nothing had been kept
-            state.not_kept.add(op.unit)
+            state.left.not_kept.add(op.unit)
     return run()
 
 
@@ -241,14 +241,14 @@ def bound(state: StepState, op: Op, unit: int, found: Catching | None = None) ->
     if unit >= len(state.plan.units):
         yield
         return
-    if (head := state.parts.head) is not None and unit == head.unit:
+    if (head := state.parts.parted.head) is not None and unit == head.unit:
         with head.bound():
             yield
         return
     chain, form, flat = state.parts.chain, state.parts.forms[unit], _weights(state, op, unit)
     sink = found.sink if found else None
     beside: AbstractContextManager[None] = nullcontext()
-    rest = state.parts.cut.rests[unit] if state.parts.cut and state.parts.cut.parts[unit] else None
+    rest = state.parts.parted.cut.rests[unit] if state.parts.parted.cut and state.parts.parted.cut.parts[unit] else None
     if form.is_beside or found is None:  # what is trained beside weights is no parameter of the unit
         chain.bind(unit, flat, None, rest=rest)
     else:
@@ -268,7 +268,7 @@ def bound(state: StepState, op: Op, unit: int, found: Catching | None = None) ->
 
 def _coming(state: StepState, op: Op, unit: int, found: Catching | None) -> AbstractContextManager[None]:
     """Have the parts of a unit come from host memory as modules compute with them, if it has any."""
-    cut, buffers = state.parts.cut, state.parts.buffers
+    cut, buffers = state.parts.parted.cut, state.parts.buffers
     if cut is None or not cut.parts[unit]:
         return nullcontext()
 
@@ -339,17 +339,17 @@ def _moment(state: StepState, op: Op, unit: int, device: torch.device) -> Moment
 
 def _aside_gradients(state: StepState) -> None:
     """Compute the router's loss over the whole step, so that any split into micro-batches gives the same loss."""
-    leaves = {key: tuple(aside.detach().requires_grad_() for aside in asides) for key, asides in state.asides.items()}
+    leaves = {key: tuple(aside.detach().requires_grad_() for aside in asides) for key, asides in state.asides.outputs.items()}
     with torch.enable_grad():
         loss = _router_loss(state, leaves)
         scale = state.verdict.loss_scale.scale if state.verdict.loss_scale else 1.0
         (loss * scale).backward()  # type: ignore[no-untyped-call]
-    state.aside_loss = loss.detach()
+    state.asides.loss = loss.detach()
     for key, tensors in leaves.items():
-        state.aside_gradients[key] = tuple(
+        state.asides.gradients[key] = tuple(
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in tensors
         )
-    state.asides.clear()
+    state.asides.outputs.clear()
 
 
 def _router_loss(state: StepState, asides: Mapping[tuple[int, int], tuple[torch.Tensor, ...]]) -> torch.Tensor:

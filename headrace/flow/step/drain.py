@@ -36,9 +36,9 @@ def drain(state: StepState, op: Op) -> None:
         event = parts.machine.record(op.lane) if plan.separate_device else None
         if event is not None:
             event.synchronize()  # the square sum below reads it on the host
-    if isinstance(parts.experts, TrainedExperts):
-        parts.experts.finish(op, len(state.batch.micro_batches))
-        state.sums.delivered[op.unit] |= parts.experts.names(op.unit)
+    if isinstance(parts.parted.experts, TrainedExperts):
+        parts.parted.experts.finish(op, len(state.batch.micro_batches))
+        state.sums.delivered[op.unit] |= parts.parted.experts.names(op.unit)
     _zero_the_rest(state, op.unit, gradient)
     rows, form = parts.rows, parts.forms[op.unit]
     with_table = rows.square_sum_with(op.unit, form.layout, gradient) if rows is not None and form.in_place else None

@@ -90,10 +90,10 @@ def visit(state: StepState, op: Op) -> None:
 
 def recompute(state: StepState, op: Op) -> None:
     """Block input -> its graph, and the gradient of what its experts made."""
-    package = state.recalled.pop((op.unit, op.micro))
+    package = state.left.recalled.pop((op.unit, op.micro))
     if state.plan.stash.tiers[op.unit - 1] == "ssd" and not state.plan.separate_device:
         package = package.like(torch.clone)  # another micro-batch gets the buffer before this one's backward
-    gradients = [state.hidden_gradients[op.micro], *state.aside_gradients.pop((op.unit, op.micro), ())]
+    gradients = [state.hidden_gradients[op.micro], *state.asides.gradients.pop((op.unit, op.micro), ())]
     again, block = _recomputed(state, op, package, gradients)
     remakes = state.plan.experts is not None and state.plan.experts.remakes
     again.begin_backward(block.outputs, gradients, stays=not remakes)
@@ -142,7 +142,7 @@ def drain_experts(state: StepState, op: Op) -> None:
 
 
 def _weights(state: StepState, op: Op) -> dict[int, Weights]:
-    experts = state.parts.experts
+    experts = state.parts.parted.experts
     if isinstance(experts, TrainedExperts):
         return experts.weights(op, _wanted(state, op))
     return _loads(state).weights(op)
@@ -158,7 +158,7 @@ def _fetch(state: StepState, op: Op) -> None:
 
 
 def _upload(state: StepState, op: Op) -> None:
-    experts = state.parts.experts
+    experts = state.parts.parted.experts
     if isinstance(experts, TrainedExperts):
         experts.upload(op, _wanted(state, op))
     else:
@@ -171,13 +171,13 @@ def _parts(state: StepState) -> PartedExperts:
 
 
 def _loads(state: StepState) -> ExpertLoads:
-    assert isinstance(state.parts.experts, ExpertLoads), "frozen experts of the plan are parts"
-    return state.parts.experts
+    assert isinstance(state.parts.parted.experts, ExpertLoads), "frozen experts of the plan are parts"
+    return state.parts.parted.experts
 
 
 def _trained(state: StepState) -> TrainedExperts:
-    assert isinstance(state.parts.experts, TrainedExperts), "trained experts of the plan are parts"
-    return state.parts.experts
+    assert isinstance(state.parts.parted.experts, TrainedExperts), "trained experts of the plan are parts"
+    return state.parts.parted.experts
 
 
 # What brings rounds of experts, and takes their gradients away.

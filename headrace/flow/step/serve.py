@@ -84,7 +84,7 @@ def report(state: StepState, op: Op) -> None:
     for each in found.ops:
         state.parts.sink(each)
     state.loss_sum = None if found.loss_sum is None else torch.tensor(found.loss_sum, dtype=torch.float64)
-    state.aside_loss = None if found.aside_loss is None else torch.tensor(found.aside_loss, dtype=torch.float64)
+    state.asides.loss = None if found.aside_loss is None else torch.tensor(found.aside_loss, dtype=torch.float64)
 
 
 def _workers(state: StepState) -> Workers:

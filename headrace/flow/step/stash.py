@@ -19,11 +19,11 @@ from headrace.terms.program import Op, Pool
 def stash(state: StepState, op: Op) -> None:
     """Copy what a block leaves for backward from the device to its host buffer; of hosted states all but its input."""
     # Blocks of several sizes may share the buffer: only the part that this block needs is used.
-    package, buffer = state.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
+    package, buffer = state.left.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
     tensors, places = _laid_out(state, package)
     if places[-1].stop > buffer.numel():
         # The device's attention keeps more than was planned: then recomputing, which is exact too, takes its place.
-        state.not_kept.add(op.unit)
+        state.left.not_kept.add(op.unit)
         package = Package(package.hidden, {}, package.skipped)
         tensors, places = _laid_out(state, package)
     there = 1 if state.plan.hosted else 0
@@ -58,7 +58,7 @@ def unspill(state: StepState, op: Op) -> None:
 
 def recall(state: StepState, op: Op) -> None:
     """Copy a stash buffer from the host to the device."""
-    num_bytes = state.layouts[op.unit, op.micro][1][-1].stop
+    num_bytes = state.left.layouts[op.unit, op.micro][1][-1].stop
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=state.parts.machine.device)
     state.parts.machine.copy(memory, torch.from_numpy(_buffer(state, op)[:num_bytes]))
     state.parts.machine.lend(memory, Lane.COMPUTE)
@@ -67,13 +67,13 @@ def recall(state: StepState, op: Op) -> None:
 
 def _deliver(state: StepState, op: Op, memory: torch.Tensor) -> None:
     """Put a package back together over `memory`."""
-    skeleton, places = state.layouts.pop((op.unit, op.micro))
+    skeleton, places = state.left.layouts.pop((op.unit, op.micro))
     tensors = iter([place.restored(memory) for place in places])
-    state.recalled[op.unit, op.micro] = skeleton.like(lambda _: next(tensors))
+    state.left.recalled[op.unit, op.micro] = skeleton.like(lambda _: next(tensors))
 
 
 def _note(state: StepState, op: Op, package: Package, places: list[TensorPlace]) -> None:
-    state.layouts[op.unit, op.micro] = (package.like(lambda tensor: HOLE), places)
+    state.left.layouts[op.unit, op.micro] = (package.like(lambda tensor: HOLE), places)
 
 
 def _laid_out(state: StepState, package: Package) -> tuple[list[torch.Tensor], list[TensorPlace]]:

@@ -23,6 +23,7 @@ from headrace.model.parts.parted_experts import Walk
 from headrace.model.streams.block_parts import CutBlocks
 from headrace.plan.value.plan import Plan
 from headrace.store import StateStore
+from headrace.terms.cuts import pieces_of
 from headrace.terms.events import Sink
 from headrace.terms.forms import Form
 from headrace.terms.layout import GroupRange, UnitLayout
@@ -34,6 +35,15 @@ from headrace.update.wires.wire import Proposal, Wire
 
 
 @dataclass(frozen=True, slots=True)
+class PartedUnits:
+    """What brings units of which compute has a part at a time; None for those that come whole."""
+
+    experts: ExpertLoads | TrainedExperts | None = None
+    cut: CutBlocks | None = None  # blocks whose weights come in parts
+    head: RangedHead | None = None  # one that comes range by range
+
+
+@dataclass(frozen=True)
 class Parts:
     """The engine's parts, the same for every step."""
 
@@ -49,7 +59,6 @@ class Parts:
     site: Site | None
     seed: int
     sink: Sink
-    pieces: Sequence[Sequence[GroupRange]]  # of the trained elements of each unit, as the rule gets them
     own_updater: Updater | None = None  # for trained families of their own
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
     workers: Any = None  # at a node (`flow.step.serve.Workers`)
@@ -57,9 +66,12 @@ class Parts:
     line: Any = None  # where stages have blocks of their own (`peers.stages.steps.Stages`)
     token_loss: TokenLoss | None = None  # a loss of the whole step
     rows: TableRows | None = None  # of tables that are updated row by row
-    experts: ExpertLoads | TrainedExperts | None = None  # brings experts that are parts
-    cut: CutBlocks | None = None  # blocks whose weights come in parts
-    head: RangedHead | None = None  # one that comes range by range
+    parted: PartedUnits = PartedUnits()
+
+    @cached_property
+    def pieces(self) -> tuple[Sequence[GroupRange], ...]:
+        """By unit: the pieces of its trained elements, as the rule gets them."""
+        return tuple(pieces_of(form.trained, self.plan.rule) if form.trained else () for form in self.forms)
 
     @property
     def far_site(self) -> Site:
@@ -189,6 +201,27 @@ def _changed(value: Any, change: Callable[[Any], Any], here: torch.device | None
 
 
 @dataclass
+class Left:
+    """What forward leaves for backward, by unit and micro-batch, on its way through the stash."""
+
+    packages: dict[tuple[int, int], Package] = field(default_factory=dict)  # made by forward
+    layouts: dict[tuple[int, int], tuple[Package, list[Any]]] = field(default_factory=dict)  # of stash buffers
+    recalled: dict[tuple[int, int], Package] = field(default_factory=dict)  # ready for backward
+    not_kept: set[int] = field(default_factory=set)  # blocks that left only their input, though the plan keeps more
+
+
+@dataclass
+class Asides:
+    """What blocks give besides hidden states, such as a router's logits, by unit and micro-batch: `outputs`, and later the
+    `gradients` with them of the loss that is computed of all.
+    """
+
+    outputs: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    loss: torch.Tensor | None = None
+
+
+@dataclass
 class StepState:
     """One step: its batch, the tensors under way, its verdict and that of the step before.
 
@@ -203,13 +236,9 @@ class StepState:
     learns: bool = True  # whether a backward follows, which needs what forward leaves
     inputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # hidden states by (coming unit, micro-batch)
     calls: dict[int, Any] = field(default_factory=dict)  # micro-batch -> what each block is called with
-    packages: dict[tuple[int, int], Package] = field(default_factory=dict)  # made by forward, on their way to the stash
-    layouts: dict[tuple[int, int], tuple[Package, list[Any]]] = field(default_factory=dict)  # of stash buffers
-    recalled: dict[tuple[int, int], Package] = field(default_factory=dict)  # ready for backward
-    not_kept: set[int] = field(default_factory=set)  # blocks that left only their input, though the plan keeps more
+    left: Left = field(default_factory=Left)
     hidden_gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    asides: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    aside_gradients: dict[tuple[int, int], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    asides: Asides = field(default_factory=Asides)
     caught: dict[int, dict[str, torch.Tensor]] = field(default_factory=lambda: defaultdict(dict))  # by unit: what a wire keeps
     sums: SequentialSums = field(init=False)
     # By micro-batch: log-probabilities of labels, for a loss of the whole step; logits of rows that are scored without labels.
@@ -217,7 +246,6 @@ class StepState:
     log_prob_gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # and what the loss gives back
     outcome: Outcome | None = None  # what that loss says
     loss_sum: torch.Tensor | None = None
-    aside_loss: torch.Tensor | None = None
     square_sums: dict[int, float] = field(default_factory=dict)
     square_blocks: dict[int, Any] = field(default_factory=dict)  # of the parts of gradients that this rank holds
     # By unit and chunk, from the update to its writes.

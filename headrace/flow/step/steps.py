@@ -83,7 +83,7 @@ class Steps:
         # If hardly any step needs no clipping, a first run only finds the norm: nothing is updated or written in vain.
         verdict.missed = may_rerun and bool(self.hits.outcomes) and not self.hits.exceeds(_GUESSING_PAYS)
         self._perform(state, num_micro_batches, durable=self._pending is None or self._pending.durable)
-        self._tell(state.not_kept)
+        self._tell(state.left.not_kept)
         self._last = verdict
         self.hits = self.hits.after(verdict.is_hit)
         if verdict.missed and verdict.skipped is None and may_rerun:

@@ -23,8 +23,9 @@ from headrace.generate.passes.measured import PromptProgress
 from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, kept_copies
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.passes.padded_rows import padded, until_end
-from headrace.generate.passes.planner import GenerationPlanner, GenerationUnits
+from headrace.generate.passes.planner import GenerationPlanner
 from headrace.generate.passes.seat_caches import CacheFile, SeatCache
+from headrace.generate.passes.units import GenerationUnits
 from headrace.generate.passes.verbs import Pass, bind_residents, run_pass
 from headrace.generate.plan.compose import composed
 from headrace.generate.plan.plan import GenerationPlan

@@ -4,7 +4,7 @@ Invariant: what `headrace plan --generate` answers is what `headrace generate` r
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -17,19 +17,17 @@ from headrace.ask.model_config import open_coded, read_parts
 from headrace.ask.place import RunPlace, multiplies, runtime_here
 from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
-from headrace.generate.passes.coded import units_if_compressed, units_of_files
+from headrace.generate.passes.units import GenerationUnits, plain_and_coded
 from headrace.generate.plan.block_tables import notes_on_tables, without_tables
 from headrace.generate.plan.embedding import without_embedding
 from headrace.generate.plan.plan import FewRows, GenerationPlan
-from headrace.generate.plan.plan_notes import of_copying, of_twice, why_not
+from headrace.generate.plan.plan_notes import beside_plain, of_copying, of_twice
 from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes
 from headrace.machine.protocol import Machine
-from headrace.model import Chain
+from headrace.model import Chain, Checkpoint
 from headrace.model.by_rows.embedding_rows import take_back
 from headrace.model.kernels.narrow import NARROW_ROWS, has_kernel
-from headrace.model.parts.banks import find_experts
-from headrace.model.seats.bank_check import why_no_banks
 from headrace.model.seats.generation_check import (
     check_generation,
     ready_to_generate,
@@ -40,29 +38,17 @@ from headrace.model.seats.generation_check import (
     why_not_tiered,
 )
 from headrace.model.seats.generation_costs import generation_costs
-from headrace.model.streams.stored_experts import expert_layout, without
 from headrace.plan.clock.machine_profiles import load_profile
+from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.value.allowance import Allowance
-from headrace.plan.value.expert_plan import ExpertFigures
 from headrace.terms.costs import GenerationCosts
-from headrace.terms.errors import ConfigError, PlanInfeasible
-from headrace.terms.forms import UnitFigures, home_of
-from headrace.terms.layout import UnitLayout
+from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.generate_options import AUTO, NO_COPIES, ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.options.optimizer import Optimizer
 
 # Tokens of a prompt that may go through the model together. Small chunks compute at lower rates, and read weights more often.
 PREFILL_CHUNKS = (512, 2048, 8192)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationUnits:
-    """Units as passes read them, experts that may come by themselves, and what there is to say of them."""
-
-    figures: tuple[UnitFigures, ...]
-    experts: ExpertFigures | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +106,7 @@ class GenerationPlanner:
         return found
 
     def plan(
-        self,
-        prompts: int,
-        prompt_length: int,
-        new_tokens: int,
-        kept_copies: int = 0,
-        **fixed: Unpack[Fixed],
+        self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0, **fixed: Unpack[Fixed]
     ) -> GenerationPlan:
         """Return the plan for so many prompts of up to `prompt_length` tokens, with up to `new_tokens` for each.
 
@@ -154,41 +135,49 @@ class GenerationPlanner:
         places = self._places_of_attention(
             fixed.get("attention") or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
         )
-        chunks = [] if kept_copies else [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
-        unchunked, chunk = why_not_chunked(self._chain.config) if chunks else "", fixed.get("prefill_chunk")
+        chunks, unchunked = self._chunks_of(0 if kept_copies else prompt_length)
+        chunk = fixed.get("prefill_chunk")
         question = GenerationQuestion(
             units=self._units.figures,
             num_blocks=self._chain.num_blocks,
             compute_dtype=self._chain.compute_dtype,
-            separate_device=allowance.device_bytes is not None,
             costs_of=costs_of,
             prompts=prompts,
             prompt_length=prompt_length,
             new_tokens=new_tokens,
             allowance=allowance,
-            ceilings=self._ceilings,
+            machine=self._ceilings or self._nominal(allowance),
             rows=self._options.rows or fixed.get("rows"),
             seats=self._options.seats,
             most_rows=self._most_rows,
             experts=self._units.experts,
             has_drives=self._has_drives,
             kept_copies=kept_copies,
-            prefill_chunks=(0, *([] if unchunked else chunks)) if chunk is None else (chunk,),
+            prefill_chunks=chunks if chunk is None else (chunk,),
             packed=self._options.packed_products if few_rows.packed is None else few_rows.packed,
             narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
             attention=places,
-            lengths=None if kept_copies else fixed.get("lengths"),
-            shapes=fixed.get("shapes"),
-            widens=self._chain.wide_products,
+            lengths=fixed.get("shapes") or (None if kept_copies else fixed.get("lengths")),
         )
         plan = make_generation_plan(question)
-        notes += [f"caches of this architecture stay in memory: {reason}"] if reason else []
-        notes += [f"prompts of this architecture are not kept as inputs of blocks: {not_by_inputs}"] if not_by_inputs else []
-        if unchunked:
-            notes.append(f"prompts of this architecture are not taken in chunks: {unchunked}")
+        notes += _of_architecture(caches=reason, inputs=not_by_inputs, chunks=unchunked)
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
         return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on_tables(plan.costs), *notes))
+
+    def _chunks_of(self, prompt_length: int) -> tuple[tuple[int, ...], str]:
+        """Return the chunks of prompts that are tried, 0 for whole ones, and why not if it is the architecture."""
+        chunks = [chunk for chunk in self._chunks if 2 * chunk <= prompt_length]
+        unchunked = why_not_chunked(self._chain.config) if chunks else ""
+        return (0, *([] if unchunked else chunks)), unchunked
+
+    def _nominal(self, allowance: Allowance) -> Ceilings:
+        return nominal_machine(
+            allowance.cores,
+            host_bytes=allowance.host_bytes,
+            device_bytes=allowance.device_bytes,
+            widens=self._chain.wide_products,
+        )
 
     def _check_code(self, costs: GenerationCosts, kept_copies: int, not_tiered: str) -> None:
         """Refuse a code of caches that was asked for where it cannot be had.
@@ -271,6 +260,16 @@ class GenerationPlanner:
         return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 
+def _of_architecture(*, caches: str, inputs: str, chunks: str) -> list[str]:
+    """Return notes on what is not done with an architecture, for these reasons; "" where it is done."""
+    lacking = {
+        "caches of this architecture stay in memory": caches,
+        "prompts of this architecture are not kept as inputs of blocks": inputs,
+        "prompts of this architecture are not taken in chunks": chunks,
+    }
+    return [f"{what}: {why}" for what, why in lacking.items() if why]
+
+
 class Asked(TypedDict):
     """What is to be generated: prompts of up to `prompt_length` tokens, with up to `new_tokens` for each."""
 
@@ -301,20 +300,10 @@ def plan_generation(
         InputError: the model, its architecture or a number cannot be used.
         PlanInfeasible: a budget is too small.
     """
-    config, _ = read_parts(model)
-    checkpoint = None
-    if getattr(config, "quantization_config", None) is not None:
-        checkpoint = open_coded(model, compress)
-        config = checkpoint.config
-    check_generation(config)
-    dtype = options.compute_dtype or (
-        checkpoint.main_dtype if checkpoint else str(getattr(config, "dtype", None) or "bfloat16")
-    ).removeprefix("torch.")
-    chain = Chain.from_config(config, dtype, Optimizer())
-    ready_to_generate(chain.model)
+    chain, checkpoint = _described(model, options.compute_dtype, compress)
     place = RunPlace.of(ceilings, here=here)
-    has_device = place.device_bytes is not None or options.device_memory is not None
-    if not has_device and not multiplies(dtype, ceilings, here=here):
+    on_cpu = place.device_bytes is None and options.device_memory is None
+    if on_cpu and not multiplies(chain.compute_dtype, ceilings, here=here):
         chain.multiply_wide()
     weights = None if checkpoint is None else chain.attach(checkpoint)
     without_tables(chain, weights, place, options.budget)
@@ -326,33 +315,18 @@ def plan_generation(
     def planned(units: GenerationUnits) -> GenerationPlan:
         return GenerationPlanner(chain, units, place, options).plan(**asked)
 
-    def units_of() -> tuple[GenerationUnits, GenerationUnits | None]:
-        plain = GenerationUnits(_frozen(chain.layouts, chain.num_blocks), _experts_of(chain))
-        if compress is not None:
-            coded = units_if_compressed(chain, compress, plain.figures, plain.experts, on_cpu=not has_device)
-            return plain, GenerationUnits(*coded)
-        if checkpoint is not None:
-            return plain, GenerationUnits(*units_of_files(chain, checkpoint, on_cpu=not has_device))
-        return plain, None
-
-    plain, coded = units_of()
+    plain, coded = plain_and_coded(chain, checkpoint, compress, on_cpu=on_cpu)
     plan = planned(coded or plain)
     if checkpoint is not None:
         plan = replace(plan, unused_tensors=chain.unused_tensors)
     if coded is not None:
-        try:
-            other = planned(plain)
-        except PlanInfeasible:
-            plan = plan.with_notes((f"in plain {dtype} it would not fit",))
-        else:
-            why = why_not(compress, plan, other, ceilings)
-            plan = other.with_notes((why,)) if why else replace(plan, uncoded=other.forecast)
+        plan = beside_plain(compress, plan, lambda: planned(plain), ceilings)
     if say_twice and plan.forecast is not None and plan.forecast.read_bytes:
         given = options.budget.host_bytes
         more = options if given is None else replace(options, host_memory=2 * given)
         if take_back(chain):
             without_embedding(chain, weights, place.with_twice_host(), more.budget)
-            plain, coded = units_of()
+            plain, coded = plain_and_coded(chain, checkpoint, compress, on_cpu=on_cpu)
         units = plain if plan.uncoded is None and coded is not None else coded or plain
         twice = GenerationPlanner(chain, units, place.with_twice_host(), more)
         faster = twice.plan(**asked, rows=plan.rows).forecast
@@ -360,38 +334,15 @@ def plan_generation(
     return plan.with_notes(by_rows).with_notes(of_copying(plan, options, ceilings, Path(model), here=here))
 
 
-def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures, ...]:
-    """Return the figures of units that are only read."""
-    return tuple(
-        UnitFigures(
-            name=layout.name,
-            num_elements=layout.num_elements,
-            num_parameters=layout.num_parameters,
-            home=home_of(index, num_blocks),
-            trained_elements=0,
-        )
-        for index, layout in enumerate(layouts)
-    )
-
-
-def _experts_of(chain: Chain) -> ExpertFigures | None:
-    """Return the figures of a model's experts, if each lies in the files as it is computed; None where it has no experts."""
-    blocks = find_experts(chain.model, chain.runner.blocks)
-    if not any(blocks) or why_no_banks(chain.config):
-        return None
-    layouts, own = list(chain.layouts), []
-    for unit, block in enumerate(blocks, start=1):
-        if block is not None:
-            names = frozenset(block.names.values())
-            own.append(expert_layout(layouts[unit], names, 0))
-            layouts[unit] = without(layouts[unit], names)
-    counts = [0, *(block.num_experts if block else 0 for block in blocks)]
-    return ExpertFigures(
-        units=_frozen(layouts, chain.num_blocks),
-        num_experts=tuple(counts + [0] * (len(layouts) - len(counts))),
-        elements=max(layout.num_elements for layout in own),
-        stored_bytes=max(layout.num_elements for layout in own) * chain.dtype.itemsize,
-        is_made=False,
-        making_bytes=0,
-        num_parameters=max(layout.num_parameters for layout in own),
-    )
+def _described(model: str, dtype: str | None, compress: str | None) -> tuple[Chain, Checkpoint | None]:
+    """Return the chain that a model's configuration describes, in `dtype` or its own; and its files where they are coded."""
+    config, _ = read_parts(model)
+    checkpoint = None
+    if getattr(config, "quantization_config", None) is not None:
+        checkpoint = open_coded(model, compress)
+        config = checkpoint.config
+    check_generation(config)
+    own = checkpoint.main_dtype if checkpoint else str(getattr(config, "dtype", None) or "bfloat16")
+    chain = Chain.from_config(config, dtype or own.removeprefix("torch."), Optimizer())
+    ready_to_generate(chain.model)
+    return chain, checkpoint

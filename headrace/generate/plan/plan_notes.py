@@ -1,11 +1,14 @@
 """What there is to say of a plan of generation beside its figures: codes that are not used, copies, more memory."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.codec.table import CODES
 from headrace.files import on_drives_of
 from headrace.generate.plan.plan import GenerationPlan, PassForecast
 from headrace.plan.value.decoding import why_no_gain
+from headrace.terms.errors import PlanInfeasible
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.plain_figures import plain_figure
@@ -18,7 +21,19 @@ def of_twice(found: PassForecast) -> str:
     return f"with twice the host memory it would be {plain_figure(found.tokens_per_second)} tokens/s, {rest}"
 
 
-def why_not(name: str | None, coded: GenerationPlan, plain: GenerationPlan, ceilings: Ceilings | None) -> str:
+def beside_plain(
+    name: str | None, coded: GenerationPlan, plain: Callable[[], GenerationPlan], ceilings: Ceilings | None
+) -> GenerationPlan:
+    """Return the plan of coded weights with what plain ones would give, or the plain plan where `name` does not pay."""
+    try:
+        other = plain()
+    except PlanInfeasible:
+        return coded.with_notes((f"in plain {coded.compute_dtype} it would not fit",))
+    why = _why_not(name, coded, other, ceilings)
+    return other.with_notes((why,)) if why else replace(coded, uncoded=other.forecast)
+
+
+def _why_not(name: str | None, coded: GenerationPlan, plain: GenerationPlan, ceilings: Ceilings | None) -> str:
     """Return why the lossless code `name`, which was asked for, is not planned: it would not be faster. "" where it is."""
     code = CODES.get(name or "")
     if code is None or not code.lossless or coded.forecast is None or plain.forecast is None:

@@ -14,7 +14,6 @@ from headrace.generate.plan.peaks import ATTENDING_OPERATIONS, with_peaks, with_
 from headrace.generate.plan.plan import LEAST_PACKED_PASSES, GenerationPlan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
 from headrace.generate.plan.seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
-from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.clock.rates import Rates
 from headrace.plan.value.allowance import Allowance
 from headrace.plan.value.decoding import making_like
@@ -47,25 +46,24 @@ _MOST_AHEAD = 3
 class GenerationQuestion:
     """What is asked: `prompts` prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
 
-    `rows` and `seats` are fixed where they are given, `most_rows` bounds rows. `ceilings` is the machine, None for a nominal
-    one. `experts` are those of mixtures that may come by themselves. With `has_drives` keys and values may lie on the drives.
-    `kept_copies` is as in the plan, and counted in `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is
-    given rows, and a chunk that is not 0. `packed`: whether few rows are multiplied with packed weights; None: where that is
-    faster. `narrow_rows` is as in the plan. `attention`: which of attending on the host (true) and where blocks are computed
-    are tried. Where `lengths` of prompts are known, and rows are not fixed, short prompts may have more rows; with `shapes`
-    these are fixed. `costs_of` is then given a length. `widens` is as in `nominal_machine`.
+    `rows` and `seats` are fixed where they are given, `most_rows` bounds rows. `experts` are those of mixtures that may come
+    by themselves. With `has_drives` keys and values may lie on the drives. `kept_copies` is as in the plan, and counted in
+    `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is given rows, and a chunk that is not 0. `packed`:
+    whether few rows are multiplied with packed weights; None: where that is faster. `narrow_rows` is as in the plan.
+    `attention`: which of attending on the host (true) and where blocks are computed are tried. Where `lengths` are those of
+    prompts, and rows are not fixed, short prompts may have more rows; as shapes of seats they are fixed. `costs_of` is then
+    given a length.
     """
 
     units: tuple[UnitFigures, ...]
     num_blocks: int
     compute_dtype: str
-    separate_device: bool
     costs_of: Callable[..., GenerationCosts]
     prompts: int
     prompt_length: int
     new_tokens: int
     allowance: Allowance
-    ceilings: Ceilings | None = None
+    machine: Ceilings
     rows: int | None = None
     seats: int | None = None
     most_rows: int | None = None
@@ -76,17 +74,12 @@ class GenerationQuestion:
     packed: bool | None = False
     narrow_rows: int = 0
     attention: tuple[bool, ...] = (False,)
-    lengths: PromptLengths | None = None
-    shapes: SeatShapes | None = None
-    widens: bool = False
+    lengths: PromptLengths | SeatShapes | None = None
 
     @property
-    def machine(self) -> Ceilings:
-        """The machine that is planned for."""
-        allowance = self.allowance
-        return self.ceilings or nominal_machine(
-            allowance.cores, host_bytes=allowance.host_bytes, device_bytes=allowance.device_bytes, widens=self.widens
-        )
+    def separate_device(self) -> bool:
+        """Whether blocks are computed in a memory of their own."""
+        return self.allowance.device_bytes is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +108,10 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     if not fitting:
         raise _infeasible(question)
     plan = _best(question, fitting)
-    mixed = question.lengths is not None and len(set(question.lengths.tokens)) > 1
-    if question.lengths is not None and mixed and question.rows is None and question.shapes is None:
+    lengths = question.lengths
+    if isinstance(lengths, PromptLengths) and len(set(lengths.tokens)) > 1 and question.rows is None:
         same = replace(question, prefill_chunks=(plan.costs.prefill_chunk,), attention=(plan.caches.attends,))
-        seatings = _seatings_by_length(same, question.lengths, plan)
+        seatings = _seatings_by_length(same, lengths, plan)
         fitting = [each for each in _placements(same, seatings) if each.fits]
         plan = _best(same, fitting) if fitting else plan
     return with_forecast(plan, question.machine)
@@ -192,8 +185,8 @@ def _decoding_on(question: GenerationQuestion, machine: Ceilings) -> GenerationQ
 
 def _seatings(question: GenerationQuestion) -> Iterator[_Seating]:
     """Yield each number of rows and each chunk that is tried, or the shapes that are fixed."""
-    if question.shapes is not None:
-        yield _seating_of(question, question.shapes, question.prefill_chunks[0])
+    if isinstance(question.lengths, SeatShapes):
+        yield _seating_of(question, question.lengths, question.prefill_chunks[0])
         return
     for rows in _choices(question.prompts, question.rows, question.most_rows or MOST_ROWS):
         for chunk in question.prefill_chunks:

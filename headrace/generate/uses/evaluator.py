@@ -12,7 +12,8 @@ from headrace.flow.step.step_batch import check_apart, checked_batch
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.planner import GenerationPlanner, GenerationUnits, Passes
+from headrace.generate.passes.planner import GenerationPlanner, Passes
+from headrace.generate.passes.units import GenerationUnits
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.model import IGNORED, MicroBatch, shift_labels
 from headrace.model.seats.scoring import ContinuationSeat, ScoringSeat, scoring_costs

@@ -1,6 +1,6 @@
 """A model's parts run on fake tensors: prologue, blocks and loss, each with the peak of live bytes and its operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from headrace.model.blocks.call_tensors import call_bytes, tensors_of
-from headrace.model.blocks.chain_values import MicroBatch
+from headrace.model.blocks.chain_values import MicroBatch, PrologueResult
 from headrace.model.blocks.on_shapes import either_answer, outline
 from headrace.model.blocks.taps import Handed
 from headrace.model.chain.chain import Chain
@@ -44,14 +44,7 @@ def costs_on_shapes(
     for unit, flat in flats.items():
         chain.bind(unit, flat, None)
     try:
-        with torch.no_grad(), meter(*flats.values()) as prologue:
-            result = either_answer(lambda: chain.prologue(batch), lambda start: start.calls)
-        chain.release(0)
-        chain.bind(0, flats[0], None if chain.adapters else lambda parameter, gradient: None)
-        with meter(*flats.values()) as prologue_backward:
-            again = either_answer(lambda: chain.prologue(batch), lambda start: start.calls)
-            if again.hidden.requires_grad:
-                again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
+        result, prologue, prologue_backward = _profile_prologue(chain, batch, flats, meter)
         blocks, final = _profile_blocks(chain, result.hidden, result.calls, meter)
         # One chunk at least as large as the micro-batch is enough: larger ones would give the same.
         chunks = [tokens for index, tokens in enumerate(_LOSS_CHUNKS) if not index or _LOSS_CHUNKS[index - 1] < ids.numel()]
@@ -73,9 +66,7 @@ def costs_on_shapes(
         length=length,
         # All residual streams count, where a token has several.
         hidden_size_bytes=result.hidden[0, 0].numel() * max(result.hidden.element_size(), final.element_size()),
-        prologue_elements=chain.layouts[0].num_elements,
         prologue_parameters=chain.layouts[0].num_parameters,
-        epilogue_elements=epilogue.num_elements if epilogue else 0,
         epilogue_parameters=epilogue.num_parameters if epilogue else 0,
         tied=chain.tied,
         blocks=blocks,
@@ -103,6 +94,21 @@ def batch_on_shapes(chain: Chain, sequences: int, length: int, *, positions: boo
         return MicroBatch(ids, ids, torch.ones_like(ids))
     places = torch.arange(length, device=chain.device).expand(sequences, length).contiguous() if positions else None
     return MicroBatch(ids, ids, None, places)
+
+
+def _profile_prologue(
+    chain: Chain, batch: MicroBatch, flats: Mapping[int, torch.Tensor], meter: Callable[..., CostMeter]
+) -> tuple[PrologueResult, CostMeter, CostMeter]:
+    """Return what the prologue gives, and its figures without a graph and with a backward; it stays bound to `flats`."""
+    with torch.no_grad(), meter(*flats.values()) as prologue:
+        result = either_answer(lambda: chain.prologue(batch), lambda start: start.calls)
+    chain.release(0)
+    chain.bind(0, flats[0], None if chain.adapters else lambda parameter, gradient: None)
+    with meter(*flats.values()) as backward:
+        again = either_answer(lambda: chain.prologue(batch), lambda start: start.calls)
+        if again.hidden.requires_grad:
+            again.hidden.backward(torch.zeros_like(again.hidden))  # type: ignore[no-untyped-call]
+    return result, prologue, backward
 
 
 def _residents(chain: Chain) -> tuple[int, ...]:

@@ -43,7 +43,6 @@ from headrace.plan.value.buffer_sizes import scratch_bytes
 from headrace.plan.value.plan import Plan
 from headrace.store import StateStore, StoreRequest
 from headrace.terms.closing import Closing
-from headrace.terms.cuts import pieces_of
 from headrace.terms.errors import HeadraceError, ModelError, PeerLost, PlanInfeasible, StorageError
 from headrace.terms.events import Planned, Sink, StepResult
 from headrace.terms.grouping import Grouping
@@ -200,7 +199,6 @@ class Worker(Closing):
             site=self._seams.site,
             seed=self._options.seed,
             sink=self._sink,
-            pieces=[pieces_of(form.trained, plan.rule) if form.trained else () for form in self._forms],
         )
         steps = Steps(parts, interpreter_of(self._options.interpreter, self.machine, self._diary), HitRate())
         self._closers.callback(self.machine.release_host_buffers)
@@ -236,7 +234,7 @@ class Worker(Closing):
         else:
             state = self._steps.score_afresh(data, verdict)
         loss = None if state.loss_sum is None else float(state.loss_sum)
-        aside = None if state.aside_loss is None else float(state.aside_loss)
+        aside = None if state.asides.loss is None else float(state.asides.loss)
         self._generation.up.send_message({"loss_sum": loss, "aside_loss": aside, "lanes": self._diary.told()}, NODE)
         if words["learns"]:
             self._tell(verdict, data, (loss or 0.0) / max(1, own_tokens), time.perf_counter() - started)

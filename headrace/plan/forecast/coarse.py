@@ -12,6 +12,7 @@ from itertools import groupby
 from headrace.plan.value.choices import BatchShape
 from headrace.plan.value.expert_plan import ExpertParts
 from headrace.plan.value.plan import Plan, spread
+from headrace.plan.value.results import Results
 from headrace.terms.costs import touched
 from headrace.terms.forms import merged
 from headrace.terms.layout import UNIT_ALIGNMENT
@@ -55,7 +56,6 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
     alike = [(tier, unit.kind, count > 0) for tier, unit, count in zip(plan.stash.tiers, plan.units[1:], parted, strict=False)]
     runs = [[block for block, _ in run] for _, run in groupby(enumerate(alike), key=lambda pair: pair[1])]
     groups = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
-    launches = launch_flops(plan, ceilings, 1)
     share = len(groups) / plan.num_blocks
     units = [merged([plan.units[block + 1] for block in group]) for group in groups]
     # Of the updated blocks, the same share as before has resident states (the first ones), and is late (evenly spread).
@@ -70,11 +70,7 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
         num_blocks=len(groups),
         experts=_merged_experts(plan.experts, groups),
         parts=plan.parts.merged(groups) if plan.parts else None,
-        units=(
-            plan.units[0],
-            *units,
-            *plan.units[plan.num_blocks + 1 :],
-        ),
+        units=(plan.units[0], *units, *plan.units[plan.num_blocks + 1 :]),
         host_slots=max(plan.prefetch + 1, round(plan.host_slots * share)),
         updates=replace(
             plan.updates,
@@ -93,22 +89,18 @@ def _merged(plan: Plan, ceilings: Ceilings, most_blocks: int) -> Plan:
                 sum(plan.stash.kept_bytes[block] for block in group) + (len(group) - 1) * plan.hidden_bytes for group in groups
             ),
         ),
-        results=replace(
-            plan.results,
-            forward_flops=(
-                plan.results.forward_flops[0],
-                *(
-                    sum(plan.results.forward_flops[block + 1] for block in group) + (len(group) - 1) * launches
-                    for group in groups
-                ),
-                *plan.results.forward_flops[plan.num_blocks + 1 :],
-            )
-            if plan.results.forward_flops
-            else (),
-            spared_flops=tuple(sum(plan.results.spared_flops[block] for block in group) for group in groups)
-            if plan.results.spared_flops
-            else (),
-        ),
+        results=_merged_flops(plan.results, groups, launch_flops(plan, ceilings, 1)),
+    )
+
+
+def _merged_flops(results: Results, groups: list[list[int]], launches: float) -> Results:
+    """Return what merged blocks compute: `launches` between two of them are not spared."""
+    forward, spared = results.forward_flops, results.spared_flops
+    merged_forward = (sum(forward[block + 1] for block in group) + (len(group) - 1) * launches for group in groups if forward)
+    return replace(
+        results,
+        forward_flops=(*forward[:1], *merged_forward, *forward[sum(map(len, groups)) + 1 :]),
+        spared_flops=tuple(sum(spared[block] for block in group) for group in groups if spared),
     )
 
 

@@ -90,7 +90,6 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     # A lean plan on a separate device holds one block there: its upload waits for compute, but a larger block fits.
     alone = problem.savings.one_block_in_host_memory or (choice.lean and problem.separate_device)
     prefetch = 0 if alone else 1 if choice.lean or num_blocks < 3 else 2
-    tables = asked_tables(problem.tables, costs)
     kept: list[list[int]] = [[] for _ in costs.blocks]
     for block, ordinal in problem.replay_order(choice.rows)[: choice.amount]:
         kept[block].append(ordinal)
@@ -125,17 +124,7 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
             order=workload.gradient_sum,
         ),
         updates=_updates(problem, choice),
-        results=Results(
-            spared_flops=tuple(
-                sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
-                for block, ordinals in zip(costs.blocks, kept, strict=True)
-            ),
-            forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(units)],
-            attention_flops=tuple(block.attention_flops for block in costs.blocks),
-            epilogue_flops=costs.epilogue_flops_per_token * choice.rows * workload.sequence_length,
-            tables=tables,
-            notes=notes_on_tables(tables, choice.rows * workload.sequence_length),
-        ),
+        results=_results(problem, costs, choice.rows * workload.sequence_length, kept),
         rule=problem.rule,
         own_rule=problem.own_rule,
         freed_memory=choice.freed_memory,
@@ -144,6 +133,22 @@ def plan_of(problem: Problem, choice: Choice) -> Plan:
     )
     plan = paged(plan, lean=choice.lean) if problem.savings.paged else plan
     return fitted(with_groups(plan, problem), problem, costs)
+
+
+def _results(problem: Problem, costs: ModelCosts, tokens: int, kept: Sequence[Sequence[int]]) -> Results:
+    """Return what a micro-batch of so many tokens computes, and what of it is not computed again."""
+    tables = asked_tables(problem.tables, costs)
+    return Results(
+        spared_flops=tuple(
+            sum(block.operators[ordinal].flops for ordinal in (*block.skippable, *ordinals))
+            for block, ordinals in zip(costs.blocks, kept, strict=True)
+        ),
+        forward_flops=(0.0, *(block.forward_flops for block in costs.blocks), 0.0)[: len(problem.units)],
+        attention_flops=tuple(block.attention_flops for block in costs.blocks),
+        epilogue_flops=costs.epilogue_flops_per_token * tokens,
+        tables=tables,
+        notes=notes_on_tables(tables, tokens),
+    )
 
 
 def _stash(problem: Problem, choice: Choice, costs: ModelCosts, kept: Sequence[Sequence[int]]) -> Stash:

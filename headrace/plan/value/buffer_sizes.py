@@ -56,24 +56,7 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
             groups["device_states"] = BufferGroup("device", "states", plan.device_state_slots, chunk_bytes)
         coming = [plan.stored_bytes(unit) for unit in residents if plan.slot_elements(unit)]
         groups["staging"] = BufferGroup("host", "weights", 1, max(coming, default=0))
-    largest = plan.largest_gradient_elements
-    if largest and not plan.gradient_in_place:
-        summed = plan.largest(plan.summed_elements) * plan.summed_bytes_per_element
-        tier = "host" if plan.sums_on_host else compute_tier
-        groups["accumulator"] = BufferGroup(tier, "gradients", max(plan.gradients.accumulators, sums), summed)
-    held = plan.with_own_gradient
-    for unit in held:
-        groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))
-    passing = sorted(set(plan.trained_units).difference(held))
-    if any(unit not in residents for unit in passing):
-        groups["gradients"] = BufferGroup("host", "gradients", plan.gradients.slots, largest * gradient)
-    if any(unit in residents for unit in passing):
-        resident_gradient = max(plan.gradient_bytes(unit) for unit in residents)
-        groups["resident_gradient"] = BufferGroup("host", "gradients", 1, resident_gradient)
-    if laid := plan.parked_on_ssd:
-        groups["parking"] = BufferGroup("host", "gradients", PARKING_SLOTS, max(parked_bytes(plan, unit) for unit in laid))
-    for unit in set(plan.parked_units).difference(laid):
-        groups[f"parked.{unit}"] = BufferGroup("host", "gradients", 1, 4 * plan.units[unit].gradient_elements)
+    groups |= _gradient_groups(plan, compute_tier, sums)
     for unit in plan.updates.resident_states:
         groups[f"resident_states.{unit}"] = BufferGroup("host", "states", 1, plan.state_bytes(unit))
     if plan.hosted:
@@ -84,6 +67,31 @@ def buffer_groups(plan: Plan) -> dict[str, BufferGroup]:
     if spilled:
         largest = max(stash_slot_bytes(plan, block) for block in spilled)
         groups["stash"] = BufferGroup("host", "activations", plan.stash.slots, largest)
+    return groups
+
+
+def _gradient_groups(plan: Plan, compute_tier: str, sums: int) -> dict[str, BufferGroup]:
+    """Return the groups for gradients of units: where they are summed, in up to `sums` places, where they wait and pass."""
+    groups: dict[str, BufferGroup] = {}
+    largest = plan.largest_gradient_elements
+    if largest and not plan.gradient_in_place:
+        summed = plan.largest(plan.summed_elements) * plan.summed_bytes_per_element
+        tier = "host" if plan.sums_on_host else compute_tier
+        groups["accumulator"] = BufferGroup(tier, "gradients", max(plan.gradients.accumulators, sums), summed)
+    held = plan.with_own_gradient
+    for unit in held:
+        groups[f"gradient.{unit}"] = BufferGroup("host", "gradients", 1, plan.gradient_bytes(unit))
+    passing = sorted(set(plan.trained_units).difference(held))
+    residents = plan.resident_units
+    if any(unit not in residents for unit in passing):
+        groups["gradients"] = BufferGroup("host", "gradients", plan.gradients.slots, largest * plan.gradient_bytes_per_element)
+    if any(unit in residents for unit in passing):
+        resident_gradient = max(plan.gradient_bytes(unit) for unit in residents)
+        groups["resident_gradient"] = BufferGroup("host", "gradients", 1, resident_gradient)
+    if laid := plan.parked_on_ssd:
+        groups["parking"] = BufferGroup("host", "gradients", PARKING_SLOTS, max(parked_bytes(plan, unit) for unit in laid))
+    for unit in set(plan.parked_units).difference(laid):
+        groups[f"parked.{unit}"] = BufferGroup("host", "gradients", 1, 4 * plan.units[unit].gradient_elements)
     return groups
 
 

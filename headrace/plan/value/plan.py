@@ -12,6 +12,7 @@ from headrace.plan.value.expert_plan import ExpertParts
 from headrace.plan.value.placement import Placement
 from headrace.plan.value.stage_place import StageChoices
 from headrace.plan.value.stored import json_values, stored_fields
+from headrace.plan.value.stored_values import from_stored
 from headrace.terms.block_parts import BlockParts
 from headrace.terms.cuts import (
     chunk_borders,
@@ -27,7 +28,6 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.forms import SSD, UnitFigures
 from headrace.terms.layout import PlaneSet, Runs
 from headrace.terms.rule_figures import RuleFigures
-from headrace.terms.stored_values import from_stored
 
 # Staging buffers on the device for chunks that are updated there: while one is updated, another comes or goes.
 DEVICE_STATE_SLOTS = 2

@@ -1,27 +1,51 @@
-"""The units of a generation with coded weights: those of a directory, or those that compression would write.
+"""The units of a generation: plain ones, those of a directory with coded weights, or those that compression would write.
 
-Invariant: of a directory they are what a run reads, by the same code (`generate/passes/sources.py`).
+Invariant: of coded directories they are what a run reads, by the same code (`generate/passes/sources.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from headrace.ask.model_config import refuse_other_dtypes
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
 from headrace.generate.passes.sources import ShardSource
 from headrace.model import Chain, Checkpoint
+from headrace.model.parts.banks import find_experts
+from headrace.model.seats.bank_check import why_no_banks
+from headrace.model.streams.stored_experts import expert_layout, without
 from headrace.plan.value.expert_plan import ExpertFigures
 from headrace.terms.coding import as_matrix
 from headrace.terms.events import Event
-from headrace.terms.forms import UnitFigures
+from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.layout import ParameterSpec, UnitLayout
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
-Units = tuple[tuple[UnitFigures, ...], ExpertFigures | None, tuple[str, ...]]
+
+@dataclass(frozen=True, slots=True)
+class GenerationUnits:
+    """Units as passes read them, experts that may come by themselves, and what there is to say of them."""
+
+    figures: tuple[UnitFigures, ...]
+    experts: ExpertFigures | None = None
+    notes: tuple[str, ...] = ()
 
 
-def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> Units:
+def plain_and_coded(
+    chain: Chain, checkpoint: Checkpoint | None, compress: str | None, *, on_cpu: bool
+) -> tuple[GenerationUnits, GenerationUnits | None]:
+    """Return the units of plain weights, and those of the code in `checkpoint` or of the one that `compress` names.
+
+    Raises:
+        ModelError, ConfigError: as `units_of_files` and `units_if_compressed` say.
+    """
+    plain = GenerationUnits(_frozen(chain.layouts, chain.num_blocks), _experts_of(chain))
+    if compress is not None:
+        return plain, units_if_compressed(chain, compress, plain.figures, plain.experts, on_cpu=on_cpu)
+    return plain, None if checkpoint is None else units_of_files(chain, checkpoint, on_cpu=on_cpu)
+
+
+def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> GenerationUnits:
     """Return units, experts and notes of a coded model as its files have them: their headers are read, no weights.
 
     Raises:
@@ -30,14 +54,15 @@ def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> Uni
     source = ShardSource(chain, chain.attach(checkpoint), _silent, on_cpu=on_cpu)
     try:
         chain.lay_out(source.layouts)
-        return source.figures, source.by_experts.expert_figures if source.by_experts else None, source.notes
+        experts = source.by_experts.expert_figures if source.by_experts else None
+        return GenerationUnits(source.figures, experts, source.notes)
     finally:
         source.close()
 
 
 def units_if_compressed(
     chain: Chain, name: str, units: Sequence[UnitFigures], experts: ExpertFigures | None, *, on_cpu: bool
-) -> Units:
+) -> GenerationUnits:
     """Return the units of a model, and its experts, as `headrace compress --to NAME` would make them of these.
 
     Raises:
@@ -51,7 +76,7 @@ def units_if_compressed(
     ]
     made = tuple(map(_Coded(chain, code, on_cpu).of, units, shapes, chain.layouts))
     if experts is None:
-        return made, None, ()
+        return GenerationUnits(made)
     stacks = [[spec for spec in found if len(spec.shape) == 3] for found in shapes]
     rest = [[spec for spec in found if len(spec.shape) != 3] for found in shapes]
     commons = tuple(map(_Coded(chain, code, on_cpu).of, experts.units, rest, chain.layouts))
@@ -65,7 +90,7 @@ def units_if_compressed(
         making_bytes=max(_Coded(chain, code, on_cpu).making_bytes(*shape) for shape in each),
         decodes=((code.kind, sum(rows * columns for rows, columns in each)),),
     )
-    return made, apart, ()
+    return GenerationUnits(made, apart)
 
 
 def _is_block(chain: Chain, unit: int) -> bool:
@@ -99,3 +124,40 @@ class _Coded:
 
 def _silent(event: Event) -> None:
     """Sink of what reads nothing but headers."""
+
+
+def _frozen(layouts: Sequence[UnitLayout], num_blocks: int) -> tuple[UnitFigures, ...]:
+    """Return the figures of units that are only read."""
+    return tuple(
+        UnitFigures(
+            name=layout.name,
+            num_elements=layout.num_elements,
+            num_parameters=layout.num_parameters,
+            home=home_of(index, num_blocks),
+            trained_elements=0,
+        )
+        for index, layout in enumerate(layouts)
+    )
+
+
+def _experts_of(chain: Chain) -> ExpertFigures | None:
+    """Return the figures of a model's experts, if each lies in the files as it is computed; None where it has no experts."""
+    blocks = find_experts(chain.model, chain.runner.blocks)
+    if not any(blocks) or why_no_banks(chain.config):
+        return None
+    layouts, own = list(chain.layouts), []
+    for unit, block in enumerate(blocks, start=1):
+        if block is not None:
+            names = frozenset(block.names.values())
+            own.append(expert_layout(layouts[unit], names, 0))
+            layouts[unit] = without(layouts[unit], names)
+    counts = [0, *(block.num_experts if block else 0 for block in blocks)]
+    return ExpertFigures(
+        units=_frozen(layouts, chain.num_blocks),
+        num_experts=tuple(counts + [0] * (len(layouts) - len(counts))),
+        elements=max(layout.num_elements for layout in own),
+        stored_bytes=max(layout.num_elements for layout in own) * chain.dtype.itemsize,
+        is_made=False,
+        making_bytes=0,
+        num_parameters=max(layout.num_parameters for layout in own),
+    )
