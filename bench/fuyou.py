@@ -22,7 +22,7 @@ from headrace.plan.clock.simulate import simulate
 from headrace.terms.lanes import Lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.machine.drives import Drive
-from headrace.terms.program import Op, Program, Verb
+from headrace.terms.program import Op, Program, Verb, Waiting
 
 # What the released system gets out of the GPU, counting 6 operations per parameter and token: 96 % of the card's 165.2.
 COMPUTE_FLOPS_PER_SECOND = 158e12
@@ -196,7 +196,7 @@ class _Step:
         flops = 2.0 * self.modules[module] * self.tokens
         compute = self.emit(Verb.FORWARD, Lane.COMPUTE, [upload], unit=module, flops=flops)
         self.used.append(compute)
-        return self.emit(Verb.STASH, Lane.DEVICE_TO_HOST, [compute], unit=module, bytes=self.stash_bytes)
+        return self.emit(Verb.OUT, Lane.DEVICE_TO_HOST, [compute], unit=module, bytes=self.stash_bytes, waiting=Waiting.INPUT)
 
     def backward(self, stashed: Sequence[int]) -> int:
         """Emit backward with the updates behind it; return the last write."""
@@ -222,7 +222,7 @@ class _Step:
     def recall(self, module: int, stashed: int) -> int:
         # It replaces the stash of the module computed last.
         after = [stashed, *self.used[-1:]]
-        return self.emit(Verb.RECALL, Lane.HOST_TO_DEVICE, after, unit=module, bytes=self.stash_bytes)
+        return self.emit(Verb.IN, Lane.HOST_TO_DEVICE, after, unit=module, bytes=self.stash_bytes, waiting=Waiting.INPUT)
 
     def update(self, group: range, drains: dict[int, int], written: list[int]) -> int:
         """Read master and moments (12 bytes), update, write them and the 16-bit weights (14 bytes); return the write."""

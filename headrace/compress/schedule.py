@@ -9,10 +9,11 @@ Numbers follow from the order of rows alone: neither lots nor groups of matrices
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.plan.schedules.ledger import Ledger, Snapshot
 from headrace.terms.lanes import Lane
-from headrace.terms.program import PIECE_SHIFT, Pool, Program, Verb, buffer
+from headrace.terms.program import PIECE_SHIFT, Pool, Program, Verb, Waiting, buffer
 
 # The pass that only sees which matrices multiply, as a rule of one row; those that add up inputs follow it, one for each group
 # of matrices.
@@ -119,9 +120,8 @@ class _Block:
         """Have a lot's hidden states read; return where they are."""
         into = buffer(Pool.STASH, self._turn % self.plan.slots)
         source = buffer(Pool.HIDDEN, self.block % _SLOTS) + (lot + 1 << PIECE_SHIFT)
-        unit, num_bytes = self.block + 1, self.plan.lot_bytes
         self._turn += 1
-        self.ledger.op(Verb.UNSPILL, Lane.SSD_READ, (source,), (into,), unit=unit, micro=lot, num_bytes=num_bytes)
+        self.ledger.op(Verb.IN, Lane.SSD_READ, (source,), (into,), **self._hidden_of(lot))
         return into
 
     def _catch(self, lot: int, number: int, weights: int, flops: float, *chosen: int) -> None:
@@ -135,5 +135,7 @@ class _Block:
         out = buffer(Pool.PASSED, self._turn % self.plan.slots)
         unit, into = self.block + 1, buffer(Pool.HIDDEN, (self.block + 1) % _SLOTS) + (lot + 1 << PIECE_SHIFT)
         self.ledger.op(Verb.FORWARD, Lane.COMPUTE, (weights, source), (out,), unit=unit, micro=lot, flops=flops)
-        reads, num_bytes = (out, buffer(Pool.FREE_SLOTS)), self.plan.lot_bytes
-        self.ledger.op(Verb.SPILL, Lane.SSD_WRITE, reads, (into,), unit=unit, micro=lot, num_bytes=num_bytes)
+        self.ledger.op(Verb.OUT, Lane.SSD_WRITE, (out, buffer(Pool.FREE_SLOTS)), (into,), **self._hidden_of(lot))
+
+    def _hidden_of(self, lot: int) -> dict[str, Any]:
+        return {"unit": self.block + 1, "micro": lot, "num_bytes": self.plan.lot_bytes, "waiting": Waiting.HIDDEN}

@@ -167,11 +167,11 @@ class BlockRun:
         work = self._work
         work.came[op.slot(Pool.HOST_WEIGHTS)] = work.load(work.layout(op.unit - 1))
 
-    def _unspill(self, op: Op) -> None:
+    def _read_hidden(self, op: Op) -> None:
         rows = self._work.files[self._block % 2]
         self._work.slots[Pool.STASH, op.slot(Pool.STASH)] = [rows.read(index) for index in self._work.passes.lots[op.micro]]
 
-    def _spill(self, op: Op) -> None:
+    def _write_hidden(self, op: Op) -> None:
         rows, made = self._work.files[(self._block + 1) % 2], self._work.slots.pop((Pool.PASSED, op.slot(Pool.PASSED)))
         for index, hidden in zip(self._work.passes.lots[op.micro], made, strict=True):
             rows.write(index, hidden)
@@ -284,8 +284,8 @@ class BlockRun:
 
 _HANDLERS: Mapping[Verb, Callable[[BlockRun, Op], None]] = {
     Verb.FETCH: BlockRun._fetch,
-    Verb.UNSPILL: BlockRun._unspill,
-    Verb.SPILL: BlockRun._spill,
+    Verb.IN: BlockRun._read_hidden,
+    Verb.OUT: BlockRun._write_hidden,
     Verb.CATCH: BlockRun._catch,
     Verb.ROUND: BlockRun._round,
     Verb.KEEP: BlockRun._keep,

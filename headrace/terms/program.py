@@ -22,14 +22,8 @@ class Verb(StrEnum):
     VISIT = "visit"  # a few experts of a block, for all micro-batches that wait there: forward
     REVISIT = "revisit"  # the same, backward
     ROUTE = "route"  # what tokens have chosen -> which experts are needed
-    STASH = "stash"  # block input: device -> host
-    SPILL = "spill"  # block input: host -> ssd
-    UNSPILL = "unspill"  # block input: ssd -> host
-    RECALL = "recall"  # block input: host -> device
-    HIDDEN_OUT = "hidden-out"  # hidden states between two units: device -> host
-    HIDDEN_IN = "hidden-in"  # and back
-    HIDDEN_GRADIENT_OUT = "hidden-gradient-out"  # gradients of hidden states: device -> host
-    HIDDEN_GRADIENT_IN = "hidden-gradient-in"  # and back
+    OUT = "out"  # what waits until it is read again (`Waiting`), down a tier: device -> host, or host -> ssd, by its lane
+    IN = "in"  # and back up
     EPILOGUE = "epilogue"  # norm, head, loss and their gradients, one micro-batch
     LOG_PROBS = "log-probs"  # norm, head, and the log-probability of each label; after the last micro-batch, the loss
     SCORE = "score"  # norm, head, and the loss where there are labels, one micro-batch: without gradients
@@ -47,8 +41,6 @@ class Verb(StrEnum):
     PROLOGUE_BACKWARD = "prologue-backward"
     DRAIN = "drain"  # unit's gradient: device -> host, to 16 bits
     PUSH = "push"  # unit's drained gradient: host -> another site
-    HOLD = "hold"  # unit's drained gradient: host -> ssd, until the norm is known
-    UNHOLD = "unhold"  # and back
     DECIDE = "decide"  # gradient norm -> clip factor, or skip
     READ_STATES = "read-states"  # a chunk's states: ssd -> staging
     STATES_TO_DEVICE = "states-to-device"  # a chunk's states, weights and gradient: host -> device staging
@@ -65,13 +57,19 @@ class Verb(StrEnum):
     ANNOUNCE = "announce"  # a step: its rows and what decides its numbers -> workers
     SEND = "send"  # unit's weights: host slot -> workers, who pull it
     RECEIVE = "receive"  # unit's gradient: workers, who push it -> host
-    PARK = "park"  # unit's gradient, or its experts', so far: where backward sums it -> host, until the next micro-batches
-    UNPARK = "unpark"  # and back
-    LAY_DOWN = "lay-down"  # unit's gradient so far: host -> ssd
-    PICK_UP = "pick-up"  # and back
     GIVE = "give"  # what the head adds to the gradient of a tied matrix: the last stage -> the first
     TAKE = "take"  # the same, where it arrives
     REPORT = "report"  # what workers have to say of a step: workers -> here
+
+
+class Waiting(StrEnum):
+    """What `OUT` and `IN` move."""
+
+    INPUT = "input"  # a block's input, and what is kept beside it, until backward
+    HIDDEN = "hidden"  # hidden states between two units
+    HIDDEN_GRADIENT = "hidden-gradient"  # and their gradients
+    GRADIENT = "gradient"  # a unit's drained gradient, until the norm is known
+    SUM = "sum"  # a unit's gradient, or its experts', so far: fp32, until the next micro-batches
 
 
 class Pool(IntEnum):
@@ -148,10 +146,10 @@ def buffer(pool: Pool, slot: int = 0) -> int:
 class Op:
     """One operation. `after` and `after_previous` are indices of operations of this and of the previous program.
 
-    `part` is a piece of the unit that streams alone, -1 for all of it. `late`: it belongs to the step before (an update that
-    was held, or that step's commit). `bytes` is what crosses the lane; `flops` what compute does, by `calls` of a
-    model's operators where these are counted. `linked` are bytes that compute itself brings to the device, over the link,
-    and `leaving` those that it takes away.
+    `waiting` is what `OUT` and `IN` move. `part` is a piece of the unit that streams alone, -1 for all of it. `late`: it
+    belongs to the step before (an update that was held, or that step's commit). `bytes` is what crosses the lane; `flops` what
+    compute does, by `calls` of a model's operators where these are counted. `linked` are bytes that compute itself brings to
+    the device, over the link, and `leaving` those that it takes away.
     `buffers` are those that it touches, as integers; which of them it reads and which it writes, the ledger knows
     (plan/schedules/ledger.py).
     """
@@ -172,6 +170,7 @@ class Op:
     calls: int = 0
     linked: int = 0
     leaving: int = 0
+    waiting: Waiting | None = None
 
     def slot(self, pool: Pool) -> int:
         """Return the slot of `pool` that the operation uses, -1 if it uses none."""
@@ -183,9 +182,14 @@ class Op:
         return self.lane is Lane.DEVICE_UPDATE
 
     @property
+    def act(self) -> str:
+        """The verb, with what it moves, such as `input-out`: one word for traces."""
+        return self.verb if self.waiting is None else f"{self.waiting}-{self.verb}"
+
+    @property
     def label(self) -> str:
         """A short name for traces and errors, such as `update unit 3 chunk 0`."""
-        return label_of(self.verb, unit=self.unit, part=self.part, micro=self.micro, chunk=self.chunk)
+        return label_of(self.act, unit=self.unit, part=self.part, micro=self.micro, chunk=self.chunk)
 
 
 def label_of(verb: str, **places: int) -> str:

@@ -256,5 +256,5 @@ def test_a_block_is_read_while_the_one_before_is_rounded() -> None:
     assert not set(fetches[1].after) & {op.index for op in compute}
     assert [op.unit for op in second.ops if op.verb is Verb.FETCH] == [3], "it has been read"
     (commit,) = first.lane(Lane.COMMIT)
-    assert all(commit.index in op.after_previous for op in second.ops if op.verb is Verb.SPILL), "it was needed"
+    assert all(commit.index in op.after_previous for op in second.ops if op.verb is Verb.OUT), "it was needed"
     assert not any(commit.index in op.after_previous for op in second.ops if op.verb is Verb.CATCH)

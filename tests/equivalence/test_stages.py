@@ -90,7 +90,7 @@ def test_sums_that_wait_on_the_ssd_change_no_bit(
         found.append(([(result.loss, result.grad_norm) for result in run[0]], run[1]))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
-    for verb in ("lay-down", "pick-up"):
+    for verb in ("sum-out", "sum-in"):
         ops = [event for event in done if isinstance(event, OpDone) and event.verb == verb]
         assert {split_lane(op.lane)[1] for op in ops} == {0, 1}, "at both stages"
         mine = [op for op in ops if op.lane.startswith("ssd")]

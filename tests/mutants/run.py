@@ -31,7 +31,7 @@ NEAREST = {
     "headrace.flow.weights": (
         "tests/flow tests/equivalence/test_moments.py",
         "tests/equivalence/test_block_parts.py tests/equivalence/test_parted_experts.py",
-        "tests/equivalence/test_trained_experts.py tests/equivalence/test_head_by_ranges.py tests/generation/test_banks.py",
+        "tests/equivalence/test_trained_experts.py tests/equivalence/test_ranged_head.py tests/generation/test_banks.py",
     ),
     "headrace.flow.step": (
         "tests/flow tests/equivalence/test_moments.py",
@@ -41,6 +41,7 @@ NEAREST = {
         "tests/equivalence/test_adapters.py tests/equivalence/test_parted_experts.py tests/equivalence/test_seldom_written.py "
         "tests/equivalence/test_router_loss.py tests/equivalence/test_combinations.py tests/equivalence/test_one_by_one.py",
     ),
+    "headrace.terms.shelf": ("tests/terms/test_shelf.py", "tests/generation/test_banks.py"),
     "headrace.store": ("tests/store", "tests/equivalence/test_damage_on_the_way.py tests/equivalence/test_resharing.py"),
     "headrace.update": ("tests/update", "tests/equivalence/test_lsp.py tests/equivalence/test_adapters.py"),
     "headrace.peers.meet": ("tests/net", "tests/equivalence/test_shards.py tests/equivalence/test_stages.py"),

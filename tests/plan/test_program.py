@@ -23,7 +23,7 @@ from headrace.plan.value.buffer_sizes import buffer_groups
 from headrace.plan.value.choices import Hosted
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
-from headrace.terms.program import Op, Pool, Program, Verb
+from headrace.terms.program import Op, Pool, Program, Verb, Waiting
 from headrace.terms.sizes import PAGE_BYTES
 
 STEPS = 4  # of the drawn programs, before the tail
@@ -73,30 +73,30 @@ def perform(memory: Memory, op: Op, step: int) -> list[tuple]:
     return [*hosted_accesses(memory, op, step), *other_accesses(memory, op, step)]
 
 
-HOSTED = (Verb.HIDDEN_OUT, Verb.HIDDEN_IN, Verb.HIDDEN_GRADIENT_OUT, Verb.HIDDEN_GRADIENT_IN)
+HOSTED = (Waiting.HIDDEN, Waiting.HIDDEN_GRADIENT)
 
 
 def hosted_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
     """As `perform`, for hidden states and their gradients that wait in host memory."""
     plan, buffer, unit, micro = memory.plan, memory.buffer, op.unit, op.micro
-    if plan.hosted is None or not (op.verb in HOSTED or op.slot(Pool.COMING) >= 0 or op.slot(Pool.GOING) >= 0):
+    if plan.hosted is None or not (op.waiting in HOSTED or op.slot(Pool.COMING) >= 0 or op.slot(Pool.GOING) >= 0):
         return []
     coming, going = ("coming", op.slot(Pool.COMING)), ("going", op.slot(Pool.GOING))
     assert coming[1] < plan.coming_slots and going[1] < plan.hosted.going, op.label  # noqa: PT018
-    of_gradient = op.verb in (Verb.BACKWARD, Verb.PROLOGUE_BACKWARD, *HOSTED[2:])
+    of_gradient = op.verb in (Verb.BACKWARD, Verb.PROLOGUE_BACKWARD) or op.waiting is Waiting.HIDDEN_GRADIENT
     unit = plan.num_blocks + 1 if op.verb is Verb.EPILOGUE else unit
     content = ("gradient", unit, micro, step) if of_gradient else (unit, micro, step)
     place = ("between", micro) if op.slot(Pool.BETWEEN) >= 0 else ("stash of", unit, micro)
-    if op.verb in HOSTED[::2]:
+    if op.waiting in HOSTED and op.verb is Verb.OUT:
         assert buffer[going] == content, f"{op.label} finds {buffer[going]}"
         buffer[place] = content
         return [(going, False), (place, True)]
-    if op.verb in HOSTED:
+    if op.waiting in HOSTED:
         assert buffer[place] == content, f"{op.label} finds {buffer[place]}"
         buffer[coming] = content
         return [(place, False), (coming, True)]
     accesses = []
-    if op.verb is Verb.STASH:
+    if (op.waiting, op.lane) == (Waiting.INPUT, Lane.DEVICE_TO_HOST):
         return [(going, False)]
     if coming[1] >= 0:
         assert buffer[coming] == content, f"{op.label} finds {buffer[coming]}"
@@ -123,7 +123,7 @@ def made_in_place(memory: Memory, op: Op, step: int) -> list[tuple]:
 def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
     plan, buffer, unit = memory.plan, memory.buffer, op.unit
     tail = [("gradient", op.slot(Pool.GRADIENT))] if op.slot(Pool.GRADIENT) >= 0 else []
-    if op.verb in HOSTED:
+    if op.waiting in HOSTED:
         return []
     if op.verb is Verb.FETCH:
         key = memory.host_key(op)
@@ -172,20 +172,20 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
         if op.verb is Verb.PROLOGUE:
             return accesses
         return [*accesses, *(made_in_place(memory, op, step) if plan.ends_in_place else [(("resident accumulator",), True)])]
-    if op.verb in (Verb.STASH, Verb.SPILL, Verb.UNSPILL, Verb.RECALL):
+    if op.waiting is Waiting.INPUT:
         key = ("stash", op.slot(Pool.STASH)) if op.slot(Pool.STASH) >= 0 else ("stash of", unit, op.micro)
         key = ("between", op.micro) if op.slot(Pool.BETWEEN) >= 0 else key
         place = ("ssd stash", unit, op.micro)
         content = (unit, op.micro, step)
-        if op.verb is Verb.STASH:
+        if op.lane is Lane.DEVICE_TO_HOST:
             buffer[key] = content
             return [(key, True)]
-        if op.verb is Verb.UNSPILL:
+        if op.lane is Lane.SSD_READ:
             assert buffer[place] == content
             buffer[key] = content
             return [(place, False), (key, True)]
         assert buffer[key] == content, f"{op.label} finds {buffer[key]}"
-        if op.verb is Verb.SPILL:
+        if op.lane is Lane.SSD_WRITE:
             buffer[place] = content
             return [(key, False), (place, True)]
         buffer["recalled", unit, op.micro] = step
@@ -198,11 +198,11 @@ def other_accesses(memory: Memory, op: Op, step: int) -> list[tuple]:
         source = ("resident accumulator",) if resident else ("accumulator", op.slot(Pool.ACCUMULATOR))
         direct = in_place or (not resident and not plan.gradients.accumulate and not plan.separate_device)
         return [(tail[0], True)] + ([] if direct else [(source, False)])
-    if op.verb is Verb.HOLD:
+    if op.waiting is Waiting.GRADIENT and op.verb is Verb.OUT:
         assert buffer[tail[0]] == (unit, step)
         buffer["held", unit] = (unit, step)
         return [(tail[0], False), (("held", unit), True)]
-    if op.verb is Verb.UNHOLD:
+    if op.waiting is Waiting.GRADIENT:
         buffer[tail[0]] = buffer["held", unit]
         return [(("held", unit), False), (tail[0], True)]
     if op.verb is Verb.READ_STATES:
@@ -361,7 +361,7 @@ def test_no_more_is_recalled_than_the_plan_counts(tier: str, slots: int, num_mic
         for op in ops:
             if (op.lane is Lane.COMPUTE and op.index >= awaited) or behind.intersection(op.after):
                 behind.add(op.index)
-        recalled = sum(op.verb is Verb.RECALL and op.index not in behind for op in ops)
+        recalled = sum((op.waiting, op.lane) == (Waiting.INPUT, Lane.HOST_TO_DEVICE) and op.index not in behind for op in ops)
         peaks.append(recalled - max(0, used - 1))
     assert peaks[0] == 0
     assert max(peaks) == RECALLED_AHEAD + 1  # `footprint` has one more, which compute may still be reading
@@ -424,10 +424,10 @@ def test_no_more_hidden_states_are_on_the_device_than_there_are_slots(tier: str,
             behind.update({op.index} if behind & waits[op.index] else ())
         for op in reversed(ops[: awaited.index]):
             ended.update(waits[op.index] if op.index in ended else ())
-        brought = sum(op.verb in HOSTED[1::2] and op.index not in behind for op in ops)
+        brought = sum(op.waiting in HOSTED and op.verb is Verb.IN and op.index not in behind for op in ops)
         assert brought - used <= coming
         used, made = used + (awaited.slot(Pool.COMING) >= 0), made + (awaited.slot(Pool.GOING) >= 0)
-        left = sum(ops[index].verb in HOSTED[::2] for index in ended)
+        left = sum(ops[index].waiting in HOSTED and ops[index].verb is Verb.OUT for index in ended)
         assert awaited.slot(Pool.GOING) < 0 or made - left <= going, "compute waits until enough has left"
 
 

@@ -17,7 +17,7 @@ from headrace.plan.value.buffer_sizes import buffer_groups, scratch_bytes
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import StagePlace
 from headrace.terms.lanes import Lane
-from headrace.terms.program import Program, Verb
+from headrace.terms.program import Program, Verb, Waiting
 from headrace.terms.sizes import GIB, MIB
 
 CUTS = (1, 3)
@@ -78,9 +78,9 @@ def test_sums_that_wait_on_the_ssd_take_two_buffers_and_go_there_and_back_once_b
         assert sizes[0] - sizes[1] == sum(own) - 2 * max(own)
         assert scratch_bytes(laid) - scratch_bytes(plan) == sum(own)
         program, count = programs_of(laid, durable=True)[-1], (plan.stage.groups - 1) * len(own)
-        for verb, lane in ((Verb.LAY_DOWN, Lane.SSD_WRITE), (Verb.PICK_UP, Lane.SSD_READ)):
-            found = [op for op in program.ops if op.verb is verb]
-            assert {op.lane for op in found} == {lane}
+        for verb, lane in ((Verb.OUT, Lane.SSD_WRITE), (Verb.IN, Lane.SSD_READ)):
+            found = [op for op in program.ops if op.waiting is Waiting.SUM and op.lane is lane]
+            assert {op.verb for op in found} == {verb}
             assert sum(op.bytes for op in found) == sum(own) * (plan.stage.groups - 1)
             assert len(found) == count
         assert Plan.from_json(laid.to_json()) == laid
@@ -105,7 +105,10 @@ def test_a_stage_reads_its_blocks_once_for_each_group_and_touches_no_others() ->
         touched = {op.unit for op in program.ops if op.verb in (Verb.FORWARD, Verb.BACKWARD, Verb.UPDATE, Verb.FETCH)}
         assert touched - {0, BLOCKS + 1} == set(plan.own_blocks)
         assert _count(program, Verb.FORWARD) == plan.batch.num_micro_batches * len(plan.own_blocks)
-        assert _count(program, Verb.PARK) == _count(program, Verb.UNPARK) == (plan.stage.groups - 1) * len(plan.own_blocks)
+        sums = [op.lane for op in program.ops if op.waiting is Waiting.SUM]
+        assert (
+            sums.count(Lane.DEVICE_TO_HOST) == sums.count(Lane.HOST_TO_DEVICE) == (plan.stage.groups - 1) * len(plan.own_blocks)
+        )
         assert forecast(found, machine(problem(GIB))).step_seconds == pytest.approx(
             forecast(plan, machine(problem(GIB))).step_seconds, rel=1e-3
         )

@@ -17,12 +17,11 @@ FAMILIES = {
     "backward": ("log-probs", "epilogue", "revisit", "backward", "prologue-backward"),
     "weights": ("fetch", "pull", "gather", "send", "upload", "make", "write-weights"),
     "activations": (
-        *("stash", "spill", "unspill", "recall", "hidden-out", "hidden-in", "hidden-gradient-out", "hidden-gradient-in"),
+        *("input-out", "input-in", "hidden-out", "hidden-in", "hidden-gradient-out", "hidden-gradient-in"),
         *("cache-read", "cache-in", "cache-out", "cache-write", "query-out", "result-in"),
     ),
     "gradients": (
-        *("drain", "push", "scatter", "receive", "hold", "unhold", "give", "take"),
-        *("park", "unpark", "lay-down", "pick-up"),
+        *("drain", "push", "scatter", "receive", "give", "take", "gradient-out", "gradient-in", "sum-out", "sum-in"),
     ),
     "states": ("read-states", "states-to-device", "update", "states-to-host", "write-states", "round", "keep"),
     "control": ("announce", "report", "decide", "route", "commit"),

@@ -69,7 +69,7 @@ def planned_view(timeline: Timeline) -> StepView:
     bars = [
         Bar(
             lane=timed.op.lane,
-            verb=timed.op.verb,
+            verb=timed.op.act,
             label=timed.op.label if timed.program == timeline.measured else f"{timed.op.label} (of the step beside)",
             start_seconds=timed.start_seconds - begin,
             stop_seconds=timed.stop_seconds - begin,

@@ -183,7 +183,7 @@ class Interpreter:
                 OpDone(
                     step=run.step,
                     label=op.label,
-                    verb=op.verb,
+                    verb=op.act,
                     lane=op.lane,
                     unit=op.unit,
                     micro=op.micro,

@@ -57,16 +57,6 @@ def _convert(state: StepState, total: torch.Tensor, into: torch.Tensor) -> None:
             into[part].copy_(total[part])
 
 
-def hold(state: StepState, op: Op) -> None:
-    """Write a drained gradient to the SSD, until the norm is known."""
-    state.parts.store.scratch_write(*_held(state, op)).wait()
-
-
-def unhold(state: StepState, op: Op) -> None:
-    """Read a held gradient back."""
-    state.parts.store.scratch_read(*_held(state, op)).wait()
-
-
 def push(state: StepState, op: Op) -> None:
     """Give a drained gradient to the site where its unit lives."""
     site = state.parts.far_site
@@ -120,7 +110,8 @@ def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
     gradient[stop:] = 0
 
 
-def _held(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
+def pages_of(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
+    """Return where a drained gradient waits on the SSD, and its bytes: those of a rank's own part alone."""
     plan = state.plan
     buffer, offset = state.parts.buffers.gradients[op.slot(Pool.GRADIENT)], held_gradient_offset(plan, op.unit)
     if state.parts.peers is None:

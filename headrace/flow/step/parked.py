@@ -11,24 +11,19 @@ from headrace.plan.value.buffer_sizes import parked_bytes, parked_offset
 from headrace.terms.program import Op, Pool
 
 
-def park(state: StepState, op: Op) -> None:
+def to_host(state: StepState, op: Op) -> None:
     """Copy what a block's gradient sums up to so far to host memory."""
     _parked(state, op).copy_(_accumulator(state, op))
 
 
-def unpark(state: StepState, op: Op) -> None:
+def to_device(state: StepState, op: Op) -> None:
     """Copy it back to where the next group's gradients are added."""
     _accumulator(state, op).copy_(_parked(state, op))
 
 
-def lay_down(state: StepState, op: Op) -> None:
-    """Write a sum that was parked to the SSD, where it waits."""
-    state.parts.store.scratch_write(parked_offset(state.plan, op.unit), _parking(state, op)).wait()
-
-
-def pick_up(state: StepState, op: Op) -> None:
-    """Read it back to host memory."""
-    state.parts.store.scratch_read(parked_offset(state.plan, op.unit), _parking(state, op)).wait()
+def pages_of(state: StepState, op: Op) -> tuple[int, Bytes]:
+    """Return where a sum waits on the SSD, and its buffer in host memory."""
+    return parked_offset(state.plan, op.unit), _parking(state, op)
 
 
 def send_tied_gradient(state: StepState, op: Op) -> None:

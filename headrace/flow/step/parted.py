@@ -185,7 +185,7 @@ OF_ROUNDS: Mapping[Verb, Callable[[StepState, Op], None]] = {
     Verb.FETCH: _fetch,
     Verb.UPLOAD: _upload,
     Verb.MAKE: lambda state, op: _loads(state).make(op),
-    Verb.PARK: lambda state, op: _trained(state).park(op, _wanted(state, op)),
-    Verb.UNPARK: lambda state, op: _trained(state).unpark(op),
+    Verb.OUT: lambda state, op: _trained(state).to_host(op, _wanted(state, op)),
+    Verb.IN: lambda state, op: _trained(state).to_device(op),
     Verb.DRAIN: drain_experts,
 }

@@ -13,10 +13,10 @@ from headrace.flow.weights.places import TensorPlace, in_memory_order, places_of
 from headrace.machine.host_memory import Bytes
 from headrace.plan.value.buffer_sizes import hidden_pages, stash_offset, stash_slot_bytes
 from headrace.terms.lanes import Lane
-from headrace.terms.program import Op, Pool
+from headrace.terms.program import Op, Pool, Verb
 
 
-def stash(state: StepState, op: Op) -> None:
+def to_host(state: StepState, op: Op) -> None:
     """Copy what a block leaves for backward from the device to its host buffer; of hosted states all but its input."""
     # Blocks of several sizes may share the buffer: only the part that this block needs is used.
     package, buffer = state.left.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
@@ -38,25 +38,24 @@ def leave_hosted(state: StepState, op: Op, package: Package) -> None:
     _note(state, op, package, _laid_out(state, package)[1])
 
 
-def spill(state: StepState, op: Op) -> None:
-    """Write a stash buffer to the SSD. A hosted input and what is kept beside it come one after the other."""
-    plan, offset = state.plan, stash_offset(state.plan, op.unit, op.micro)
+def pages_of(state: StepState, op: Op) -> tuple[int, Bytes]:
+    """Return where a stash buffer waits on the SSD, and its pages. A hosted input and what is kept beside it leave one after
+    the other, and come back together.
+    """
+    offset = stash_offset(state.plan, op.unit, op.micro)
     if (slot := op.slot(Pool.BETWEEN)) >= 0:
-        pages = state.parts.buffers.between[slot]
-    else:
-        start = hidden_pages(plan) if plan.hosted else 0
-        offset, pages = offset + start, _pages(state, op)[start:]
-    state.parts.store.scratch_write(offset, pages).wait()
+        return offset, state.parts.buffers.between[slot]
+    start = hidden_pages(state.plan) if state.plan.hosted and op.verb is Verb.OUT else 0
+    return offset + start, _pages(state, op)[start:]
 
 
-def unspill(state: StepState, op: Op) -> None:
-    """Read a stash buffer back from the SSD; unless the device is separate, compute reads it there."""
-    state.parts.store.scratch_read(stash_offset(state.plan, op.unit, op.micro), _pages(state, op)).wait()
+def read_in_place(state: StepState, op: Op) -> None:
+    """Have compute read a stash buffer that came from the SSD where it is, unless the device is separate."""
     if not state.plan.separate_device:
         _deliver(state, op, torch.from_numpy(_buffer(state, op)))
 
 
-def recall(state: StepState, op: Op) -> None:
+def to_device(state: StepState, op: Op) -> None:
     """Copy a stash buffer from the host to the device."""
     num_bytes = state.left.layouts[op.unit, op.micro][1][-1].stop
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=state.parts.machine.device)

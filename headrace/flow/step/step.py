@@ -5,6 +5,7 @@ A step's program (plan/schedules/train.py) lists operations; each names a verb, 
     flow/weights/   weights come            ssd -> host -> device, or made there from what is stored and trained
     compute.py      the model runs          prologue, blocks and epilogue; backward recomputes each block from its input
     parted.py       experts come singly     up to the router, through a few experts at a time, and on; backward likewise
+    waits.py        what is read again      device -> host -> ssd, and back: by what it is, and by the lane
     stash.py        block inputs wait       device -> host -> ssd, and back for backward
     hosted.py       hidden states wait      device -> host between two blocks, and back; their gradients, too
     whole_loss.py   a loss of all rows      log-probabilities first, then gradients: the head is passed twice
@@ -26,7 +27,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 from headrace.flow.run.execute import Interpreter, ProgramRun
-from headrace.flow.step import commit, compute, drain, hosted, parked, parted, serve, shards, stash, update
+from headrace.flow.step import commit, compute, drain, parked, parted, serve, shards, update, waits
 from headrace.flow.step.step_state import StepState
 from headrace.flow.weights.weights import WEIGHT_VERBS
 from headrace.terms.events import NO_STEP
@@ -41,14 +42,8 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.VISIT: parted.visit,
     Verb.REVISIT: parted.revisit,
     Verb.RECOMPUTE: parted.recompute,
-    Verb.STASH: stash.stash,
-    Verb.SPILL: stash.spill,
-    Verb.UNSPILL: stash.unspill,
-    Verb.RECALL: stash.recall,
-    Verb.HIDDEN_OUT: hosted.hidden_out,
-    Verb.HIDDEN_IN: hosted.hidden_in,
-    Verb.HIDDEN_GRADIENT_OUT: hosted.gradient_out,
-    Verb.HIDDEN_GRADIENT_IN: hosted.gradient_in,
+    Verb.OUT: waits.out,
+    Verb.IN: waits.back,
     Verb.EPILOGUE: compute.epilogue,
     Verb.LOG_PROBS: compute.log_probs,
     Verb.SCORE: compute.score,
@@ -56,8 +51,6 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.PROLOGUE_BACKWARD: compute.prologue_backward,
     Verb.DRAIN: drain.drain,
     Verb.PUSH: drain.push,
-    Verb.HOLD: drain.hold,
-    Verb.UNHOLD: drain.unhold,
     Verb.DECIDE: drain.decide,
     Verb.READ_STATES: update.read_states,
     Verb.STATES_TO_DEVICE: update.states_to_device,
@@ -68,10 +61,6 @@ HANDLERS: dict[Verb, Callable[[StepState, Op], None]] = {
     Verb.COMMIT: commit.commit,
     Verb.GATHER: shards.gather,
     Verb.SCATTER: shards.scatter,
-    Verb.PARK: parked.park,
-    Verb.UNPARK: parked.unpark,
-    Verb.LAY_DOWN: parked.lay_down,
-    Verb.PICK_UP: parked.pick_up,
     Verb.GIVE: parked.send_tied_gradient,
     Verb.TAKE: parked.receive_tied_gradient,
     Verb.ANNOUNCE: serve.announce,

@@ -71,12 +71,12 @@ class TrainedExperts:
                 into.copy_(gradients[name][0])
         counts[expert] = counts.get(expert, 0) + 1
 
-    def unpark(self, op: Op) -> None:
+    def to_device(self, op: Op) -> None:
         """Bring the sums of a round to the device, so far as they were begun."""
         for expert in self.of_round(op, tuple(self.summed.get(op.unit, ()))):
             self._machine.copy(self._place(self._buffers.expert_sums, op, Pool.EXPERT_SUMS, expert), self._parked(expert))
 
-    def park(self, op: Op, wanted: Sequence[int]) -> None:
+    def to_host(self, op: Op, wanted: Sequence[int]) -> None:
         """Copy the sums of a round to the host, until the next micro-batches."""
         for expert in self.of_round(op, wanted):
             self._machine.copy(self._parked(expert), self._place(self._buffers.expert_sums, op, Pool.EXPERT_SUMS, expert))

@@ -12,7 +12,7 @@ from typing import Any
 from headrace.plan.schedules.ledger import Ledger
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
-from headrace.terms.program import Pool, Verb, buffer
+from headrace.terms.program import Pool, Verb, Waiting, buffer
 
 _COMING, _GOING, _BETWEEN = buffer(Pool.COMING), buffer(Pool.GOING), buffer(Pool.BETWEEN)
 _HOST_STASH, _SSD_STASH = buffer(Pool.HOST_STASH), buffer(Pool.SSD_STASH)
@@ -26,7 +26,7 @@ class HostedStates:
 
     def __init__(self, plan: Plan, ledger: Ledger, num_micro: int, *, spills: bool = True) -> None:
         self._plan, self._hosted, self._ledger, self._num_micro, self._spills = plan, plan.hosted, ledger, num_micro, spills
-        self._away: deque[tuple[Verb, int, dict[str, Any]]] = deque()  # what was not brought back yet: how, and where it is
+        self._away: deque[tuple[int, dict[str, Any]]] = deque()  # what was not brought back yet: where it is, and what it is
         self._used = self._brought = self._made = 0
 
     def arrive(self, group: range) -> dict[int, tuple[int, ...]]:
@@ -38,8 +38,8 @@ class HostedStates:
         slots, first = self._plan.coming_slots, self._used
         self._used += len(group)
         while self._away and self._brought < first + slots:
-            verb, place, what = self._away.popleft()
-            self._ledger.op(verb, Lane.HOST_TO_DEVICE, (place,), (_COMING + self._brought % slots,), **what)
+            place, what = self._away.popleft()
+            self._ledger.op(Verb.IN, Lane.HOST_TO_DEVICE, (place,), (_COMING + self._brought % slots,), **what)
             self._brought += 1
         return {micro: (_COMING + use % slots,) for use, micro in enumerate(group, start=first)}
 
@@ -59,23 +59,24 @@ class HostedStates:
         waiting = unit * self._num_micro + micro
         place = _HOST_STASH + waiting if tier == "host" else _BETWEEN + micro
         what: dict[str, Any] = {"unit": unit, "micro": micro, "num_bytes": self._plan.hidden_bytes}
-        self._ledger.op(Verb.HIDDEN_OUT, Lane.DEVICE_TO_HOST, made, (place,), **what)
+        self._ledger.op(Verb.OUT, Lane.DEVICE_TO_HOST, made, (place,), waiting=Waiting.HIDDEN, **what)
         if tier == "ssd" and self._spills:
-            self._ledger.op(Verb.SPILL, Lane.SSD_WRITE, (place,), (_SSD_STASH + waiting,), **what)
-        self._away.append((Verb.HIDDEN_IN, place, what | {"num_bytes": self._moved_bytes}))
+            self._ledger.op(Verb.OUT, Lane.SSD_WRITE, (place,), (_SSD_STASH + waiting,), waiting=Waiting.INPUT, **what)
+        self._away.append((place, what | {"num_bytes": self._moved_bytes, "waiting": Waiting.HIDDEN}))
 
     def keep(self, unit: int, micro: int) -> None:
         """Have the input of a unit, which was read, be read once more; it is still in the buffer of its micro-batch."""
         if self._hosted is not None:
-            what: dict[str, Any] = {"unit": unit, "micro": micro, "num_bytes": self._plan.hidden_bytes}
-            self._away.append((Verb.HIDDEN_IN, _BETWEEN + micro, what))
+            what = {"unit": unit, "micro": micro, "num_bytes": self._plan.hidden_bytes, "waiting": Waiting.HIDDEN}
+            self._away.append((_BETWEEN + micro, what))
 
     def leave_gradient(self, unit: int, micro: int, made: Sequence[int]) -> None:
         """Take the gradient of a unit's output, which compute `made`, to host memory."""
         if self._hosted is not None:
-            place, what = _BETWEEN + micro, {"unit": unit, "micro": micro, "num_bytes": self._moved_bytes}
-            self._ledger.op(Verb.HIDDEN_GRADIENT_OUT, Lane.DEVICE_TO_HOST, made, (place,), **what)  # type: ignore[arg-type]
-            self._away.append((Verb.HIDDEN_GRADIENT_IN, place, what))
+            what: dict[str, Any] = {"unit": unit, "micro": micro, "num_bytes": self._moved_bytes}
+            what["waiting"] = Waiting.HIDDEN_GRADIENT
+            self._ledger.op(Verb.OUT, Lane.DEVICE_TO_HOST, made, (_BETWEEN + micro,), **what)
+            self._away.append((_BETWEEN + micro, what))
 
     @property
     def _moved_bytes(self) -> int:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypedDict, Unpack
 
 from headrace.terms.lanes import Lane
-from headrace.terms.program import PASSING, PIECE_SHIFT, WHOLE_MASK, Op, Program, Verb, buffer
+from headrace.terms.program import PASSING, PIECE_SHIFT, WHOLE_MASK, Op, Program, Verb, Waiting, buffer
 
 Refs = tuple[int, ...]
 
@@ -56,6 +56,7 @@ class What(TypedDict, total=False):
     calls: int
     linked: int
     leaving: int
+    waiting: Waiting
 
 
 class _Uses:

@@ -13,7 +13,7 @@ from headrace.plan.schedules.ledger import Ledger
 from headrace.plan.value.expert_plan import ROUNDS_IN_MEMORY, ROUNDS_SUMMED
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
-from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
+from headrace.terms.program import PIECE_SHIFT, Pool, Verb, Waiting, buffer
 
 _CHOICES = buffer(Pool.CHOICES)
 PIECE = 1 << PIECE_SHIFT
@@ -84,11 +84,14 @@ class PartedBlocks:
                 sums = (_SUMS + self._turn % ROUNDS_SUMMED,)
                 if parks and group[0]:
                     kept = (PARKED + (number + 1) * PIECE,)
-                    self._ledger.op(Verb.UNPARK, Lane.HOST_TO_DEVICE, kept, sums, **what)
+                    self._ledger.op(Verb.IN, Lane.HOST_TO_DEVICE, kept, sums, waiting=Waiting.SUM, **what)
             self._work(Verb.REVISIT, block, group, number, reads, sums)
             if self._plan.separate_device:
-                to = (PARKED + (number + 1) * PIECE,) if parks else (gradient,)
-                self._ledger.op(Verb.PARK if parks else Verb.DRAIN, Lane.DEVICE_TO_HOST, sums, to, **what)
+                if parks:
+                    to, what["waiting"] = (PARKED + (number + 1) * PIECE,), Waiting.SUM
+                    self._ledger.op(Verb.OUT, Lane.DEVICE_TO_HOST, sums, to, **what)
+                else:
+                    self._ledger.op(Verb.DRAIN, Lane.DEVICE_TO_HOST, sums, (gradient,), **what)
 
     def _rounds(self, block: int) -> range:
         experts = self._plan.experts

@@ -10,14 +10,12 @@ from typing import Self
 
 from headrace.terms.lanes import Lane
 from headrace.terms.machine.ceilings import Ceilings
-from headrace.terms.program import Program, Verb
+from headrace.terms.program import Program, Verb, Waiting
 
 # Of these a rank has its own part alone.
 _PARTS = frozenset(
     (
         Verb.FETCH,
-        Verb.HOLD,
-        Verb.UNHOLD,
         Verb.READ_STATES,
         Verb.STATES_TO_DEVICE,
         Verb.UPDATE,
@@ -61,7 +59,7 @@ def of_rank(program: Program, ranks: int, sharers: int = 1) -> Program:
         return program
     found = []
     for op in program.ops:
-        if op.verb in _PARTS:
+        if op.verb in _PARTS or op.waiting is Waiting.GRADIENT:
             op = replace(op, bytes=-(-op.bytes // ranks), flops=op.flops / ranks)
         elif op.verb is Verb.GATHER:
             op = replace(op, bytes=op.bytes * (ranks - sharers) // (ranks * sharers))

@@ -7,6 +7,7 @@ sums are grouped as in one process.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.train import Training
@@ -15,7 +16,7 @@ from headrace.plan.schedules.weights import RESIDENT, VERDICT, Weights
 from headrace.plan.value.buffer_sizes import PARKING_SLOTS
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
-from headrace.terms.program import Pool, Program, Verb, buffer
+from headrace.terms.program import Pool, Program, Verb, Waiting, buffer
 
 _PARKED, _RESIDENT_ACCUMULATOR, _FREE_SLOTS = buffer(Pool.PARKED), buffer(Pool.RESIDENT_ACCUMULATOR), buffer(Pool.FREE_SLOTS)
 _PARKING, _SSD_PARKED = buffer(Pool.PARKING), buffer(Pool.SSD_PARKED)
@@ -187,12 +188,10 @@ class _Stage(Training):
                 at_once = self.group.is_last and ahead in self.in_place and ahead not in self.late
                 self.acquire(ahead, on_host=at_once)
             if block in self.trained and not self.group.is_first:
-                made, num_bytes = (self.accumulator(),), 4 * self.plan.units[block].gradient_elements
-                parked = self.parking(block)
+                made, what, parked = (self.accumulator(),), self.sum_of(block), self.parking(block)
                 if block in self.laid_down:
-                    laid = (_SSD_PARKED + block,)
-                    self.ledger.op(Verb.PICK_UP, Lane.SSD_READ, laid, (parked,), unit=block, num_bytes=num_bytes)
-                self.ledger.op(Verb.UNPARK, Lane.HOST_TO_DEVICE, (parked,), made, unit=block, num_bytes=num_bytes)
+                    self.ledger.op(Verb.IN, Lane.SSD_READ, (_SSD_PARKED + block,), (parked,), **what)
+                self.ledger.op(Verb.IN, Lane.HOST_TO_DEVICE, (parked,), made, **what)
             self.backward(block)
 
     def decide(self, drained: Sequence[int]) -> None:
@@ -218,13 +217,15 @@ class _Stage(Training):
         if self.group.is_last:
             super().drain(unit, gradient, host)
         elif unit not in self.ends:
-            made, num_bytes = (self.accumulator(),), 4 * self.plan.units[unit].gradient_elements
-            parked = self.parking(unit)
-            self.ledger.op(Verb.PARK, Lane.DEVICE_TO_HOST, made, (parked,), unit=unit, num_bytes=num_bytes)
+            made, what, parked = (self.accumulator(),), self.sum_of(unit), self.parking(unit)
+            self.ledger.op(Verb.OUT, Lane.DEVICE_TO_HOST, made, (parked,), **what)
             if unit in self.laid_down:
-                laid = (_SSD_PARKED + unit,)
-                self.ledger.op(Verb.LAY_DOWN, Lane.SSD_WRITE, (parked,), laid, unit=unit, num_bytes=num_bytes)
+                self.ledger.op(Verb.OUT, Lane.SSD_WRITE, (parked,), (_SSD_PARKED + unit,), **what)
             self.accumulator_turn = (self.accumulator_turn + 1) % self.plan.gradients.accumulators
+
+    def sum_of(self, unit: int) -> dict[str, Any]:
+        """Return what all operations on a sum that waits say."""
+        return {"unit": unit, "num_bytes": 4 * self.plan.units[unit].gradient_elements, "waiting": Waiting.SUM}
 
     def parking(self, unit: int) -> int:
         """Return the buffer in host memory where a unit's sum waits, or the next one of those on its way to or from the SSD."""

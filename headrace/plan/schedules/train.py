@@ -16,7 +16,7 @@ from headrace.plan.schedules.updates import FREE_SLOTS, NORM, PIECE, UpdateOps, 
 from headrace.plan.schedules.weights import FAR, NONE, RESIDENT, TRAINED, VERDICT
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
-from headrace.terms.program import Pool, Program, Verb, buffer
+from headrace.terms.program import Pool, Program, Verb, Waiting, buffer
 
 # So many block inputs are brought back to the device ahead of their use, if there are buffers for them. As many as there are
 # buffers are read from the SSD before that, so that they do not queue behind the states of updates.
@@ -71,7 +71,7 @@ class Training(UpdateOps):
         self.hosted = HostedStates(plan, self.ledger, num_micro)
         self.stash_turn = self.accumulator_turn = 0
         self.stashed: dict[tuple[int, int], int] = {}  # the operation that brought a block's input to where it waits
-        self.unspilled: dict[tuple[int, int], int] = {}  # the buffer in host memory into which a block's input is read
+        self.read_slots: dict[tuple[int, int], int] = {}  # the buffer in host memory into which a block's input is read
         self.recalled: dict[tuple[int, int], int] = {}  # the buffer from which backward reads it, -1 where compute left it
         self.newest_use: Sequence[int] = ()  # the last use of a block, forward or backward
 
@@ -288,9 +288,9 @@ class Training(UpdateOps):
                 return
         on_ssd = self.plan.stash.tiers[block - 1] == "ssd"
         stash = self.stash_slot() if on_ssd else _HOST_STASH + place
-        ref = self.ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (_LEFT + place, *made), (stash,), **common)
+        ref = self.ledger.op(Verb.OUT, Lane.DEVICE_TO_HOST, (_LEFT + place, *made), (stash,), **common)
         if on_ssd:
-            ref = self.ledger.op(Verb.SPILL, Lane.SSD_WRITE, (stash,), (_SSD_STASH + place,), **common)
+            ref = self.ledger.op(Verb.OUT, Lane.SSD_WRITE, (stash,), (_SSD_STASH + place,), **common)
         if not hosted:  # slots bound what is under way
             self.stashed[block, micro] = ref
 
@@ -302,7 +302,7 @@ class Training(UpdateOps):
 
     def input_of(self, block: int, micro: int) -> dict[str, Any]:
         """Return what all operations on an input of a block say."""
-        return {"unit": block, "micro": micro, "num_bytes": self.plan.stash_bytes(block)}
+        return {"unit": block, "micro": micro, "num_bytes": self.plan.stash_bytes(block), "waiting": Waiting.INPUT}
 
     def recall_ahead(self, block: int, micro: int) -> None:
         """Begin to bring back the inputs of this use and of the next ones, as many as there are buffers for."""
@@ -311,17 +311,17 @@ class Training(UpdateOps):
             if block < self.first:
                 return
             if (block, micro) not in self.recalled:
-                self.unspill(block, micro)
+                self.read_input(block, micro)
                 if use <= ahead:
                     self.recalled[block, micro] = self.recall(block, micro)
             block, micro = (block, micro + 1) if micro + 1 < self.micros.stop else (block - 1, self.micros.start)
 
-    def unspill(self, block: int, micro: int) -> None:
+    def read_input(self, block: int, micro: int) -> None:
         """Begin to read a block's input from the SSD, if it waits there and is not read yet."""
-        if self.plan.stash.tiers[block - 1] == "ssd" and (block, micro) not in self.unspilled:
+        if self.plan.stash.tiers[block - 1] == "ssd" and (block, micro) not in self.read_slots:
             place, slot = self.place(block, micro), self.stash_slot()
-            self.unspilled[block, micro] = slot
-            self.ledger.op(Verb.UNSPILL, Lane.SSD_READ, (_SSD_STASH + place,), (slot,), **self.input_of(block, micro))
+            self.read_slots[block, micro] = slot
+            self.ledger.op(Verb.IN, Lane.SSD_READ, (_SSD_STASH + place,), (slot,), **self.input_of(block, micro))
 
     def recall(self, block: int, micro: int) -> int:
         """Return the buffer that backward reads, -1 for none."""
@@ -329,12 +329,12 @@ class Training(UpdateOps):
         if tier == "device":
             return -1
         place, common = self.place(block, micro), self.input_of(block, micro)
-        stash = self.unspilled.pop((block, micro)) if tier == "ssd" else _HOST_STASH + place
+        stash = self.read_slots.pop((block, micro)) if tier == "ssd" else _HOST_STASH + place
         if not self.separate:
             return stash
         back = _RECALLED + place
         # No slot limits what is recalled to the device, so a recall waits until compute has reached the use before.
-        self.ledger.op(Verb.RECALL, Lane.HOST_TO_DEVICE, (stash,), (back,), after=self.newest_use, **common)
+        self.ledger.op(Verb.IN, Lane.HOST_TO_DEVICE, (stash,), (back,), after=self.newest_use, **common)
         return back
 
     # -- gradients ------------------------------------------------------------------------------------------------------

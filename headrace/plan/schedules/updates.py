@@ -14,7 +14,7 @@ from headrace.plan.value.buffer_sizes import ChunkBytes, chunk_bytes
 from headrace.plan.value.plan import Plan
 from headrace.terms.cuts import is_uneven
 from headrace.terms.lanes import Lane
-from headrace.terms.program import PIECE_SHIFT, Pool, Verb, buffer
+from headrace.terms.program import PIECE_SHIFT, Pool, Verb, Waiting, buffer
 
 PIECE = 1 << PIECE_SHIFT
 GRADIENT, HELD, FREE_SLOTS, NORM = buffer(Pool.GRADIENT), buffer(Pool.HELD), buffer(Pool.FREE_SLOTS), buffer(Pool.NORM)
@@ -70,7 +70,8 @@ class UpdateOps(WeightPages):
         """Update a unit whose gradient is in host memory, or hold the gradient for later, or both."""
         if unit in self.held_on_ssd:
             num_bytes = self.gradient_bytes[unit]
-            self.ledger.op(Verb.HOLD, Lane.SSD_WRITE, (gradient,), (HELD + unit,), unit=unit, num_bytes=num_bytes)
+            held, what = (HELD + unit,), Waiting.GRADIENT
+            self.ledger.op(Verb.OUT, Lane.SSD_WRITE, (gradient,), held, unit=unit, num_bytes=num_bytes, waiting=what)
         if unit in self.late:
             self.contents[self.held_at[unit]] = unit
         else:
@@ -90,8 +91,8 @@ class UpdateOps(WeightPages):
             host = self.fetch(unit)
         gradient = self.gradient_slot(unit)
         if unit in self.held_on_ssd:
-            reads, num_bytes = (HELD + unit,), self.gradient_bytes[unit]
-            self.ledger.op(Verb.UNHOLD, Lane.SSD_READ, reads, (gradient,), unit=unit, late=True, num_bytes=num_bytes)
+            what: dict[str, Any] = {"unit": unit, "num_bytes": self.gradient_bytes[unit], "waiting": Waiting.GRADIENT}
+            self.ledger.op(Verb.IN, Lane.SSD_READ, (HELD + unit,), (gradient,), late=True, **what)
         del self.contents[self.held_at[unit]]
         self.update(unit, gradient, host, late=True)
 

@@ -77,7 +77,7 @@ def test_a_snapshot_knows_contents_and_hazards_of_one_program_and_no_older() -> 
     ledger.op(Verb.FETCH, Lane.SSD_READ, writes=(A,))
     ledger.op(Verb.FORWARD, Lane.COMPUTE, (A,))
     for passing in (Pool.HOST_STASH, PASSING):  # not handed on
-        ledger.op(Verb.STASH, Lane.DEVICE_TO_HOST, (A,), (buffer(passing, 0),))
+        ledger.op(Verb.DRAIN, Lane.DEVICE_TO_HOST, (A,), (buffer(passing, 0),))
     _, left = ledger.finish()
     assert left == Snapshot((Known(A, 7, (0,), (1, 3)),))
     following = Ledger(left)
