@@ -100,7 +100,8 @@ def test_a_run_is_killed_to_one_worker_of_four_and_gets_three_more(seed: int, pl
     time.sleep(dice.random() * 0.2)
     kill(machines.workers[4])
     found = machines.finish()
-    said = "".join(machines.said_by(name).read_text() for name in range(1, machines.names + 1))
+    logs = [machines.said_by(name) for name in range(1, machines.names + 1)]
+    said = "".join(log.read_text() for log in logs if log.exists())  # who is killed at once may have said nothing
     assert "of 4; micro-batches" in said, "four have taken part"
     whole = Machines(place, f"elastic-whole-{seed}", 1, "deferred", plan=str(machines.output), **how)
     whole.hire()
