@@ -13,7 +13,7 @@ from typing import Any
 from headrace.ask.between_steps import BesideSteps
 from headrace.ask.model_config import as_decoded, check_positions, has_weights, open_coded, position_limit, read_parts
 from headrace.ask.model_plans import COARSE_OPERATIONS, ModelPlans
-from headrace.ask.place import RunPlace, kept_products_bytes, multiplies
+from headrace.ask.place import RunPlace, multiplies
 from headrace.ask.plan_report import PlanReport
 from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
@@ -163,10 +163,8 @@ def open_question(
     stored = stored_codes(chain, weights, shapes.rule.planes) if weights else StoredCodes()
     if ceilings is not None and budget.ssd:
         ceilings = ceilings.of_directories(file_systems(budget.ssd))
-    place = RunPlace.of(ceilings, here=here)
     narrow = multiplies(options.compute_dtype, ceilings, here=here)
-    kept = kept_products_bytes(chain, options.compute_dtype, on_device=bool(place.device_overhead_bytes), narrow=narrow)
-    place = replace(place, runtime_bytes=place.runtime_bytes + kept)
+    place = RunPlace.of(ceilings, here=here).keeping(chain, narrow=narrow)
     allowance = place.allowance(
         budget,
         ssd_bytes=default_ssd_bytes(ceilings, budget.ssd, beside=_finished(model, options, chain) if here else None),

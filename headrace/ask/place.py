@@ -123,6 +123,12 @@ class RunPlace:
             has_drives=not here and ceilings is not None and bool(ceilings.drives),
         )
 
+    def keeping(self, chain: Chain, *, narrow: bool) -> "RunPlace":
+        """Return the same place with what oneDNN keeps of a `chain`'s products among the libraries; see `kept_products_bytes`."""
+        on_device = bool(self.device_overhead_bytes)
+        kept = kept_products_bytes(chain, chain.compute_dtype, on_device=on_device, narrow=narrow)
+        return replace(self, runtime_bytes=self.runtime_bytes + kept)
+
     def with_twice_host(self) -> "RunPlace":
         """Return the same place with twice the host memory."""
         most = {tier: num_bytes * (1 + (tier == "host")) for tier, num_bytes in self.most_bytes.items()}

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 from planned_models import llama_small, saved
+from transformers import Qwen3MoeConfig
 
 from headrace.ask import place
 from headrace.ask.answer import plan_model
-from headrace.ask.place import runtime_bytes
+from headrace.ask.place import KEPT_PRODUCTS_BYTES, runtime_bytes, runtime_here
+from headrace.generate.passes.planner import plan_generation
+from headrace.machine.cpu import CpuMachine
 from headrace.machine.limits import machine_memory_bytes
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
+from headrace.terms.options.generate_options import GenerateOptions
 from headrace.terms.options.options import Options
 from headrace.terms.sizes import GIB, MIB
 
@@ -38,6 +42,31 @@ def test_a_build_for_gpus_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(place.torch.version, "cuda", version)
         builds.append(runtime_bytes(0))
     assert builds[1] == builds[0] + 140 * MIB
+
+
+@pytest.mark.parametrize(
+    ("mixture", "dtype", "multiplies", "kept"),
+    [
+        (True, "bfloat16", True, KEPT_PRODUCTS_BYTES),
+        pytest.param(True, "bfloat16", False, 0, marks=pytest.mark.wide),
+        pytest.param(True, "float32", True, 0, marks=pytest.mark.wide),
+        (False, "bfloat16", True, 0),
+    ],
+)
+def test_plans_count_the_products_that_onednn_keeps_of_a_mixture(
+    mixture: bool, dtype: str, multiplies: bool, kept: int, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of training and of generation: experts get another number of tokens each time, so its cache is full."""
+    monkeypatch.setattr(CpuMachine, "multiplies", lambda self, asked: multiplies)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    model = saved(tmp_path / "mixture", Qwen3MoeConfig(**sizes, num_attention_heads=4)) if mixture else small
+    plain, budget = runtime_here(), {"host_memory": "4GiB", "compute_dtype": dtype}
+    asked = {"prompts": 2, "prompt_length": 8, "new_tokens": 8}
+    training = plan_model(model, Options(**STEP, **budget)).plan
+    generation = plan_generation(str(model), GenerateOptions(**budget), None, here=True, **asked)
+    assert training is not None
+    for plan in (training, generation):
+        assert plan.results.peak_bytes["host"]["runtime"] == plain + kept
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])

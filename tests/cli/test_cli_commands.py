@@ -335,6 +335,22 @@ class TestStart:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment | given)
         assert done.stdout.split() == expected
 
+    @pytest.mark.wide
+    @pytest.mark.parametrize(("given", "forgets"), [({}, True), ({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1024"}, False)])
+    def test_onednn_keeps_few_compiled_products(self, given: dict[str, str], forgets: bool) -> None:
+        """Forty shapes twice: of so many it makes all anew the second time, but where a user lets it keep them."""
+        code = (
+            "import headrace\nheadrace.set_process_defaults()\nimport torch\nfor turn in range(2):\n"
+            " print('turn', flush=True)\n for width in range(16, 56):\n"
+            "  torch.mkldnn_convolution(torch.ones(1, 16, 8, width), torch.ones(16, 16, 3, 3), None, (0, 0), (1, 1), (1, 1), 1)"
+        )
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ONEDNN_")}
+        environment |= {"ONEDNN_VERBOSE": "profile_create", **given}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        first, second = (turn.count("cache_miss") for turn in done.stdout.split("turn\n")[1:])
+        assert first >= 40, "oneDNN did not compute it"
+        assert (second > 0) is forgets
+
     @pytest.mark.parametrize(
         ("quota", "given", "expected"),
         [(None, None, None), (2.5, None, "2"), (0.5, None, "1"), (8.0, None, None), (2.0, "4", "4")],

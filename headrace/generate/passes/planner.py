@@ -251,11 +251,12 @@ class GenerationPlanner:
 
     def _allowance(self, warm_up: Callable[[], object]) -> Allowance:
         ssd_bytes = default_ssd_bytes(self._ceilings, self._budget.ssd) if self._has_drives else None
-        if isinstance(self._machine, RunPlace):
-            return self._machine.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
-        warm_up()
-        gc.collect()
-        place = RunPlace.here(self._machine, runtime_here(), torch.get_num_threads())
+        place = self._machine
+        if not isinstance(place, RunPlace):
+            warm_up()
+            gc.collect()
+            place = RunPlace.here(place, runtime_here(), torch.get_num_threads())
+        place = place.keeping(self._chain, narrow=not self._chain.wide_products)
         return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 
