@@ -46,8 +46,8 @@ QUICK := tests/terms tests/files tests/net tests/machine tests/codec tests/data 
 quick: $(STAMP)  ## some tests of each room, for the inner loop (a minute; the first time one and a half)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" $(QUICK)
 
-test: $(STAMP)  ## the usual tests: of each promise one case (seven minutes)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" --ignore=tests/style --time-ledger --durations=12 --durations-min=5
+test: $(STAMP)  ## the usual tests: of each promise one case (seven minutes); LEDGER=1: what each folder takes
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not wide and not deep and not process and $(USUAL)" --ignore=tests/style $(if $(LEDGER),--time-ledger --durations=12 --durations-min=5)
 
 test-wide: $(STAMP)  ## what `test` has one case of, more widely: further values, models, pairs (a quarter of an hour)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "wide and not deep and not process and $(USUAL)" --durations=12 --durations-min=5

@@ -27,16 +27,20 @@ class Clock:
     def monotonic(self) -> float:
         return self.seconds
 
+    def pass_on(self, seconds: float) -> None:
+        """Let `seconds` pass once."""
+        self.seconds += seconds
+
     @contextmanager
     def passing(self, seconds: float) -> Iterator[None]:
         """Let `seconds` pass again and again, until this is left."""
         over = threading.Event()
 
-        def pass_on() -> None:
+        def go_on() -> None:
             while not over.wait(0.02):
-                self.seconds += seconds
+                self.pass_on(seconds)
 
-        thread = threading.Thread(target=pass_on, daemon=True)
+        thread = threading.Thread(target=go_on, daemon=True)
         thread.start()
         try:
             yield
