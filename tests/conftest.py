@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,10 @@ def profiles(request: pytest.FixtureRequest) -> Iterator[KeptProfiles | None]:
     kept = KeptProfiles(costs.profile, cache.mkdir("profiles") if cache else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(costs, "profile", kept)
+        if (planner := sys.modules.get("headrace.generate.passes.planner")) is not None:
+            seats = KeptProfiles(planner.generation_costs, cache.mkdir("profiles") if cache else None, "seats")
+            seats.exchanged = lambda: kept.exchanged()
+            patch.setattr(planner, "Passes", partial(planner.Passes, costs=seats))
         yield kept
 
 

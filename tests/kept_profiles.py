@@ -63,11 +63,12 @@ def code_and_machine() -> str:
 
 class KeptProfiles:
     """Stands in for `profile`, which it calls for what is not known. `folder`: where profiles are kept, None for nowhere;
-    `exchanged`: returns the modules and classes of which the test that runs now has exchanged something.
+    `kind`: of what, where several are kept in one; `exchanged`: returns the modules and classes of which the test that runs now
+    has exchanged something.
     """
 
-    def __init__(self, profile: Callable[..., Any], folder: Path | None) -> None:
-        self._profile, self._known = profile, dict[tuple[Any, ...], Any]()
+    def __init__(self, profile: Callable[..., Any], folder: Path | None, kind: str = "") -> None:
+        self._profile, self._kind, self._known = profile, kind, dict[tuple[Any, ...], Any]()
         self._folder, self.exchanged = None, nothing
         if folder is not None:
             self._folder = folder / code_and_machine()
@@ -75,17 +76,20 @@ class KeptProfiles:
             os.utime(self._folder)
             forget_oldest(folder)
 
-    def __call__(self, chain: Any, sequences: int, length: int, *, other: Any = None, **options: Any) -> Any:
-        """Return what `profile` does."""
+    def __call__(self, chain: Any, *shape: int, **options: Any) -> Any:
+        """Return what `profile` does, which `other` makes quicker and does not change. A `code` for caches is in no key."""
+        more = {"other": options.pop("other")} if "other" in options else {}
+        if "code" in options:
+            return self._profile(chain, *shape, **options)
         exchanged = {module_of(each) for each in self.exchanged()}
         if any(name.split(".")[:2] == ["headrace", room] for name in exchanged for room in COUNTING):
-            return self._profile(chain, sequences, length, other=other, **options)
-        key = key_of(chain, sequences, length, options)
+            return self._profile(chain, *shape, **more, **options)
+        key = key_of(chain, shape, options)
         if key not in self._known:
             path = None if exchanged else self._path(chain, key)
             costs = read(path) if path else None
             if costs is None:
-                costs = self._profile(chain, sequences, length, other=other, **options)
+                costs = self._profile(chain, *shape, **more, **options)
                 if path:
                     write(path, costs)
             self._known[key] = costs
@@ -96,6 +100,7 @@ class KeptProfiles:
         if self._folder is None or not all(kind.__module__.split(".")[0] in KNOWN_PACKAGES for kind in kinds):
             return None
         words = (
+            self._kind,
             key,
             sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds),
             os.environ.get("THP_MEM_ALLOC_ENABLE"),
@@ -103,11 +108,12 @@ class KeptProfiles:
         return self._folder / hashlib.sha256(repr(words).encode()).hexdigest()[:40]
 
 
-def key_of(chain: Any, sequences: int, length: int, options: dict[str, Any]) -> tuple[Any, ...]:
+def key_of(chain: Any, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[Any, ...]:
     """Return all that decides the costs of a chain, as long as code and machine are the same."""
-    ways = (chain.dtype, chain.compute_dtype, chain.device, chain.wide_products, chain.replayable, chain.packs(length))
+    products = (chain.wide_products, chain.narrow_products)
+    ways = (chain.dtype, chain.compute_dtype, chain.device, products, chain.replayable, chain.packs(shape[1]))
     libraries = (chain.config._attn_implementation, chain.config._experts_implementation)
-    key = (chain.config.to_json_string(), sequences, length, ways, libraries, chain.notes, tuple(chain.layouts))
+    key = (chain.config.to_json_string(), shape, ways, libraries, chain.notes, tuple(chain.layouts))
     return (*key, *sorted(options.items()), chain.adapters and (chain.adapters.settings, *chain.adapters.layouts.values()))
 
 

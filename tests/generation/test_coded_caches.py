@@ -111,7 +111,7 @@ def test_answers_are_those_of_stock_transformers_with_a_rounded_past(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("code", CACHE_DTYPES)
+@pytest.mark.parametrize("code", sampled(CACHE_DTYPES))
 def test_the_error_of_attention_is_that_of_rounded_keys_and_values(
     code: str, directory_of: Callable[..., Path], stock: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

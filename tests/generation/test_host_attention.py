@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_caches import COMMON, NEW, PLACES, WAYS, micro_batches
 from test_generation_search import costs_of, fits, question, seconds
-from tiers import sampled
+from tiers import pairwise, sampled
 
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated
@@ -177,8 +177,7 @@ def everywhere(asked: GenerationQuestion, plan: GenerationPlan) -> list[Generati
     return [each for each in found if fits(each)]
 
 
-@pytest.mark.parametrize("rate", [0.5e9, 8e9, 200e9])
-@pytest.mark.parametrize("device", [90 * MIB, 140 * MIB])
+@pairwise(rate=[0.5e9, 8e9, 200e9], device=[90 * MIB, 140 * MIB])
 def test_attention_is_where_it_is_fastest(rate: float, device: int) -> None:
     asked = asked_of(1 << 30, device, 8, token_bytes=1 << 15, attended_rate=rate)
     plan = make_generation_plan(asked)

@@ -23,7 +23,7 @@ from headrace.terms.errors import StorageError
 from headrace.terms.options.budget import Budget
 from headrace.terms.options.generate_options import GenerateOptions
 
-NEW_TOKENS = 32
+NEW_TOKENS = 8
 SETTINGS = GREEDY | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
 
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("device", sampled([None, "64MiB"]))
 def test_bits_are_those_of_the_whole_table(device: str | None, model: Path, stock: Callable[..., Any]) -> None:
-    """32 greedy tokens of two rows, whose n-grams reach from one pass into the next."""
+    """Eight greedy tokens of two rows, whose n-grams reach from one pass into the next."""
     with Generator.open(model, Budget(host="4GiB", device=device), compute_dtype="float32") as generator:
         rows = prompts(2)
         plan = generator.prepare(2, 12, NEW_TOKENS)
