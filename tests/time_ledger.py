@@ -3,7 +3,8 @@ all tests took more than they may together. It fails no run: processors differ i
 are not yet compiled count as the tests that come first.
 
 Loops and shares, not seconds: a slow machine is slow in its loops (`cpu_work.a_loop`) and in all rooms. Time of processors and
-not of the clock: what else runs for a while makes that room look slow which is at work then. Only `make test LEDGER=1` asks for it.
+not of the clock: what else runs for a while makes that room look slow which is at work then. It comes with
+`make test LEDGER=1` alone.
 """
 
 import resource

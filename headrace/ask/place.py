@@ -124,7 +124,7 @@ class RunPlace:
         )
 
     def keeping(self, chain: Chain, *, narrow: bool) -> "RunPlace":
-        """Return the same place with what oneDNN keeps of a `chain`'s products among the libraries; see `kept_products_bytes`."""
+        """Return the same place, with `kept_products_bytes` of a `chain` among what libraries take."""
         on_device = bool(self.device_overhead_bytes)
         kept = kept_products_bytes(chain, chain.compute_dtype, on_device=on_device, narrow=narrow)
         return replace(self, runtime_bytes=self.runtime_bytes + kept)

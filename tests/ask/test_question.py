@@ -58,7 +58,14 @@ def test_plans_count_the_products_that_onednn_keeps_of_a_mixture(
 ) -> None:
     """Of training and of generation: experts get another number of tokens each time, so its cache is full."""
     monkeypatch.setattr(CpuMachine, "multiplies", lambda self, asked: multiplies)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+    }
     model = saved(tmp_path / "mixture", Qwen3MoeConfig(**sizes, num_attention_heads=4)) if mixture else small
     plain, budget = runtime_here(), {"host_memory": "4GiB", "compute_dtype": dtype}
     asked = {"prompts": 2, "prompt_length": 8, "new_tokens": 8}

@@ -111,7 +111,9 @@ def test_every_operation_of_the_engine_is_recorded(observed: tuple[Path, list[Op
     lines = read_metrics(trained / "lanes.jsonl")
     metrics = read_metrics(trained / "metrics.jsonl")
     assert [line["step"] for line in lines] == [record["step"] for record in metrics] == list(range(STEPS))
-    begins = {step: min(each.start_seconds for each in seen if (each.step, each.lane) == (step, "compute")) for step in range(STEPS)}
+    begins = {
+        step: min(each.start_seconds for each in seen if (each.step, each.lane) == (step, "compute")) for step in range(STEPS)
+    }
     for line in lines:
         assert line["verbs"]["forward"]["operations"] == 3
         assert line["verbs"]["backward"]["operations"] == 3
