@@ -89,7 +89,7 @@ def _run(
     for thread in threads:
         thread.start()
     leader = meet[0](store, 0)
-    seams, out = Seams(fleet=leader), output.parent / f"{output.name}-out"
+    seams, out = Seams(fleet=leader), output.parent / f"{output.name}-{'later' if resume else 'out'}"
     try:
         if resume:
             opened = kind.resume(output, seams=seams, sink=sink)
