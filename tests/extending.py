@@ -25,6 +25,7 @@ def apply(section: str, folder: Path) -> set[str]:
         touched.add(str(path.relative_to(folder)))
         if how == "new in":
             assert not path.exists(), path
+            path.parent.mkdir(exist_ok=True)  # a system has a folder of its own
             path.write_text(code, encoding="utf-8")
             continue
         before, line, after = re.split(rf"(^ *{place}\b.*\n)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
