@@ -65,8 +65,8 @@ def test_it_trains_as_one_that_stays(
         assert parts.buffers.residents[parts.plan.ends[-1]].numel() == 0
         assert engine.chain.head_rows == RANGE_ROWS
         assert engine.chain.model.get_output_embeddings().weight.is_meta
-        assert parts.head is not None
-        brought.append(parts.head.slots.num_copied - 64)  # without the norm
+        assert parts.parted.head is not None
+        brought.append(parts.parted.head.slots.num_copied - 64)  # without the norm
 
     path, options = model_dir(name, "bfloat16"), {"compute_dtype": "bfloat16", **CASES[case]}
     expected = train(path, tmp_path / "stays", steps=STEPS, adjust=SPLIT | CHUNKS, **options)
