@@ -110,7 +110,7 @@ def _zero_the_rest(state: StepState, unit: int, gradient: NDArray[Any]) -> None:
     gradient[stop:] = 0
 
 
-def pages_of(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
+def gradient_pages(state: StepState, op: Op) -> tuple[int, NDArray[np.uint8]]:
     """Return where a drained gradient waits on the SSD, and its bytes: those of a rank's own part alone."""
     plan = state.plan
     buffer, offset = state.parts.buffers.gradients[op.slot(Pool.GRADIENT)], held_gradient_offset(plan, op.unit)

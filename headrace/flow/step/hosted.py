@@ -17,7 +17,7 @@ from headrace.terms.program import Op, Pool, Waiting
 _GRADIENT = -1
 
 
-def to_host(state: StepState, op: Op) -> None:
+def hidden_to_host(state: StepState, op: Op) -> None:
     """Copy the input of a unit, or the gradient of its output, to host memory."""
     what, on_device, key = _which(state, op)
     tensor = on_device.pop(key)
@@ -27,7 +27,7 @@ def to_host(state: StepState, op: Op) -> None:
     state.on_host[what, op.micro] = place
 
 
-def to_device(state: StepState, op: Op) -> None:
+def hidden_to_device(state: StepState, op: Op) -> None:
     """Bring it to the device."""
     what, on_device, key = _which(state, op)
     machine, place = state.parts.machine, state.on_host[what, op.micro]

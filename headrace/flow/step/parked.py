@@ -11,17 +11,17 @@ from headrace.plan.value.buffer_sizes import parked_bytes, parked_offset
 from headrace.terms.program import Op, Pool
 
 
-def to_host(state: StepState, op: Op) -> None:
+def sum_to_host(state: StepState, op: Op) -> None:
     """Copy what a block's gradient sums up to so far to host memory."""
     _parked(state, op).copy_(_accumulator(state, op))
 
 
-def to_device(state: StepState, op: Op) -> None:
+def sum_to_device(state: StepState, op: Op) -> None:
     """Copy it back to where the next group's gradients are added."""
     _accumulator(state, op).copy_(_parked(state, op))
 
 
-def pages_of(state: StepState, op: Op) -> tuple[int, Bytes]:
+def sum_pages(state: StepState, op: Op) -> tuple[int, Bytes]:
     """Return where a sum waits on the SSD, and its buffer in host memory."""
     return parked_offset(state.plan, op.unit), _parking(state, op)
 

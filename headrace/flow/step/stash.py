@@ -16,7 +16,7 @@ from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Verb
 
 
-def to_host(state: StepState, op: Op) -> None:
+def input_to_host(state: StepState, op: Op) -> None:
     """Copy what a block leaves for backward from the device to its host buffer; of hosted states all but its input."""
     # Blocks of several sizes may share the buffer: only the part that this block needs is used.
     package, buffer = state.left.packages.pop((op.unit, op.micro)), torch.from_numpy(_pages(state, op))
@@ -38,7 +38,7 @@ def leave_hosted(state: StepState, op: Op, package: Package) -> None:
     _note(state, op, package, _laid_out(state, package)[1])
 
 
-def pages_of(state: StepState, op: Op) -> tuple[int, Bytes]:
+def input_pages(state: StepState, op: Op) -> tuple[int, Bytes]:
     """Return where a stash buffer waits on the SSD, and its pages. A hosted input and what is kept beside it leave one after
     the other, and come back together.
     """
@@ -55,7 +55,7 @@ def read_in_place(state: StepState, op: Op) -> None:
         _deliver(state, op, torch.from_numpy(_buffer(state, op)))
 
 
-def to_device(state: StepState, op: Op) -> None:
+def input_to_device(state: StepState, op: Op) -> None:
     """Copy a stash buffer from the host to the device."""
     num_bytes = state.left.layouts[op.unit, op.micro][1][-1].stop
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=state.parts.machine.device)

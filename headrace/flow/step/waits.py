@@ -9,18 +9,18 @@ from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Waiting
 
 # Where it lies on the SSD, and its bytes in host memory.
-_PAGES = {Waiting.INPUT: stash.pages_of, Waiting.GRADIENT: drain.pages_of, Waiting.SUM: parked.pages_of}
+_PAGES = {Waiting.INPUT: stash.input_pages, Waiting.GRADIENT: drain.gradient_pages, Waiting.SUM: parked.sum_pages}
 _TO_HOST = {
-    Waiting.INPUT: stash.to_host,
-    Waiting.HIDDEN: hosted.to_host,
-    Waiting.HIDDEN_GRADIENT: hosted.to_host,
-    Waiting.SUM: parked.to_host,
+    Waiting.INPUT: stash.input_to_host,
+    Waiting.HIDDEN: hosted.hidden_to_host,
+    Waiting.HIDDEN_GRADIENT: hosted.hidden_to_host,
+    Waiting.SUM: parked.sum_to_host,
 }
 _TO_DEVICE = {
-    Waiting.INPUT: stash.to_device,
-    Waiting.HIDDEN: hosted.to_device,
-    Waiting.HIDDEN_GRADIENT: hosted.to_device,
-    Waiting.SUM: parked.to_device,
+    Waiting.INPUT: stash.input_to_device,
+    Waiting.HIDDEN: hosted.hidden_to_device,
+    Waiting.HIDDEN_GRADIENT: hosted.hidden_to_device,
+    Waiting.SUM: parked.sum_to_device,
 }
 
 
