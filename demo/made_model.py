@@ -62,7 +62,7 @@ class MadeModel:
         run_headrace("data", str(self.data), "--model", str(self.model), "--show", "1", *length)
 
     def find_least_budgets(self) -> dict[str, str]:
-        """Let the planner refuse until it names budgets that it accepts: little more than the least, so nothing can stay in memory."""
+        """Let the planner refuse until it names budgets that it accepts: little more, so nothing can stay in memory."""
         title("3  How little memory will do? Ask for almost none, and be told")
         budgets = {"host": "1MiB", "device": "1MiB"}
         while "1MiB" in budgets.values():
