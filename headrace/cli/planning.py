@@ -281,7 +281,7 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[
         raise ConfigError(f"data: the steps of a pass need the model's tokenizer, and {options.model} is no model directory")
     options = with_lengths(replace(options, border=options.border or usual_border(options.loss)))
     stream = open_rows(options)
-    steps = total_steps(options, stream)
+    steps = total_steps(options.max_steps, options.epochs, stream)
     between = Checkpoints(options, Evaluations(options, stream, steps)).between_steps()
     return replace(options, max_steps=steps), stream.first_rows(steps), between
 

@@ -100,7 +100,7 @@ def resolve(options: RunOptions, engines: Engines | None = None) -> Job:
     rows = open_rows(decided)
     if isinstance(rows, PromptBatches):
         rewards_of(decided, rows).close()  # also refuses what they take and nothing gives
-    steps = total_steps(decided, rows)
+    steps = total_steps(decided.max_steps, decided.epochs, rows)
     note = note_of_epochs(decided.epochs, steps, rows) if decided.max_steps is None else ""
     return Job(
         options=replace(decided, max_steps=steps, template_date=rows.template_date),

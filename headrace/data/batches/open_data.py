@@ -259,15 +259,15 @@ def fitting(tokens: TokenSet, model: Path) -> TokenSet:
     return tokens
 
 
-def total_steps(config: RunOptions, stream: Batches) -> int:
+def total_steps(max_steps: int | None, epochs: float | None, stream: Batches) -> int:
     """Return the steps of the whole run: `max_steps` if given, else `epochs` (default 1) rounded up to whole steps.
 
     Raises:
         ConfigError: nobody knows how long an epoch is.
     """
-    if config.max_steps is None and stream.steps_per_epoch is None:
+    if max_steps is None and stream.steps_per_epoch is None:
         raise ConfigError("streaming: nobody knows how long the data are; give max_steps")
-    return config.max_steps or max(1, math.ceil((config.epochs or 1.0) * (stream.steps_per_epoch or 0)))
+    return max_steps or max(1, math.ceil((epochs or 1.0) * (stream.steps_per_epoch or 0)))
 
 
 def note_of_epochs(epochs: float | None, steps: int, stream: Batches) -> str:
