@@ -42,7 +42,10 @@ NEAREST = {
         "tests/equivalence/test_router_loss.py tests/equivalence/test_combinations.py tests/equivalence/test_one_by_one.py",
     ),
     "headrace.terms.shelf": ("tests/terms/test_shelf.py", "tests/generation/test_banks.py"),
-    "headrace.store": ("tests/store", "tests/equivalence/test_damage_on_the_way.py tests/equivalence/test_resharing.py"),
+    "headrace.store": (
+        "tests/store",
+        "tests/equivalence/test_damage_on_the_way.py tests/equivalence/test_resharing.py tests/equivalence/test_shards_commit.py",
+    ),
     "headrace.update": ("tests/update", "tests/equivalence/test_lsp.py tests/equivalence/test_adapters.py"),
     "headrace.peers.meet": ("tests/net", "tests/equivalence/test_shards.py tests/equivalence/test_stages.py"),
     "headrace.peers.stages": ("tests/equivalence/test_stages.py", "tests/equivalence/test_stages_faults.py"),
