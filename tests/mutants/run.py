@@ -44,7 +44,8 @@ NEAREST = {
     "headrace.terms.shelf": ("tests/terms/test_shelf.py", "tests/generation/test_banks.py"),
     "headrace.store": (
         "tests/store",
-        "tests/equivalence/test_damage_on_the_way.py tests/equivalence/test_resharing.py tests/equivalence/test_shards_commit.py",
+        "tests/equivalence/test_shards_commit.py tests/equivalence/test_damage_on_the_way.py "
+        "tests/equivalence/test_resharing.py",
     ),
     "headrace.update": ("tests/update", "tests/equivalence/test_lsp.py tests/equivalence/test_adapters.py"),
     "headrace.peers.meet": ("tests/net", "tests/equivalence/test_shards.py tests/equivalence/test_stages.py"),
@@ -58,7 +59,8 @@ NEAREST = {
     "headrace.data.chat.turns": ("tests/data",),
 }
 USUAL = "not deep and not process and not soak and not net and not gpu and not wide"
-MOST_SECONDS = 3600.0  # for each group of tests, whose own limit of a test ends what hangs: a mutant that hangs is one that is noticed
+# For each group of tests, whose own limit of a test ends what hangs: a mutant that hangs is one that is noticed.
+MOST_SECONDS = 3600.0
 _STALE = 99
 
 
