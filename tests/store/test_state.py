@@ -28,6 +28,7 @@ from store_world import (
 from headrace.files import Bytes
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.store import StateStore, lock_holder
+from headrace.store.lent import NothingLent
 from headrace.terms.errors import StorageError
 from headrace.terms.families import STATES, WEIGHTS
 from headrace.testing import MemoryFile
@@ -294,6 +295,21 @@ def test_cpu_seconds_count_transfers_and_checksums(tmp_path: Path) -> None:
         read_weights(store, 1)
         assert store.io_cpu_seconds - after_writes == pytest.approx(engine.cpu_seconds - transfers)
     engine.close()
+
+
+def test_bytes_of_lent_files_are_among_those_that_were_read(tmp_path: Path) -> None:
+    class Lent(NothingLent):
+        bytes_read = 4096
+
+    store = make_store(tmp_path)
+    write_step(store, 1)
+    store.commit({"step": 1})
+    read_weights(store, 0)
+    alone = store.bytes_read
+    store.lend(Lent())
+    assert alone >= LAYOUTS[0].num_elements * 2
+    assert store.bytes_read == alone + 4096
+    store.close()
 
 
 def test_reads_go_on_during_a_commit(tmp_path: Path) -> None:
