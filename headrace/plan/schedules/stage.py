@@ -12,7 +12,7 @@ from typing import Any
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.train import Training
 from headrace.plan.schedules.updates import NORM
-from headrace.plan.schedules.weights import RESIDENT, VERDICT, Weights
+from headrace.plan.schedules.weights import RESIDENT, VERDICT
 from headrace.plan.value.buffer_sizes import PARKING_SLOTS
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
@@ -95,8 +95,10 @@ def build_closing(plan: Plan, part: StagePart, before: Snapshot) -> tuple[Progra
 
 def build_stage_pass(plan: Plan, part: StagePart, before: Snapshot) -> tuple[Program, Snapshot]:
     """Return the program of a forward pass through a stage without training; the last stage scores."""
-    schedule = _StagePass(plan, part, before)
-    schedule.run()
+    schedule = _Stage(plan, part, before, learns=False)
+    schedule.onward()
+    if part.is_last:
+        schedule.score()
     return schedule.ledger.finish()
 
 
@@ -139,8 +141,10 @@ def stage_groups_of(micros: Sequence[range]) -> list[StageGroup]:
 class _Stage(Training):
     """Emits operations in order. Without a `group` no block is run."""
 
-    def __init__(self, plan: Plan, part: StagePart, before: Snapshot, group: StageGroup | None = None) -> None:
-        super().__init__(plan, part.num_micro, before, durable=part.durable)
+    def __init__(
+        self, plan: Plan, part: StagePart, before: Snapshot, group: StageGroup | None = None, *, learns: bool = True
+    ) -> None:
+        super().__init__(plan, part.num_micro, before, durable=part.durable, learns=learns)
         self.part, self.first = part, part.blocks.start
         self.laid_down, self.parking_turn = frozenset(plan.parked_on_ssd), 0
         self.enter(group or StageGroup(range(part.num_micro), is_first=True, is_last=True))
@@ -148,7 +152,7 @@ class _Stage(Training):
     def enter(self, group: StageGroup) -> None:
         """Let what follows be of `group`."""
         self.group, self.micros, self.position = group, group.micros, 0
-        self.uses = [*self.part.blocks, *reversed(self.part.blocks)]  # of blocks, from now on
+        self.uses = [*self.part.blocks, *(reversed(self.part.blocks) if self.learns else ())]  # of blocks, from now on
 
     def place(self, block: int, micro: int) -> int:
         """See `Training.place`. Those micro-batches have places that may be in flight together."""
@@ -237,30 +241,6 @@ class _Stage(Training):
 
     def uses_until(self, block: int) -> int:
         return _distance(self.uses, self.position, block)
-
-
-class _StagePass(Weights):
-    """Emits a pass without gradients, in order."""
-
-    def __init__(self, plan: Plan, part: StagePart, before: Snapshot) -> None:
-        super().__init__(plan, before)
-        self.plan, self.part = plan, part
-
-    def run(self) -> None:
-        """Emit the blocks' forward, and the scores."""
-        op, blocks = self.ledger.op, self.part.blocks
-        for self.position, block in enumerate(blocks):
-            for ahead in blocks[self.position : self.position + self.plan.prefetch + 1]:
-                self.acquire(ahead)
-            weights = (self.acquired.pop(block)[1],)
-            for micro in range(self.part.num_micro):
-                op(Verb.FORWARD, Lane.COMPUTE, weights, unit=block, micro=micro, flops=self.flops(block))
-        reads = tuple(RESIDENT + end for end in self.plan.ends)
-        for micro in range(self.part.num_micro) if self.part.is_last else ():
-            op(Verb.SCORE, Lane.COMPUTE, reads, unit=self.plan.ends[-1], micro=micro, flops=self.results.epilogue_flops)
-
-    def uses_until(self, block: int) -> int:
-        return _distance(self.part.blocks, self.position, block)
 
 
 def _distance(uses: Sequence[int], position: int, block: int) -> int:

@@ -58,17 +58,20 @@ def redo(plan: Plan) -> Snapshot:
 
 
 class Training(UpdateOps):
-    """Emits operations in order."""
+    """Emits operations in order: of a step, or of a pass after which nothing `learns`."""
 
-    def __init__(self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool, shared: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, num_micro: int, before: Snapshot, *, durable: bool = True, shared: bool = False, learns: bool = True
+    ) -> None:
         super().__init__(plan, before, durable=durable, shared=shared)
+        self.learns, self.paged = learns, self.paged and learns
         self.num_micro, self.micros, self.first = num_micro, range(num_micro), 1
         self.ends, self.trained = frozenset(plan.ends), frozenset(plan.trained_units)
         self.learns_prologue = plan.learns_prologue
         self.come_in_parts = plan.parts is not None
         self.gradient_in_place, self.ends_in_place = plan.gradient_in_place, plan.ends_in_place
         self.parted = PartedBlocks(plan, self.ledger, num_micro)
-        self.hosted = HostedStates(plan, self.ledger, num_micro)
+        self.hosted = HostedStates(plan, self.ledger, num_micro, spills=learns)
         self.stash_turn = self.accumulator_turn = 0
         self.stashed: dict[tuple[int, int], int] = {}  # the operation that brought a block's input to where it waits
         self.read_slots: dict[tuple[int, int], int] = {}  # the buffer in host memory into which a block's input is read
@@ -81,19 +84,7 @@ class Training(UpdateOps):
         """Emit a step."""
         plan, op = self.plan, self.ledger.op
         last_block, epilogue = self.blocks, self.blocks + 1
-        self.pending_update(0)
-        for end in plan.ends:
-            self.refresh(end)
-        for micro in range(self.num_micro):
-            made = self.hosted.going()
-            op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), made, unit=0, micro=micro, flops=self.flops(0))
-            self.hosted.leave(1, micro, made)
-        for block in range(1, last_block + 1):
-            self.position = block - 1
-            for ahead in range(block, min(block + plan.prefetch, last_block) + 1):
-                self.acquire(ahead, pending=ahead in self.pending)
-            self.fetch_early(block + plan.prefetch + 1)
-            self.forward(block)
+        self.first_to_last()
         if plan.has_epilogue:
             self.pending_update(epilogue)
         if self.pending:
@@ -113,6 +104,29 @@ class Training(UpdateOps):
         op(Verb.DECIDE, Lane.COMPUTE, (NORM, *far, FREE_SLOTS) if far else (NORM,), renews=(VERDICT,))
         if not self.late:
             self.commit()
+
+    def first_to_last(self) -> None:
+        """Emit the prologue, and the forward of all blocks."""
+        self.pending_update(0)
+        for end in self.plan.ends:
+            self.refresh(end)
+        for micro in range(self.num_micro):
+            made = self.hosted.going()
+            self.ledger.op(Verb.PROLOGUE, Lane.COMPUTE, (RESIDENT,), made, unit=0, micro=micro, flops=self.flops(0))
+            self.hosted.leave(1, micro, made)
+        for block in range(1, self.blocks + 1):
+            self.position = block - 1
+            for ahead in range(block, min(block + self.plan.prefetch, self.blocks) + 1):
+                self.acquire(ahead, pending=ahead in self.pending)
+            self.fetch_early(block + self.plan.prefetch + 1)
+            self.forward(block)
+
+    def score(self) -> None:
+        """Emit what a pass ends with: the loss of each micro-batch, without gradients."""
+        self.visit(self.plan, self.newest_use)
+        unit, ends, flops = self.plan.ends[-1], [RESIDENT + end for end in self.plan.ends], self.results.epilogue_flops
+        for micro in self.micros:
+            self.ledger.op(Verb.SCORE, Lane.COMPUTE, (*ends, *self.arrived(micro)), unit=unit, micro=micro, flops=flops)
 
     def fetch_early(self, block: int) -> None:
         """Begin to read the weights of the block after those that are acquired: pages need not wait behind states then.
@@ -141,7 +155,7 @@ class Training(UpdateOps):
         host, computed = self.acquired.pop(block)
         weights, waits = (
             (*self.reads_of(block, host, computed), *self.read_beside(block)),
-            self.plan.stash.tiers[block - 1] != "device",
+            self.learns and self.plan.stash.tiers[block - 1] != "device",
         )
         for group in self.groups(block):
             inputs = self.hosted.arrive(group)
@@ -267,9 +281,8 @@ class Training(UpdateOps):
     def uses_until(self, block: int) -> int:
         """Return how many uses of blocks come before the next one of `block`."""
         blocks = self.blocks
-        return next(
-            use - self.position for use in (block - 1, 2 * blocks - block, 2 * blocks + block - 1) if use > self.position
-        )
+        uses = (block - 1, 2 * blocks - block, 2 * blocks + block - 1) if self.learns else (block - 1, blocks + block - 1)
+        return next(use - self.position for use in uses if use > self.position)
 
     # -- block inputs ---------------------------------------------------------------------------------------------------
 
