@@ -17,21 +17,12 @@ import torch
 from headrace.codec.table import code_to_write
 from headrace.codec.targets import DirectTarget
 from headrace.compress.coded_files import CodedFiles, Spool, Written
-from headrace.compress.work import (
-    MODEL,
-    WorkRecord,
-    appear,
-    held,
-    identity_of,
-    left_lines,
-    refuse_coded,
-    result_place_of,
-    unfinished,
-)
+from headrace.compress.work import MODEL, appear, identity_of, left_lines, refuse_coded, result_place_of, unfinished, working
 from headrace.model import Chain, Checkpoint
 from headrace.model.stored.coded import read_tensor
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.model.written.export import export_bytes
+from headrace.store.work import Work
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.optimizer import Optimizer
@@ -84,8 +75,8 @@ def recode(options: CompressOptions, *, say: Callable[[str], None] = lambda text
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
     work = unfinished(output)
     codes = max(sum(spec.num_elements for spec in layout.parameters) for layout in chain.layouts)  # of one file
-    with held(work, export_bytes(checkpoint) + 2 * codes):
-        run = _Recoding(target, WorkRecord.open(work, identity_of(options, checkpoint)), checkpoint, chain, say)
+    with working(work, export_bytes(checkpoint) + 2 * codes):
+        run = _Recoding(target, Work.open(work, identity_of(options, checkpoint)), checkpoint, chain, say)
         run.write_units()
         result = run.finish(options.to, output)
         appear(work, output)
@@ -107,25 +98,26 @@ class _Recoding:
     """One process's part of the work."""
 
     def __init__(
-        self, target: DirectTarget, record: WorkRecord, checkpoint: Checkpoint, chain: Chain, say: Callable[[str], None]
+        self, target: DirectTarget, work: Work, checkpoint: Checkpoint, chain: Chain, say: Callable[[str], None]
     ) -> None:
-        self._target, self._record, self._say = target, record, say
+        self._target, self._work, self._say = target, work, say
         self._weights = chain.attach(checkpoint)
         self._unused = list(chain.unused_tensors)
-        self._files = CodedFiles(record.folder / MODEL, self._weights, chain)
+        self._files = CodedFiles(work.folder / MODEL, self._weights, chain)
         self._num_units = chain.num_blocks + 1
-        self._units: list[dict[str, Any]] = record.values.setdefault("units", [])
+        self._units = list(work.done())
 
     def write_units(self) -> None:
         """Write the files that are not written yet."""
         if self._units:
             self._say(f"going on after file {len(self._units)} of {self._num_units}")
+        self._work.begin()
         began, before = time.perf_counter(), len(self._units)
         for unit in range(before, self._num_units):
-            with Spool(self._record.folder / _SPOOL) as spool:
+            with Spool(self._work.folder / _SPOOL) as spool:
                 parts, entry = self._recoded(unit, spool)
                 self._units.append({"digest": self._files.write(unit, parts), **entry})
-            self._record.commit()
+            self._work.add(self._units[-1])
             now = time.perf_counter()
             rest = (now - began) / (unit + 1 - before) * (self._num_units - unit - 1)
             self._say(
@@ -153,7 +145,7 @@ class _Recoding:
             coded_bytes=coded_bytes,
             left=left,
             bytes_before=self._weights.checkpoint.num_bytes,
-            bytes_after=sum((self._record.folder / MODEL / name).stat().st_size for name in names),
+            bytes_after=sum((self._work.folder / MODEL / name).stat().st_size for name in names),
         )
         note = {
             "code": code,

@@ -18,22 +18,22 @@ from headrace.compress.coded_files import CodedFiles, quantisation_config
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.rounding import BlockCode, ParameterReport
 from headrace.compress.work import (
-    RECORD,
-    WorkRecord,
+    MODEL,
     appear,
-    held,
     identity_of,
     left_lines,
     listed,
     refuse_coded,
     result_place_of,
     unfinished,
+    working,
 )
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import usual_host_bytes
 from headrace.model import Chain, Checkpoint
 from headrace.model.trials.stock_loading import replaced_for_codes
 from headrace.model.written.export import export_bytes
+from headrace.store.work import Work, day_begun
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.optimizer import Optimizer
@@ -68,7 +68,7 @@ def compress_model(options: CompressOptions, *, say: Callable[[str], None] = lam
     checkpoint = Checkpoint.open(options.model)
     chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
     work = unfinished(output)
-    options = replace(options, template_date=options.template_date or _day_of(work))
+    options = replace(options, template_date=options.template_date or day_begun(work))
     data = open_calibration(options, chain, say)
     options = replace(options, sequence_length=data.sequence_length, template_date=data.template_date)
     _refuse_replaced(options, chain)
@@ -76,17 +76,8 @@ def compress_model(options: CompressOptions, *, say: Callable[[str], None] = lam
     # Space for the result as if nothing became smaller, and for the hidden states.
     tokens = sum(each.counts.numel() * (2 if each.held_out else 1) for each in data.rows)
     needed = export_bytes(checkpoint) + 2 * tokens * chain.hidden_size * 4
-    with held(work, needed):
-        return _Compression(options, WorkRecord.open(work, identity), data, say).finish(output)
-
-
-def _day_of(work: Path) -> str | None:
-    """Return the day on which a compression was begun, for a chat template that asks for it; None where nothing has one."""
-    try:
-        found = json.loads((work / RECORD).read_text(encoding="utf-8"))["identity"]["template_date"]
-    except (OSError, ValueError, KeyError, TypeError):  # not begun; or damaged, which is said where all of it is read
-        return None
-    return found if isinstance(found, str) else None
+    with working(work, needed):
+        return _Compression(options, Work.open(work, identity), data, say).finish(output)
 
 
 def _refuse_replaced(options: CompressOptions, chain: Chain) -> None:
@@ -119,20 +110,19 @@ class _Compression:
     def __init__(
         self,
         options: CompressOptions,
-        record: WorkRecord,
+        work: Work,
         data: CalibrationData,
         say: Callable[[str], None],
     ) -> None:
-        self.options, self.work, self.say = options, record.folder, say
-        self.commit, self.record = record.commit, record.values
-        self.record.setdefault("blocks", [])
-        host_bytes = self.record.setdefault("host_bytes", options.host_memory or usual_host_bytes(pins=False))
+        self.options, self.work, self.say = options, work, say
+        self.done = list(work.done())  # what lies outside of blocks, then block by block
+        host_bytes = work.record.setdefault("host_bytes", options.host_memory or usual_host_bytes(pins=False))
         self.target = target_of(options)
         self.quantiser = Quantiser(
             options.model,
             self.target,
             data.rows,
-            self.work,
+            work.folder,
             compute_dtype=options.compute_dtype,
             host_bytes=host_bytes,
             experts_only=options.experts_only,
@@ -143,7 +133,7 @@ class _Compression:
             say(self.quantiser.room.warning)
         of_transformers = CODES[options.to].stock_loads
         self.decodes_at_load = of_transformers and self.quantiser.decodes_at_load
-        self.files = CodedFiles(self.work / "model", self.quantiser.weights, self.quantiser.chain, joined=of_transformers)
+        self.files = CodedFiles(work.folder / MODEL, self.quantiser.weights, self.quantiser.chain, joined=of_transformers)
 
     def finish(self, output: Path) -> Compressed:
         """Do the remaining blocks, and everything after them."""
@@ -154,19 +144,18 @@ class _Compression:
             self._directory(result)
         finally:
             self.quantiser.close()
-        appear(self.work, output)
+        appear(self.work.folder, output)
         return result
 
     def _blocks(self) -> None:
-        blocks: list[dict[str, Any]] = self.record["blocks"]
-        total = self.quantiser.num_blocks
-        if blocks:
-            self.say(f"going on after block {len(blocks)} of {total}")
-        self.quantiser.prepare(blocks_done=len(blocks))
-        if "rest" not in self.record:
-            self.record["rest"] = self.files.write(0, {})
-            self.commit()
-        began, before, start = time.perf_counter(), len(blocks), time.perf_counter()
+        total, before = self.quantiser.num_blocks, len(self.blocks)
+        if before:
+            self.say(f"going on after block {before} of {total}")
+        self.quantiser.prepare(blocks_done=before)
+        if not self.done:
+            self.work.begin()
+            self._note({"digest": self.files.write(0, {})})
+        began = start = time.perf_counter()
         codes: dict[int, tuple[dict[str, Any], BlockCode]] = {}
 
         def keep(block: int, code: BlockCode, left: Mapping[str, str]) -> None:
@@ -177,8 +166,7 @@ class _Compression:
         def commit(block: int) -> None:
             nonlocal start
             entry, code = codes.pop(block)
-            blocks.append(entry)
-            self.commit()
+            self._note(entry)
             now = time.perf_counter()
             rest = (now - began) / (block + 1 - before) * (total - block - 1)
             self.say(_block_line(block, total, code.reports, now - start, rest))
@@ -186,14 +174,23 @@ class _Compression:
 
         self.quantiser.run(keep, commit, blocks_done=before)
 
+    def _note(self, item: dict[str, Any]) -> None:
+        self.work.add(item)
+        self.done.append(item)
+
+    @property
+    def blocks(self) -> Sequence[dict[str, Any]]:
+        """What was noted of finished blocks."""
+        return self.done[1:]
+
     def _result(self, output: Path) -> Compressed:
         before, after, tokens = self.quantiser.losses()
         self._check_coded()
-        sizes = [(self.work / "model" / self.files.name(unit)).stat().st_size for unit in range(self.quantiser.num_blocks + 1)]
+        sizes = [(self.files.folder / self.files.name(unit)).stat().st_size for unit in range(self.quantiser.num_blocks + 1)]
         return Compressed(
             output=output,
-            reports=tuple(_report_of(each) for block in self.record["blocks"] for each in block["reports"]),
-            left={name: reason for block in self.record["blocks"] for name, reason in block["left"].items()},
+            reports=tuple(_report_of(each) for block in self.blocks for each in block["reports"]),
+            left={name: reason for block in self.blocks for name, reason in block["left"].items()},
             bytes_before=self.quantiser.checkpoint.num_bytes,
             bytes_after=sum(sizes),
             loss_before=before,
@@ -202,8 +199,8 @@ class _Compression:
         )
 
     def _check_coded(self) -> None:
-        if not any(block["reports"] for block in self.record["blocks"]):
-            reasons = {reason for block in self.record["blocks"] for reason in block["left"].values()}
+        if not any(block["reports"] for block in self.blocks):
+            reasons = {reason for block in self.blocks for reason in block["left"].values()}
             raise ModelError(
                 f"{self.options.model}: none of its matrices can be coded as {self.options.to} ({'; '.join(sorted(reasons))}); "
                 "nothing was written"
@@ -219,10 +216,8 @@ class _Compression:
             )
 
     def _directory(self, result: Compressed) -> None:
-        groups = {name: size for block in self.record["blocks"] for name, size in block["groups"].items()}
-        digests = {self.files.name(0): self.record["rest"]} | {
-            self.files.name(unit + 1): block["digest"] for unit, block in enumerate(self.record["blocks"])
-        }
+        groups = {name: size for block in self.blocks for name, size in block["groups"].items()}
+        digests = {self.files.name(unit): item["digest"] for unit, item in enumerate(self.done)}
         note = {
             "code": self.options.to,
             "digests": digests,

@@ -25,10 +25,10 @@ from tiny_wholes import WHOLES, make_whole
 from headrace.compress.decompression import decompress_model
 from headrace.compress.recoding import Recoded, recode
 from headrace.compress.run import compress_model
-from headrace.compress.work import RECORD
 from headrace.generate.passes.sources import ShardSource
 from headrace.machine.host_memory import huge_page_buffer
 from headrace.model import Chain, Checkpoint
+from headrace.store.work import DONE
 from headrace.terms.errors import ConfigError, ModelError, RunDirectoryError
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.optimizer import Optimizer
@@ -169,7 +169,7 @@ def test_it_goes_on_after_the_last_file_and_with_the_same_model_alone(dense: Pat
         recode(asked(dense, tmp_path), say=say)
     with pytest.raises(RunDirectoryError, match="was begun with model"):
         recoded(write_model(tmp_path / "another"), tmp_path)
-    assert len(json.loads((tmp_path / "out.unfinished" / RECORD).read_text())["units"]) == 2
+    assert len((tmp_path / "out.unfinished" / DONE).read_text().splitlines()) == 2
     said.clear()
     recode(asked(dense, tmp_path), say=lambda text: said.append(text))
     assert said[0] == "going on after file 2 of 4"

@@ -213,7 +213,7 @@ def test_a_killed_job_ends_with_the_bytes_of_an_unbroken_one(model: Path, tmp_pa
             answer(model, options, most=1)
         with (tmp_path / "killed/out.jsonl.job/done.jsonl").open("ab") as file:
             file.write(b'{"micro_batch": 3, "answ')  # cut in the middle of a line
-    with pytest.raises(RunDirectoryError, match="other options"):
+    with pytest.raises(RunDirectoryError, match="was begun with"):
         answer(model, options_for(tmp_path / "killed", rows=2, seed=1))
     assert answer(model, options) == 0
     whole, killed = ((tmp_path / name / "out.jsonl").read_bytes() for name in ("whole", "killed"))
@@ -226,10 +226,10 @@ def test_a_job_goes_on_with_the_options_that_decide_its_answers(model: Path, tmp
     options = options_for(tmp_path)
     with pytest.raises(Killed):
         answer(model, options, most=1)
-    path = tmp_path / "out.jsonl.job/job.json"
+    path = tmp_path / "out.jsonl.job/record.json"
     whole = json.loads(path.read_text())
-    older = {key: value for key, value in whole["fixed"]["options"].items() if key not in ("adapter", "prompt_lookup")}
-    path.write_text(json.dumps({**whole, "fixed": {**whole["fixed"], "options": older}}))
+    older = {key: value for key, value in whole["identity"].items() if key not in ("adapter", "prompt_lookup")}
+    path.write_text(json.dumps({**whole, "identity": older}))
     with opened(model, options) as generator:
         for change in (
             {"top_k": 3},
@@ -238,7 +238,7 @@ def test_a_job_goes_on_with_the_options_that_decide_its_answers(model: Path, tmp
             {"adapter": tmp_path},
             {"compute_dtype": "bfloat16"},
         ):
-            with pytest.raises(RunDirectoryError, match="other options"):
+            with pytest.raises(RunDirectoryError, match="was begun with"):
                 run_job(generator, options_for(tmp_path, **change), sink=say, tell_plan=print, progress=print)
     assert answer(model, options_for(tmp_path, seats=1, most_lost="5m")) == 0
 
@@ -248,7 +248,7 @@ def test_a_job_whose_prompts_were_read_otherwise_is_refused(model: Path, tmp_pat
     write(tmp_path, lines)
     with pytest.raises(Killed):
         answer(model, options_for(tmp_path), most=1)
-    path = tmp_path / "out.jsonl.job/job.json"
+    path = tmp_path / "out.jsonl.job/record.json"
     whole = json.loads(path.read_text())
     older = {key: value for key, value in whole.items() if key != "prompts"}
     for changed in (older, {**whole, "prompts": "others"}, {**whole, "micro_batches": [[1]]}, {}, []):
@@ -295,7 +295,7 @@ def test_a_file_that_cannot_be_used_is_refused(model: Path, tmp_path: Path, monk
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("headrace.generate.uses.jobs.os.fsync", full)
+        patch.setattr("headrace.store.work.os.fsync", full)
         with pytest.raises(StorageError, match="free some space"):
             answer(model, options)
     (tmp_path / "out.jsonl").write_text("something")

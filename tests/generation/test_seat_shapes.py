@@ -184,7 +184,7 @@ def test_a_killed_job_of_mixed_prompts_ends_with_the_same_bytes(
     answer(model, options_for(tmp_path / "whole", **more))
     with pytest.raises(Killed):
         answer(model, options_for(tmp_path / "killed", **more), most=1)
-    begun = json.loads((tmp_path / "killed/out.jsonl.job/job.json").read_text(encoding="utf-8"))
+    begun = json.loads((tmp_path / "killed/out.jsonl.job/record.json").read_text(encoding="utf-8"))
     assert begun["by_length"]
     assert len(set(map(len, begun["micro_batches"]))) > 1, "rows by length"
     answer(model, options_for(tmp_path / "killed", **more))

@@ -1,16 +1,14 @@
 """A file of prompts as a job that can be killed at any time: each finished micro-batch is kept, and none is done twice.
 
-    answers.jsonl.job/job.json      what fixes the bits: the input's digest, options, micro-batches, seeds, threads
-    answers.jsonl.job/done.jsonl    one line for each micro-batch that is done, durable before the next one is counted
+    answers.jsonl.job/record.json   what fixes the bits: the input's digest, options, micro-batches, seeds, threads
+    answers.jsonl.job/done.jsonl    one line for each micro-batch that is done (`store.work`)
     answers.jsonl                   the answers, in the order of the input, when all are there; then the folder is removed
 
-Invariant: the output follows from `job.json` alone: an interrupted job gives the same bytes.
+Invariant: the output follows from the record alone: an interrupted job gives the same bytes.
 """
 
 import hashlib
 import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,15 +33,8 @@ from headrace.generate.uses.answering import changes_of
 from headrace.generate.uses.job_tasks import Answers, Helpers, JobShape, JobTask, answered, line_settings_of
 from headrace.machine.cpu import processor_name
 from headrace.model.seats.generation_keys import is_assisted
-from headrace.terms.errors import (
-    DataError,
-    InputError,
-    RunDirectoryError,
-    StepFailed,
-    StorageError,
-    in_one_line,
-    unwritten,
-)
+from headrace.store.work import Work, day_begun, held
+from headrace.terms.errors import DataError, InputError, RunDirectoryError, StepFailed, StorageError, unwritten
 from headrace.terms.events import Notice, Sink
 from headrace.terms.options.generate_options import ON_DEVICE, ON_HOST, GenerateOptions
 from headrace.terms.sizes import format_seconds
@@ -86,35 +77,35 @@ def run_job(
     if output.exists():
         raise RunDirectoryError(f"output: {output} exists; name a new file, or remove it")
     tokenizer = generator.model.tokenizer()
-    changes = changes_of(generator, options, tokenizer)
     day = options.template_date or generator.model.here.template_date or _day_of(folder, tokenizer)
+    options, changes = replace(options, template_date=day), changes_of(generator, options, tokenizer)
     lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day))
     lines = [_fitting(line, generator, changes) for line in lines]
     left = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}
-    work = _Work(folder, {line.number: line for line in left}, answers, progress)
     tasks: list[JobTask] = []
     shape = JobShape(0, 0, 0, {})
-    if left:
-        begun = _begun(folder, left, generator.model.generation_config.max_length is not None)
-        plan, shape = _plan(generator, left, options, changes, begun)
-        job = _job(folder, digest, replace(options, template_date=day), left, plan, begun, sink)
-        tell_plan(plan)
-        lost = format_seconds(_micro_batch_seconds(plan))
-        sink(Notice(text=f"a kill costs at most the answers under way: about {lost} of work", level="info"))
-        tasks = work.begin(job)
-    with work.keeping() as keep:
-        own = helpers.deal(tasks, shape, keep) if helpers else tasks
-        for number, found in answered(generator, options, tokenizer, own) if own else ():
-            keep(number, found)
+    with held(folder):
+        values = options.to_json()
+        work = Work.open(folder, {"input": digest, **{key: values[key] for key in _FIXED}}, _FIXED)
+        job = _Job(work, {line.number: line for line in left}, answers, progress)
+        if left:
+            plan, shape = _plan(generator, left, options, changes, _begun(work, left))
+            tasks = job.begin(plan, options.seed, sink)
+            tell_plan(plan)
+            lost = format_seconds(_micro_batch_seconds(plan))
+            sink(Notice(text=f"a kill costs at most the answers under way: about {lost} of work", level="info"))
+        with _writing(folder):
+            own = helpers.deal(tasks, shape, job.keep) if helpers else tasks
+            for number, found in answered(generator, options, tokenizer, own) if own else ():
+                job.keep(number, found)
+                if helpers is not None:
+                    helpers.look()
             if helpers is not None:
-                helpers.look()
-        if helpers is not None:
-            helpers.finish()
-    with _writing(output):
-        write_whole(output, "".join(_written(answers[line.number]) + "\n" for line in lines))
-        shutil.rmtree(folder, ignore_errors=True)
-    return len(lines) - len(left) + work.refused
+                helpers.finish()
+        with _writing(output):
+            write_whole(output, "".join(_written(answers[line.number]) + "\n" for line in lines))
+    return len(lines) - len(left) + job.refused
 
 
 def _written(answer: Mapping[str, Any]) -> str:
@@ -210,158 +201,98 @@ def _micro_batch_seconds(plan: GenerationPlan) -> float:
 
 def _day_of(folder: Path, tokenizer: Any) -> str | None:
     """Return the day of a job for templates that ask for it: today, or the one on which it was begun; None where none asks."""
-    if not asks_for_time(tokenizer):
-        return None
-    try:
-        found = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("template_date")
-    except (OSError, ValueError, AttributeError):  # not begun; or damaged, which is said where all of it is read
-        return date.today().isoformat()
-    return found if isinstance(found, str) else None
+    return (day_begun(folder) or date.today().isoformat()) if asks_for_time(tokenizer) else None
 
 
-def _begun(folder: Path, lines: Sequence[PromptLine], bounded: bool) -> dict[str, Any] | None:
-    """Return what a job that was begun has written down; `lines` are those that can be answered. `bounded`: the model has a
-    `max_length`, which earlier versions passed over, as they did `tools`.
+def _begun(work: Work, lines: Sequence[PromptLine]) -> Mapping[str, Any] | None:
+    """Return what a job that was begun has written down, None for a new one; `lines` are those that can be answered.
 
     Raises:
-        RunDirectoryError: it cannot be read, or has other prompts, as an earlier version read them.
+        RunDirectoryError: it has other prompts, as an earlier version read them.
     """
-    path = folder / "job.json"
-    if not path.exists():
+    if not work.has_begun:
         return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        members = sorted(number for batch in found["micro_batches"] for number in batch)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RunDirectoryError(f"{path}: cannot be read ({in_one_line(error)}); remove {folder} and begin again") from error
-    otherwise = "" if bounded or any(line.has_tools for line in lines) else None
-    if members != [line.number for line in lines] or found.get("prompts", otherwise) not in (None, _digest(lines)):
+    members = sorted(number for batch in work.record.get("micro_batches", ()) for number in batch)
+    if members != [line.number for line in lines] or work.record.get("prompts") != _digest(lines):
         raise RunDirectoryError(
-            f"{folder} holds an unfinished job of other prompts: another model, or an earlier version, read them "
+            f"{work.folder} holds an unfinished job of other prompts: another model, or an earlier version, read them "
             "differently; remove it and start again"
         )
-    return dict(found)
+    return work.record
 
 
 def _digest(lines: Sequence[PromptLine]) -> str:
     return hashlib.sha256(json.dumps([line.ids for line in lines]).encode()).hexdigest()
 
 
-Job = dict[int, tuple[tuple[int, ...], int]]  # micro-batch -> its lines, its seed
-
-
-def _job(
-    folder: Path,
-    digest: str,
-    options: GenerateOptions,
-    lines: Sequence[PromptLine],
-    plan: GenerationPlan,
-    unfinished: Mapping[str, Any] | None,
-    sink: Sink,
-) -> Job:
-    """Return the micro-batches: those of a job that was begun, or new ones, which are written down first."""
-    values = options.to_json()
-    fixed = {"input": digest, "options": {key: values[key] for key in _FIXED}}
-    environment = {"threads": torch.get_num_threads(), "processor": processor_name()}
-    path = folder / "job.json"
-    if (record := unfinished) is not None:
-        recorded_options = _FIXED | record["fixed"]["options"]  # an earlier version knew fewer
-        if {**record["fixed"], "options": recorded_options} != fixed:
-            raise RunDirectoryError(
-                f"{folder} holds an unfinished job of another input or other options; finish it with those, or remove it"
-            )
-        if record["here"] != environment:
-            begun = f"{folder}: the job was begun with {record['here']}, here are {environment}"
-            sink(Notice(text=f"{begun}: bits may differ from here on"))
-    else:
-        rows = plan.rows if plan.shapes is None else plan.room
-        batches = composed([len(line.ids) for line in lines], _kinds(lines), rows)
-        members = [[lines[index].number for index in batch] for batch in batches]
-        own = {line.number: line.settings.get("seed") for line in lines}
-        seeds = [options.seed + place if own[batch[0]] is None else own[batch[0]] for place, batch in enumerate(members)]
-        record = {"fixed": fixed, "here": environment, "micro_batches": members, "seeds": seeds, "prompts": _digest(lines)}
-        record["template_date"] = options.template_date
-        record["prefill_chunk"], record["packed_rows"] = plan.most_costs.prefill_chunk, plan.packed_rows
-        record["by_length"] = plan.shapes is not None
-        record["narrow_rows"] = plan.narrow_rows
-        record["attention"] = ON_HOST if plan.caches.attends else ON_DEVICE
-        with _writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(record) + "\n")
-    pairs = zip(record["micro_batches"], record["seeds"], strict=True)
-    return {number: (tuple(batch), seed) for number, (batch, seed) in enumerate(pairs)}
-
-
-def _done(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the answers of finished micro-batches; an incomplete last line, left by a kill, is cut off."""
-    path = folder / "done.jsonl"
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-    lines = (json.loads(line) for line in whole.decode("utf-8").splitlines())
-    return {line["micro_batch"]: line["answers"] for line in lines}
-
-
-class _Work:
+class _Job:
     """What a job has answered, and what is left. `answers`, by line, gets what is kept; of it `refused` lines have an error."""
 
     def __init__(
         self,
-        folder: Path,
+        work: Work,
         lines: Mapping[int, PromptLine],
         answers: dict[int, dict[str, Any]],
         progress: Callable[[JobProgress], None],
     ) -> None:
-        self._folder, self._lines, self._answers, self._progress = folder, lines, answers, progress
-        self._job: Job = {}
+        self._work, self._lines, self._answers, self._progress = work, lines, answers, progress
         self._padding, self.refused = 0.0, 0
+        self._start, self._tokens, self._lock = time.monotonic(), 0, threading.Lock()
 
-    def begin(self, job: Job) -> list[JobTask]:
-        """Take the answers that an earlier process has kept, and return the micro-batches that are left."""
-        self._job = job
-        for number, found in _done(self._folder).items():
-            self._take(number, found)
-        lines, batches = self._lines, [members for members, _ in job.values()]
+    def begin(self, plan: GenerationPlan, seed: int, sink: Sink) -> list[JobTask]:
+        """Write down a new job, or take the answers that an earlier process kept; return the micro-batches that are left."""
+        environment = {"threads": torch.get_num_threads(), "processor": processor_name()}
+        record, lines = self._work.record, self._lines
+        if not self._work.has_begun:
+            record |= {"here": environment, **_batches_of(list(lines.values()), plan, seed)}
+            with _writing(self._work.folder):
+                self._work.begin()
+        elif record["here"] != environment:
+            begun = f"{self._work.folder}: the job was begun with {record['here']}, here are {environment}"
+            sink(Notice(text=f"{begun}: bits may differ from here on"))
+        for item in self._work.done():
+            self._take(item["micro_batch"], item["answers"])
+        batches = record["micro_batches"]
         places = sum(len(members) * max(len(lines[line].ids) for line in members) for members in batches)
         self._padding = 1 - sum(len(line.ids) for line in lines.values()) / places
+        self._start = time.monotonic()
         return [
             JobTask(number, tuple(lines[line].ids for line in members), seed, lines[members[0]].settings)
-            for number, (members, seed) in job.items()
+            for number, (members, seed) in enumerate(zip(batches, record["seeds"], strict=True))
             if members[0] not in self._answers
         ]
 
-    @contextmanager
-    def keeping(self) -> Iterator[Callable[[int, Answers], None]]:
-        """Give what keeps a micro-batch's answers, from any thread: on return they are durable."""
-        start, tokens, lock = time.monotonic(), 0, threading.Lock()
-        if not self._job:
-            yield lambda number, found: None
-            return
-        with _writing(self._folder), (self._folder / "done.jsonl").open("ab") as file:
-
-            def keep(number: int, found: Answers) -> None:
-                nonlocal tokens
-                with lock:
-                    content = json.dumps({"micro_batch": number, "answers": found}, ensure_ascii=False)
-                    file.write(content.encode() + b"\n")
-                    file.flush()
-                    os.fsync(file.fileno())
-                    self._take(number, found)
-                    tokens += sum(each["completion_tokens"] for each in found)
-                    done = sum(line in self._answers for line in self._lines)
-                    seconds = time.monotonic() - start
-                    self._progress(JobProgress(done, len(self._lines), tokens, seconds, self._padding))
-
-            yield keep
+    def keep(self, number: int, found: Answers) -> None:
+        """Keep a micro-batch's answers, from any thread: on return they are durable."""
+        with self._lock:
+            self._work.add({"micro_batch": number, "answers": found})
+            self._take(number, found)
+            self._tokens += sum(each["completion_tokens"] for each in found)
+            done = sum(line in self._answers for line in self._lines)
+            seconds = time.monotonic() - self._start
+            self._progress(JobProgress(done, len(self._lines), self._tokens, seconds, self._padding))
 
     def _take(self, number: int, found: Answers) -> None:
-        for line, each in zip(self._job[number][0], found, strict=True):
+        for line, each in zip(self._work.record["micro_batches"][number], found, strict=True):
             words, error = self._lines[line], each.get("error")
             self._answers[line] = words.refused(f"line {line}: {error}") if error else words.answered(each)
             self.refused += bool(error)
+
+
+def _batches_of(lines: Sequence[PromptLine], plan: GenerationPlan, seed: int) -> dict[str, Any]:
+    """Return what a new job writes down: its micro-batches, and what fixes their bits."""
+    batches = composed([len(line.ids) for line in lines], _kinds(lines), plan.rows if plan.shapes is None else plan.room)
+    own = [lines[batch[0]].settings.get("seed") for batch in batches]
+    return {
+        "micro_batches": [[lines[index].number for index in batch] for batch in batches],
+        "seeds": [seed + place if each is None else each for place, each in enumerate(own)],
+        "prompts": _digest(lines),
+        "prefill_chunk": plan.most_costs.prefill_chunk,
+        "packed_rows": plan.packed_rows,
+        "by_length": plan.shapes is not None,
+        "narrow_rows": plan.narrow_rows,
+        "attention": ON_HOST if plan.caches.attends else ON_DEVICE,
+    }
 
 
 @contextmanager

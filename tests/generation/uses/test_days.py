@@ -127,7 +127,7 @@ def test_a_file_of_prompts_keeps_the_day_on_which_it_was_begun(
     with pytest.raises(KeyboardInterrupt):
         answer(most=1)
     clock.day = NEXT
-    with pytest.raises(RunDirectoryError, match="other prompts"):
+    with pytest.raises(RunDirectoryError, match=f"begun with template_date {FIRST}, asked for is {GIVEN}"):
         answer(template_date=GIVEN)
     read.clear()
     assert answer() == 0
