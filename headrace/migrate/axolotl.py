@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.migrate import preferences
-from headrace.migrate.source import MigratedFile, refuse
+from headrace.migrate.source import MigratedFile, one_reason, refuse
 from headrace.migrate.training_arguments import (
     LOGGED,
     PLANNED,
@@ -28,80 +28,43 @@ NAME = "axolotl"
 
 _TOKENIZER = "the tokenizer and the chat template of the model directory are used"
 _REASONS = REASONS | {
+    **one_reason("see load_in_4bit", "bnb_config_kwargs quantize_moe_experts"),
+    **one_reason(
+        PLANNED,
+        "activation_offloading context_parallel_size cut_cross_entropy dataset_* device_map dp_* eval_batch_size "
+        "eval_sample_packing experimental_skip_move_to_device expert_parallel* experts_implementation flash_attention "
+        "flash_attn* flex_attn* local_rank lora_*_kernel lora_mlp_kernel lora_o_kernel lora_qkv_kernel pad_to_sequence_len "
+        "plugins sample_packing_* sdp_attention skip_prepare_dataset tensor_parallel_size tiled_mlp use_kernels "
+        "use_scattermoe use_sonicmoe xformers_attention",
+    ),
+    **one_reason(_TOKENIZER, "chat_template* special_tokens tokenizer* tokens"),
+    **one_reason("the architecture is read from config.json", "is_* model_type"),
+    **one_reason("see report_to", "trackio_* wandb_*"),
     "auto_resume_from_checkpoints": "`headrace resume RUN_DIR` resumes a run",
-    "bnb_config_kwargs": "see load_in_4bit",
     "curriculum_sampling": "see the option shuffle",
     "hf_use_auth_token": "the token of the Hub's own login is used",
     "model_quantization_config*": "a coded model is read as it is (docs/compress.md)",
     "revision_of_model": "download that revision and name its directory",
-    "tiled_mlp": PLANNED,
     "base_model_config": "the configuration of the model directory is used",
     "base_model_ignore_patterns": "safetensors alone are read",
-    "activation_offloading": PLANNED,
-    "chat_template*": _TOKENIZER,
-    "context_parallel_size": PLANNED,
-    "cut_cross_entropy": PLANNED,
-    "dataset_*": PLANNED,
-    "device_map": PLANNED,
-    "dp_*": PLANNED,
     "eot_tokens": "the end of turns is found in the chat template",
-    "eval_batch_size": PLANNED,
-    "eval_sample_packing": PLANNED,
     "eval_table_size": LOGGED,
     "evals_per_epoch": "one evaluation an epoch is the default; for more set eval_steps",
-    "experimental_skip_move_to_device": PLANNED,
-    "experts_implementation": PLANNED,
-    "expert_parallel*": PLANNED,
-    "flash_attn*": PLANNED,
-    "flash_attention": PLANNED,
-    "flex_attn*": PLANNED,
     "group_by_length": "rows are filled best fit first",
     "gptq*": "see docs/compress.md for coded models",
-    "is_*": "the architecture is read from config.json",
     "liger_*": "see the option liger",
-    "local_rank": PLANNED,
-    "lora_*_kernel": PLANNED,
     "lora_fan_in_fan_out": "it follows from the module",
-    "lora_mlp_kernel": PLANNED,
     "lora_modules_to_save": "embeddings and head stay frozen beside an adapter",
-    "lora_o_kernel": PLANNED,
-    "lora_qkv_kernel": PLANNED,
     "loss_watchdog_*": "a step with a gradient that is not finite is skipped",
-    "model_type": "the architecture is read from config.json",
-    "pad_to_sequence_len": PLANNED,
-    "plugins": PLANNED,
     "processor_type": "words alone are trained",
-    "quantize_moe_experts": "see load_in_4bit",
-    "sample_packing_*": PLANNED,
     "saves_per_epoch": "with save_total_limit a run keeps a model at the end of each epoch; for more set save_steps",
     "shuffle_merged_datasets": "the order is shuffled in each pass; see the option shuffle",
-    "skip_prepare_dataset": PLANNED,
-    "special_tokens": _TOKENIZER,
     "strict": "unknown keys are refused",
     "swanlab_*": "there is no logger swanlab",
-    "tensor_parallel_size": PLANNED,
-    "tokenizer*": _TOKENIZER,
-    "tokens": _TOKENIZER,
-    "trackio_*": "see report_to",
     "train_on_inputs": "everything is trained where data are text; of conversations the turns of the assistant",
-    "use_kernels": PLANNED,
-    "use_scattermoe": PLANNED,
-    "use_sonicmoe": PLANNED,
-    "wandb_*": "see report_to",
-    "xformers_attention": PLANNED,
-    "sdp_attention": PLANNED,
 }
 # What would train something else: refused by name if it is on.
-_REFUSED = (
-    "reward_model",
-    "process_reward_model",
-    "qat",
-    "diffusion",
-    "relora",
-    "lisa_n_layers",
-    "unfrozen_parameters",
-    "use_eaft",
-)
+_REFUSED = "reward_model process_reward_model qat diffusion relora lisa_n_layers unfrozen_parameters use_eaft"
 # Of an entry of data sets.
 _ROW_REASONS = {
     "shards*": "all samples are trained; write a file with that share",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.migrate.source import MigratedFile
+from headrace.migrate.source import MigratedFile, one_reason
 from headrace.migrate.training_arguments import PLANNED, take_optimizer, take_schedule
 
 NAME = "deepspeed"
@@ -11,30 +11,24 @@ NAME = "deepspeed"
 _KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_clipping")
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _REASONS = {
-    "activation_checkpointing*": PLANNED,
+    **one_reason(
+        PLANNED,
+        "activation_checkpointing* amp.* bf16.* communication_data_type compile.* prescale_gradients sequence_parallel_size "
+        "tensor_parallel* zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization.*",
+    ),
     "autotuning*": "`headrace plan` searches placements without a run",
     "compression_training*": "compress the model after training: `headrace compress`",
     "data_efficiency*": "data are taken as they are",
-    "sequence_parallel_size": PLANNED,
-    "tensor_parallel*": PLANNED,
     "torch_autocast*": "see the option compute_dtype",
     "aio.*": "drives are measured by `headrace bench machine`",
-    "amp.*": PLANNED,
-    "bf16.*": PLANNED,
     "comms_logger*": "metrics.jsonl and the report have each step's bytes",
-    "communication_data_type": PLANNED,
-    "compile.*": PLANNED,
     "fp16.*": "the scale of losses is dynamic",
     "gradient_accumulation_dtype": "micro-batches are summed in float32",
     "gradient_accumulation_steps": "tokens_per_step counts a whole step",
-    "prescale_gradients": PLANNED,
     "steps_per_print": "each step is a line of metrics.jsonl",
     "train_batch_size": "tokens_per_step is this many rows times their length: set it, and sequence_length",
     "train_micro_batch_size_per_gpu": "micro-batches are planned",
     "wall_clock_breakdown": "`headrace report RUN_DIR` shows where the time goes",
-    "zero_allow_untested_optimizer": PLANNED,
-    "zero_force_ds_cpu_optimizer": PLANNED,
-    "zero_optimization.*": PLANNED,
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.migrate import preferences
-from headrace.migrate.source import MigratedFile, refuse
+from headrace.migrate.source import MigratedFile, one_reason, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
@@ -24,44 +24,26 @@ from headrace.migrate.training_arguments import (
 NAME = "llama-factory"
 
 _REASONS = REASONS | {
-    "cache_dir": PLANNED,
+    **one_reason(
+        PLANNED,
+        "cache_dir disable_gradient_checkpointing flash_attn include_* kt_* overwrite_cache pipeline_model_parallel_size "
+        "preprocessing_* shift_attn tensor_model_parallel_size use_distributed_optimizer use_kt use_reentrant_gc "
+        "use_v1_kernels",
+    ),
+    **one_reason("see quantization_bit", "double_quantization quantization_method"),
+    **one_reason("words alone are trained", "image_* video_*"),
     "fp8*": "see the option compute_dtype",
     "freeze_*": "words alone are trained; --train matrices or an adapter train less",
-    "kt_*": PLANNED,
-    "pipeline_model_parallel_size": PLANNED,
-    "tensor_model_parallel_size": PLANNED,
-    "use_distributed_optimizer": PLANNED,
-    "use_kt": PLANNED,
-    "use_v1_kernels": PLANNED,
-    "double_quantization": "see quantization_bit",
-    "flash_attn": PLANNED,
-    "image_*": "words alone are trained",
-    "include_*": PLANNED,
-    "overwrite_cache": PLANNED,
     "plot_loss": "`headrace report RUN_DIR` has the picture",
-    "preprocessing_*": PLANNED,
-    "quantization_method": "see quantization_bit",
     "template": "the chat template of the model directory is used",
     "enable_liger_kernel": "see the option liger",
-    "video_*": "words alone are trained",
-    "disable_gradient_checkpointing": PLANNED,
-    "use_reentrant_gc": PLANNED,
-    "shift_attn": PLANNED,
     "max_samples": "write a file with so many samples",
     "resize_vocab": "a model directory is trained as it is",
 }
 # What would train something else: refused by name if it is on.
 _REFUSED = (
-    "freeze_trainable_layers",
-    "mixture_of_depths",
-    "pissa_init",
-    "use_apollo",
-    "use_asft_loss",
-    "use_badam",
-    "use_dft_loss",
-    "use_eaft_loss",
-    "use_galore",
-    "use_llama_pro",
+    "freeze_trainable_layers mixture_of_depths pissa_init use_apollo use_asft_loss use_badam use_dft_loss "
+    "use_eaft_loss use_galore use_llama_pro"
 )
 _ENTRY_REASONS = {
     "num_samples": "all samples are trained; write a file with so many",

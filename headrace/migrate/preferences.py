@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from headrace.migrate.source import MigratedFile, refuse
+from headrace.migrate.source import MigratedFile, one_reason, refuse
 
 _OF_DPO = ("sigmoid", "ipo", "hinge")
 # What adds to the loss, or computes it otherwise, and the values with which it does not.
@@ -21,16 +21,13 @@ _OTHERS: Mapping[str, tuple[Any, ...]] = {
     "use_weighting": (0,),
 }
 REASONS = {
+    **one_reason("a pair is cut as a whole (docs/preferences.md)", "max_prompt_length truncation_mode"),
+    **one_reason("the reference is the model that training begins with", "ref_adapter_name ref_model ref_model_*"),
     "discopop_tau": "only loss_type=discopop reads it, which is refused",
     "disable_dropout": "models are trained as their configuration has them; set its dropout to 0",
     "f_alpha_divergence_coef": "only f_divergence_type=alpha_divergence reads it, which is refused",
-    "max_prompt_length": "a pair is cut as a whole (docs/preferences.md)",
     "precompute_ref_*": "the reference is always computed before the first step",
-    "ref_model": "the reference is the model that training begins with",
-    "ref_model_*": "the reference is the model that training begins with",
-    "ref_adapter_name": "the reference is the model that training begins with",
     "model_adapter_name": "an adapter has no name here",
-    "truncation_mode": "a pair is cut as a whole (docs/preferences.md)",
 }
 
 

@@ -86,6 +86,11 @@ class MigratedFile:
             self.leave(key, reason or "unknown to this version")
 
 
+def one_reason(reason: str, keys: str) -> dict[str, str]:
+    """Return one reason for all `keys`, with blanks between them."""
+    return dict.fromkeys(keys.split(), reason)
+
+
 def refuse(key: str, value: Any, what: str) -> ConfigError:
     """Return the refusal of what would train something else than the file asks for."""
     return ConfigError(f"{key}: {value!r} {what}")

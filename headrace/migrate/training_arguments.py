@@ -4,17 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.migrate.source import MigratedFile, refuse
+from headrace.migrate.source import MigratedFile, one_reason, refuse
 
 _ADAMW = (
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_hf",
-    "adamw_apex_fused",
-    "adamw",
-    "adam",
-    "paged_adamw_32bit",
-    "paged_adamw",
+    *("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw", "adam"),
+    *("paged_adamw_32bit", "paged_adamw"),
 )
 _ADAMW_8BIT = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "ademamix_8bit")
 _SAME = ("adafactor", "lomo", "adalomo", "muon")
@@ -29,68 +23,44 @@ _NO_LOGITS = "an evaluation gives a loss, no logits"
 _ONE_PROCESS = "one process trains; several machines: docs/node.md"
 _GOES_ON = "`headrace resume RUN_DIR` goes on after the newest step"
 REASONS = {
-    "accelerator_config": PLANNED,
-    "activation_checkpointing*": PLANNED,
-    "attn_implementation": PLANNED,
-    "auto_find_batch_size": PLANNED,
-    "batch_eval_metrics": _NO_LOGITS,
-    "bf16_full_eval": PLANNED,
+    **one_reason(
+        PLANNED,
+        "accelerator_config activation_checkpointing* attn_implementation auto_find_batch_size bf16_full_eval dataloader_* "
+        "dataset_num_proc deepspeed eval_accumulation_steps fp16_full_eval fsdp* gradient_checkpointing* low_cpu_mem_usage "
+        "parallelism_config per_device_eval_batch_size tf32 torch_empty_cache_steps use_cpu",
+    ),
+    **one_reason(
+        _NO_LOGITS, "batch_eval_metrics eval_do_concat_batches eval_use_gather_object include_for_metrics prediction_loss_only"
+    ),
+    **one_reason(_ONE_PROCESS, "ddp_* local_rank save_on_each_node"),
+    **one_reason(
+        LOGGED, "disable_tqdm include_num_input_tokens_seen log_level* log_on_each_node logging_* skip_memory_metrics"
+    ),
+    **one_reason("the best model is the one with the lowest evaluation loss", "greater_is_better metric_for_best_model"),
+    **one_reason("`headrace export RUN_DIR OUT --push-to-hub OWNER/NAME` sends a run's model", "hub_* push_to_hub"),
+    **one_reason(_GOES_ON, "ignore_data_skip restore_callback_states_from_checkpoint"),
+    **one_reason("see the option liger", "liger_kernel_config use_liger_kernel"),
+    **one_reason("see the option report_to", "project trackio_*"),
     "data_seed": "seed draws the order of samples",
-    "dataloader_*": PLANNED,
-    "dataset_num_proc": PLANNED,
-    "ddp_*": _ONE_PROCESS,
     "debug": "modules hold no weights that it could look into",
-    "deepspeed": PLANNED,
-    "disable_tqdm": LOGGED,
     "do_eval": "held-out data decide that",
     "do_predict": "`headrace generate` answers",
     "do_train": "`headrace train` trains",
     "enable_jit_checkpoint": "each step is committed",
-    "eval_accumulation_steps": PLANNED,
     "eval_delay": "held-out data are evaluated from the first eval_steps on",
-    "eval_do_concat_batches": _NO_LOGITS,
     "eval_on_start": "`headrace eval` measures the model before a run",
-    "eval_use_gather_object": _NO_LOGITS,
-    "fp16_full_eval": PLANNED,
-    "fsdp*": PLANNED,
     "full_determinism": "the same plan, data and seed give the same bits",
-    "gradient_checkpointing*": PLANNED,
-    "greater_is_better": "the best model is the one with the lowest evaluation loss",
-    "hub_*": "`headrace export RUN_DIR OUT --push-to-hub OWNER/NAME` sends a run's model",
-    "ignore_data_skip": _GOES_ON,
-    "include_for_metrics": _NO_LOGITS,
-    "include_num_input_tokens_seen": LOGGED,
     "label_names": "data say what is trained",
     "length_column_name": "lengths are counted",
-    "liger_kernel_config": "see the option liger",
-    "local_rank": _ONE_PROCESS,
-    "log_level*": LOGGED,
-    "log_on_each_node": LOGGED,
-    "logging_*": LOGGED,
-    "low_cpu_mem_usage": PLANNED,
-    "metric_for_best_model": "the best model is the one with the lowest evaluation loss",
     "overwrite_output_dir": "a run directory that is not empty is refused",
-    "parallelism_config": PLANNED,
-    "per_device_eval_batch_size": PLANNED,
-    "prediction_loss_only": _NO_LOGITS,
-    "project": "see the option report_to",
-    "push_to_hub": "`headrace export RUN_DIR OUT --push-to-hub OWNER/NAME` sends a run's model",
     "remove_unused_columns": "unused columns are ignored, and named",
-    "restore_callback_states_from_checkpoint": _GOES_ON,
     "resume_from_checkpoint": "`headrace resume RUN_DIR` resumes a run",
-    "save_on_each_node": _ONE_PROCESS,
     "save_only_model": "kept models are model directories; the state stays on the SSDs",
     "save_safetensors": "models are safetensors",
-    "skip_memory_metrics": LOGGED,
-    "tf32": PLANNED,
-    "torch_empty_cache_steps": PLANNED,
-    "trackio_*": "see the option report_to",
     "train_sampling_strategy": "samples are drawn in an order of their own in each epoch, by seed; see the option shuffle",
     "torch_compile*": "see the option compile_blocks",
     "trust_remote_code": "code of a model directory is never run",
     "use_cache": "training has no cache",
-    "use_cpu": PLANNED,
-    "use_liger_kernel": "see the option liger",
     "warmup_ratio": "count it: `headrace plan` says how many steps the run has; set warmup_steps",
 }
 
@@ -261,13 +231,13 @@ def module_names_of(modules: Any) -> str | None:
     return "all-linear" if list(modules) in (["all"], ["all-linear"]) else "+".join(map(str, modules))
 
 
-def refuse_methods(source: MigratedFile, keys: Sequence[str]) -> None:
+def refuse_methods(source: MigratedFile, keys: str) -> None:
     """Refuse methods that would train something else.
 
     Raises:
-        ConfigError: one of the `keys` is on.
+        ConfigError: one of the `keys`, which have blanks between them, is on.
     """
-    for key in keys:
+    for key in keys.split():
         if source.take(key):
             raise refuse(key, source.values[key], "is not trained by this version")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.migrate import preferences
-from headrace.migrate.source import MigratedFile, refuse
+from headrace.migrate.source import MigratedFile, one_reason, refuse
 from headrace.migrate.training_arguments import (
     PLANNED,
     REASONS,
@@ -38,26 +38,22 @@ _REASONS = (
     REASONS
     | preferences.REASONS
     | {
-        "activation_offloading": PLANNED,
-        "append_concat_token": PLANNED,
+        **one_reason(
+            PLANNED, "activation_offloading append_concat_token eval_packing lora_task_type pad_to_multiple_of padding_free"
+        ),
+        **one_reason("see load_in_4bit", "bnb_4bit_* use_bnb_nested_quant"),
         "assistant_only_loss": "the turns of the assistant alone are trained, wherever data are conversations",
         "average_tokens_across_devices": "the loss is the mean over a step's tokens",
         "completion_only_loss": "the completion alone is trained, wherever data have prompts",
         "dataset_kwargs": "data and template decide (docs/data.md)",
         "env": "variables of the environment: set them where Headrace runs, if a library reads them",
         "eos_token": "the end of turns is found in the chat template",
-        "eval_packing": PLANNED,
         "label_smoothing": "TRL reads it for the losses robust and exo_pair alone; dpo:label_smoothing= is conservative DPO",
         "model_init_kwargs": "the model's files say what it is; of another revision, name its directory",
         "model_revision": "download that revision and name its directory",
         "packing_strategy": "rows are filled best fit first",
-        "pad_to_multiple_of": PLANNED,
         "pad_token": "padding is masked, whatever its token",
-        "padding_free": PLANNED,
         "shuffle_dataset": "samples are drawn in an order of their own in each epoch, by seed",
-        "bnb_4bit_*": "see load_in_4bit",
-        "use_bnb_nested_quant": "see load_in_4bit",
-        "lora_task_type": PLANNED,
         "lora_modules_to_save": "embeddings and head stay frozen beside an adapter",
     }
 )

@@ -103,7 +103,7 @@ def resolve(options: RunOptions, engines: Engines | None = None) -> Job:
     steps = total_steps(decided.max_steps, decided.epochs, rows)
     note = note_of_epochs(decided.epochs, steps, rows) if decided.max_steps is None else ""
     return Job(
-        options=replace(decided, max_steps=steps, template_date=rows.template_date),
+        options=replace(decided, max_steps=steps, template_date=rows.spec.template_date),
         directory=directory,
         rows=rows,
         machine=MachineHere.of(decided, chosen["ssd"] or (directory.path,)),

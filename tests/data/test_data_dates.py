@@ -70,9 +70,9 @@ def test_a_run_keeps_its_day(template: str, model: Path, chats: Path, monkeypatc
     config = options(model, chats, template)
     stream = open_data.open_stream(config)
     today = date.today().isoformat()
-    assert today in (stream.template_date, date.today().isoformat())
-    assert any(f"the chat template asks for the date: it is {stream.template_date}" in each for each in stream.notices)
-    begun = options(model, chats, template, template_date=stream.template_date)
+    assert today in (stream.spec.template_date, date.today().isoformat())
+    assert any(f"the chat template asks for the date: it is {stream.spec.template_date}" in each for each in stream.notices)
+    begun = options(model, chats, template, template_date=stream.spec.template_date)
     expected, state = text_of(stream, config), stream.state()
     monkeypatch.setattr(open_data, "date", Tomorrow)
     for cache in (begun.cache, begun.cache.with_name("lost")):
@@ -82,7 +82,7 @@ def test_a_run_keeps_its_day(template: str, model: Path, chats: Path, monkeypatc
         assert text_of(resumed, begun) == expected
         resumed.restore(state)
     another = open_data.open_stream(config)
-    assert another.template_date == "2031-02-03"
+    assert another.spec.template_date == "2031-02-03"
     assert another.state()["samples_digest"] != state["samples_digest"]
 
 
@@ -95,7 +95,7 @@ def test_what_does_not_ask_does_not_depend_on_the_day(
     path = tmp_path / "b.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stream = open_data.open_stream(options(model, path, template))
-    assert stream.template_date is None
+    assert stream.spec.template_date is None
     assert not any("date" in each for each in stream.notices)
     made = sorted(each.name for each in (tmp_path / "cache").iterdir())
     monkeypatch.setattr(open_data, "date", Tomorrow)

@@ -155,8 +155,6 @@ def batch_of(*samples: int) -> Batch:
         position_ids=None,
         attention_mask=None,
         token_mask=None,
-        num_tokens=0,
-        num_trained_tokens=0,
         samples=np.array(samples),
     )
 

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from headrace.data.batches.batches import Batches, Cursor, Epoch
 from headrace.data.chat.prompts import Prompts
 from headrace.data.pairs.preferences import read
 from headrace.data.read.sources import find_sources
+from headrace.data.values.packing import EpochRows
 from headrace.data.values.values import Batch, DataSpec
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.options.data_source import DataSource
 from headrace.terms.options.preferences import Preferences
-from headrace.terms.packed_rows import PackedRows
 
 _ORDER = "randperm"  # of which a run's position tells; runs that began before it keep numpy's permutations
 
@@ -64,12 +65,8 @@ def read_prompts(
     return [replace(each, columns={name: each.columns.get(name) for name in names}) for each in found], len(lengths)
 
 
-class PromptBatches:
+class PromptBatches(Batches):
     """`Batches` of `prompts`, so many a step. If the data are shuffled, each epoch has another order: that of TRL's sampler."""
-
-    held_out = None
-    by_earlier_rules = False
-    left_out = ()
 
     def __init__(self, prompts: Sequence[Prompt], spec: DataSpec, generations: int, too_long: int) -> None:
         """Start at the first prompt. A prompt takes `generations` rows of a step.
@@ -82,21 +79,11 @@ class PromptBatches:
                 f"tokens_per_step: a step has {spec.rows_per_step} rows of {spec.sequence_length} tokens, no multiple of "
                 f"num_generations={generations}; give {generations * spec.sequence_length}, or a multiple of it"
             )
-        self.prompts, self._spec, self._too_long = tuple(prompts), spec, too_long
-        self._per_step, self._taken = spec.rows_per_step // generations, 0
-        self._dice, self._epoch, self._order = torch.Generator().manual_seed(spec.seed), -1, list[int]()
+        super().__init__(spec, None, spec.rows_per_step // generations, len(prompts))
+        self.prompts, self._too_long = tuple(prompts), too_long
         self._by_earlier_order = False
+        self._cursor = Cursor[Epoch](lambda last: self._epoch(last.number + 1 if last else 0))
         self.columns = tuple(self.prompts[0].columns)  # the same for all
-
-    @property
-    def spec(self) -> DataSpec:
-        """What the data were asked for."""
-        return self._spec
-
-    @property
-    def template_date(self) -> str | None:
-        """The day that the chat template was told; None if it does not ask."""
-        return self._spec.template_date
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -107,39 +94,17 @@ class PromptBatches:
         memory = "half of the memory is for the steps, half for the process that generates"
         return (memory, longer) if self._too_long else (memory,)
 
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps of an epoch."""
-        return len(self.prompts) / self._per_step
-
-    def epochs_ended(self, steps: int) -> int:
-        """Return how many epochs end within so many steps."""
-        return steps * self._per_step // len(self.prompts)
-
-    def first_rows(self, steps: int) -> PackedRows:
-        """Return no rows: nothing is packed."""
-        return PackedRows(self._spec.sequence_length)
-
     def next_batch(self) -> Batch:
         """Return a batch whose `samples` are the next step's prompts; its rows are still to be written."""
-        numbers = [self._number(place) for place in range(self._taken, self._taken + self._per_step)]
-        self._taken += self._per_step
         nothing = np.zeros((0, 0), np.int64)
-        return Batch(
-            input_ids=nothing,
-            labels=nothing,
-            position_ids=None,
-            attention_mask=None,
-            token_mask=None,
-            num_tokens=0,
-            num_trained_tokens=0,
-            samples=np.array(numbers, np.int64),
-        )
+        numbers = np.concatenate([row for _, row in self._cursor.take(self._step_rows)])
+        return Batch(input_ids=nothing, labels=nothing, samples=numbers)
 
     def state(self) -> dict[str, Any]:
         """Return the position: how many prompts were taken, of how many."""
         order = {} if self._by_earlier_order else {"order": _ORDER}
-        return {"taken": self._taken, "prompts": len(self.prompts)} | order
+        taken = self._cursor.stretch.number * len(self.prompts) + self._cursor.row_index
+        return {"taken": taken, "prompts": len(self.prompts)} | order
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to the position where `state` was taken.
@@ -151,16 +116,18 @@ class PromptBatches:
             raise DataError(
                 f"data: {len(self.prompts)} prompts, and the run began with {state.get('prompts')}; restore the files"
             )
-        self._taken, self._by_earlier_order = int(state["taken"]), state.get("order") != _ORDER
+        self._by_earlier_order = state.get("order") != _ORDER
+        epoch, within = divmod(int(state["taken"]), len(self.prompts))
+        self._cursor.go_to(self._epoch(epoch), within)
 
-    def _number(self, place: int) -> int:
-        epoch, within = divmod(place, len(self.prompts))
-        if not self._spec.shuffle:
-            return within
-        if self._by_earlier_order:
-            return int(np.random.default_rng((self._spec.seed, epoch)).permutation(len(self.prompts))[within])
-        if epoch < self._epoch:
-            self._dice, self._epoch = self._dice.manual_seed(self._spec.seed), -1
-        while self._epoch < epoch:  # one generator draws the orders of all epochs
-            self._order, self._epoch = torch.randperm(len(self.prompts), generator=self._dice).tolist(), self._epoch + 1
-        return self._order[within]
+    def _epoch(self, number: int) -> Epoch:
+        """Return an epoch's prompts, one a row."""
+        count, seed = len(self.prompts), self.spec.seed
+        order = np.arange(count)
+        if self.spec.shuffle and self._by_earlier_order:
+            order = np.random.default_rng((seed, number)).permutation(count)
+        elif self.spec.shuffle:
+            dice = torch.Generator().manual_seed(seed)
+            for _ in range(number + 1):  # one generator draws the orders of all epochs
+                order = torch.randperm(count, generator=dice).numpy()
+        return Epoch(EpochRows(order, np.arange(count + 1)), number)

@@ -1,6 +1,6 @@
 """Token sets to batches, endlessly; the stream's position is a small value that a run commits with its weights.
 
-The invariant: after `restore(state)` come the batches that followed when `state()` was taken, bit for bit, or `restore` raises.
+Invariants: those of `batches.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.data.batches.batches import Batches, Cursor, Epoch, read_position
 from headrace.data.values.mixing import drawn
 from headrace.data.values.packing import EpochRows, packed_rows, single_rows
 from headrace.data.values.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
@@ -20,15 +21,17 @@ from headrace.terms.packed_rows import PackedRows
 
 # So many rows say how many samples of one length rows hold.
 _FIRST_ROWS = 1024
-_COUNTERS = ("steps", "tokens", "trained_tokens")
 
 
-class BatchStream:
+class BatchStream(Batches):
     """Batches of `spec.rows_per_step` rows each, epoch after epoch; a step that an epoch cannot fill goes on in the next.
 
     Cost: an epoch's rows are laid out when its first batch is asked for; packed, that takes about a second for a million
     samples.
     """
+
+    steps_per_epoch: float  # never None here
+    _epoch_rows: int
 
     def __init__(self, tokens: TokenSet, spec: DataSpec, earlier: Sequence[TokenSet] = ()) -> None:
         """Start at the first row of epoch 0. `earlier` are token sets that a run may have begun with.
@@ -44,29 +47,23 @@ class BatchStream:
                 f"a sample has {longest} tokens, a row only {spec.sequence_length}: they were tokenised for sequence_length "
                 f"{tokens.info.sequence_length}. Tokenise them again for {spec.sequence_length}"
             )
-        self._tokens = tokens
+        super().__init__(spec, tokens.held_out, spec.rows_per_step, None)
         self._earlier = earlier
-        self._spec = spec
-        self._epoch = 0
-        self._row_index = 0
-        self._rows = self._lay_out(0)
-        self._rows_of_first_epoch = len(self._rows)
-        self._counters = dict.fromkeys(_COUNTERS, 0)
+        self._use(tokens)
+        self._cursor = Cursor[Epoch](lambda last: self._epoch(last.number + 1 if last else 0))
+        self._epoch_rows = len(self._cursor.stretch.rows)
+
+    def _use(self, tokens: TokenSet) -> None:
+        self._tokens, self.held_out = tokens, tokens.held_out
+        self.by_earlier_rules = tokens.info.version != FORMAT_VERSION
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Notes for the person who trains on the data."""
-        share = 0.0 if self._spec.packing else self._padding_share()
+        share = 0.0 if self.spec.packing else self._padding_share()
         wasted = (f"not packed: {share:.0%} of the tokens computed are padding",) if share >= 0.01 else ()
-        held_out = self._tokens.held_out.notices if self._tokens.held_out else ()
+        held_out = self.held_out.notices if self.held_out else ()
         return (*self._tokens.notices, *wasted, *(f"eval_data: {notice}" for notice in held_out))
-
-    @property
-    def held_out(self) -> TokenSet | None:
-        """The samples that are evaluated and never trained; None if there are none."""
-        return self._tokens.held_out
-
-    left_out = ()  # it is known before, and in `notices`
 
     @property
     def digest(self) -> str:
@@ -75,131 +72,75 @@ class BatchStream:
 
     def from_the_start(self) -> "BatchStream":
         """Return a stream of the same samples, at its first row."""
-        return BatchStream(self._tokens, self._spec)
-
-    @property
-    def spec(self) -> DataSpec:
-        """What the data were asked for."""
-        return self._spec
-
-    def epochs_ended(self, steps: int) -> int:
-        """Return how many epochs, each as long as the first one, end within so many steps."""
-        return steps * self._spec.rows_per_step // self._rows_of_first_epoch
-
-    @property
-    def template_date(self) -> str | None:
-        """The day that the chat template was told; None if it does not ask."""
-        return self._spec.template_date
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps of the first epoch. Later epochs are packed differently, and may differ by a few rows."""
-        return self._rows_of_first_epoch / self._spec.rows_per_step
-
-    @property
-    def epoch(self) -> float:
-        """Epochs given out: 1.25 is a quarter into the second epoch."""
-        return self._epoch + self._row_index / len(self._rows)
+        return BatchStream(self._tokens, self.spec)
 
     def first_rows(self, steps: int) -> PackedRows:
         """Return the lengths of the samples in the rows of a run of so many steps; of a long run, in those of its first steps.
         What fills a row up counts as a sample, as in a batch.
         """
-        return first_rows(map(self._lengths_in, count()), self._spec, steps)
+        return first_rows(map(self._lengths_in, count()), self.spec, steps)
 
     def _lengths_in(self, epoch: int) -> Iterator[tuple[int, ...]]:
-        rows = self._rows if epoch == self._epoch else self._lay_out(epoch)
-        return lengths_of(rows, self._tokens.lengths, self._spec.sequence_length)
+        at_hand = self._cursor.stretch
+        rows = at_hand.rows if epoch == at_hand.number else self._lay_out(epoch)
+        return lengths_of(rows, self._tokens.lengths, self.spec.sequence_length)
 
     def next_batch(self) -> Batch:
-        """Return the next step's rows and move on.
-
-        Raises:
-            CorruptData: the token cache is no longer what was written.
-        """
-        rows = [self._next_row() for _ in range(self._spec.rows_per_step)]
-        batch = batch_of(self._tokens, rows, self._spec)
-        self._counters["steps"] += 1
-        self._counters["tokens"] += batch.num_tokens
-        self._counters["trained_tokens"] += batch.num_trained_tokens
-        return batch
+        """Return the next step's rows and move on. Raises as `Batches.next_batch`."""
+        return batch_of(self._tokens, [row for _, row in self._cursor.take(self.spec.rows_per_step)], self.spec)
 
     def state(self) -> dict[str, Any]:
         """Return the stream's position, as a value that JSON can hold."""
+        epoch = self._cursor.stretch
         return {
-            **self._identity(),
+            **self._choices(),
             "rules": self._tokens.info.version,
-            "epoch": self._epoch,
-            "row_index": self._row_index,
-            "row_checksum": self._rows.checksum,
-            "counters": dict(self._counters),
+            "epoch": epoch.number,
+            "row_index": self._cursor.row_index,
+            "row_checksum": epoch.rows.checksum,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to the position where `state` was taken. Cost: the layout of one epoch; no batch is made again.
 
         `tokens_per_step` may differ from that time: the next rows are the same. If the run began with one of the earlier token
-        sets, it goes on with that.
-
-        Raises:
-            DataError: samples, sequence length, seed or order differ from that time, or `state` is no position of a stream. The
-                stream then stays where it was.
+        sets, it goes on with that. Raises as `Batches.restore`.
         """
         begun, kept = state.get("samples_digest"), self._tokens
-        self._tokens = next((each for each in (kept, *self._earlier) if each.info.digest == begun), kept)
+        self._use(next((each for each in (kept, *self._earlier) if each.info.digest == begun), kept))
         try:
             self._restore(state)
         except DataError:
-            self._tokens = kept
+            self._use(kept)
             raise
         if self._tokens is not kept:
-            self._rows_of_first_epoch = len(self._lay_out(0))
+            self._epoch_rows = len(self._lay_out(0))
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         begun = state.get("samples_digest")
-        if begun not in (None, self._tokens.info.digest) and state.get("rules", EARLIER_FORMATS[-1]) != FORMAT_VERSION:
+        if begun not in (None, self.digest) and state.get("rules", EARLIER_FORMATS[-1]) != FORMAT_VERSION:
             raise DataError(
                 "cannot continue the data where the run stopped: its tokens were made by an earlier version of the rules "
                 "(docs/data.md), and the cache no longer has them. Start a new run, or resume with that version"
             )
-        for name, value in self._identity().items():
-            if name not in state or state[name] != value:
-                raise DataError(
-                    f"cannot continue the data where the run stopped: {name} was {state.get(name, '(unknown)')!r}, now it is "
-                    f"{value!r}. Give the same data, tokenizer and data options, or start a new run"
-                )
-        try:
-            epoch, row_index, checksum = int(state["epoch"]), int(state["row_index"]), int(state["row_checksum"])
-            counters = {name: int(state["counters"][name]) for name in _COUNTERS}
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the position in the data is damaged ({error!r}), found {dict(state)}; start a new run") from error
+        with read_position(state, self._choices()):
+            epoch, row_index, checksum = (int(state[name]) for name in ("epoch", "row_index", "row_checksum"))
         rows = self._lay_out(epoch) if epoch >= 0 else None
         if rows is None or rows.checksum != checksum or not 0 <= row_index <= len(rows):
             raise DataError(
                 f"cannot continue the data where the run stopped: epoch {epoch}, row {row_index} of the saved position is "
                 "not in the order that this version makes (another NumPy?). Use the versions that the run began with"
             )
-        self._epoch, self._row_index, self._rows, self._counters = epoch, row_index, rows, counters
+        self._cursor.go_to(Epoch(rows, epoch), row_index)
 
-    @property
-    def by_earlier_rules(self) -> bool:
-        """Whether the tokens were made by earlier rules, with which the run began."""
-        return self._tokens.info.version != FORMAT_VERSION
+    def _choices(self) -> dict[str, Any]:
+        return {"samples_digest": self.digest, **super()._choices()}
 
-    def _identity(self) -> dict[str, Any]:
-        spec = self._spec
-        return {
-            "samples_digest": self._tokens.info.digest,
-            "sequence_length": spec.sequence_length,
-            "seed": spec.seed,
-            "packing": spec.packing,
-            "shuffle": spec.shuffle,
-            **({"weights": list(spec.weights)} if spec.weights else {}),
-            **({"held_out_digest": self._tokens.held_out.info.digest} if self._tokens.held_out else {}),
-        }
+    def _epoch(self, number: int) -> Epoch:
+        return Epoch(self._lay_out(number), number)
 
     def _lay_out(self, epoch: int) -> EpochRows:
-        spec = self._spec
+        spec = self.spec
         seed = spec.seed if spec.shuffle else None
         if not spec.weights:
             return rows_of(self._tokens.lengths, spec, epoch)
@@ -212,18 +153,9 @@ class BatchStream:
     def _padding_share(self) -> float:
         """Return the share of the first epoch's positions that only pad rows of one sample to the longest row of their step."""
         lengths = self._tokens.lengths[self._lay_out(0).samples]
-        starts = np.arange(0, len(lengths), self._spec.rows_per_step)
+        starts = np.arange(0, len(lengths), self.spec.rows_per_step)
         rows = np.diff(np.append(starts, len(lengths)))
         return 1 - float(lengths.sum()) / float((rows * np.maximum.reduceat(lengths, starts)).sum())
-
-    def _next_row(self) -> NDArray[np.int64]:
-        if self._row_index == len(self._rows):
-            self._rows = self._lay_out(self._epoch + 1)
-            self._epoch += 1
-            self._row_index = 0
-        row = self._rows.row(self._row_index)
-        self._row_index += 1
-        return row
 
 
 def rows_of(lengths: NDArray[np.int64], spec: DataSpec, epoch: int) -> EpochRows:
@@ -267,7 +199,7 @@ def packed_batch(rows: Sequence[Sequence[Sample]], pad_id: int, sequence_length:
             at += length
         position_ids[row, at:] = np.arange(sequence_length - at)
         token_mask[row, :at] = 1
-    return _batch(input_ids, labels, int(token_mask.sum()), position_ids=position_ids, token_mask=token_mask)
+    return Batch(input_ids=input_ids, labels=labels, position_ids=position_ids, token_mask=token_mask)
 
 
 def padded_batch(samples: Sequence[Sample], pad_id: int) -> Batch:
@@ -278,27 +210,25 @@ def padded_batch(samples: Sequence[Sample], pad_id: int) -> Batch:
     attention_mask = np.zeros(shape, dtype=np.int64)
     for row, sample in enumerate(samples):
         attention_mask[row, : _fill(sample, input_ids[row], labels[row])] = 1
-    return _batch(input_ids, labels, int(attention_mask.sum()), attention_mask=attention_mask)
+    return Batch(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
 
 
 def batch_of(tokens: TokenSet, rows: Sequence[NDArray[np.int64]], spec: DataSpec) -> Batch:
     """Return the batch of some rows of one token set, as `spec` has them."""
-    batch = joined_batch([(tokens, rows)], spec)
+    batch = joined_batch([(tokens, row) for row in rows], spec)
     if spec.packing:
         return batch
     places = [int(row[0]) for row in rows]
     return replace(batch, samples=np.array(places), desirable=tokens.desirable(places))
 
 
-def joined_batch(parts: Sequence[tuple[TokenSet, Sequence[NDArray[np.int64]]]], spec: DataSpec) -> Batch:
-    """Return one batch of rows of several token sets."""
-    samples = [[tokens.sample(index) for index in row.tolist()] for tokens, rows in parts for row in rows]
-    pad_id = parts[0][0].info.pad_id
-    return (
-        packed_batch(samples, pad_id, spec.sequence_length)
-        if spec.packing
-        else padded_batch([row[0] for row in samples], pad_id)
-    )
+def joined_batch(rows: Sequence[tuple[TokenSet, NDArray[np.int64]]], spec: DataSpec) -> Batch:
+    """Return one batch of rows, each of a token set."""
+    samples = [[tokens.sample(index) for index in row.tolist()] for tokens, row in rows]
+    pad_id = rows[0][0].info.pad_id
+    if spec.packing:
+        return packed_batch(samples, pad_id, spec.sequence_length)
+    return padded_batch([row[0] for row in samples], pad_id)
 
 
 def _fill(sample: Sample, input_ids: NDArray[np.int64], labels: NDArray[np.int64]) -> int:
@@ -306,23 +236,3 @@ def _fill(sample: Sample, input_ids: NDArray[np.int64], labels: NDArray[np.int64
     input_ids[:length] = sample.input_ids
     labels[:length] = np.where(sample.trained, sample.input_ids, IGNORED)
     return length
-
-
-def _batch(
-    input_ids: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    num_tokens: int,
-    *,
-    position_ids: NDArray[np.int64] | None = None,
-    attention_mask: NDArray[np.int64] | None = None,
-    token_mask: NDArray[np.int64] | None = None,
-) -> Batch:
-    return Batch(
-        input_ids=input_ids,
-        labels=labels,
-        position_ids=position_ids,
-        attention_mask=attention_mask,
-        token_mask=token_mask,
-        num_tokens=num_tokens,
-        num_trained_tokens=int(np.count_nonzero(labels != IGNORED)),
-    )

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, islice
 from typing import Any
 
+from headrace.data.batches.batches import Batches, Cursor, Stretch, read_position
 from headrace.data.batches.stream import first_rows, joined_batch, lengths_of, rows_of
 from headrace.data.read.sources import Source
 from headrace.data.tokens.token_writer import held_tokens
 from headrace.data.tokens.tokenize import Samples, pad_id_of
-from headrace.data.values.packing import EpochRows
 from headrace.data.values.tokens import TokenSet
 from headrace.data.values.values import Batch, DataSpec, Row, Tokenizer
 from headrace.terms.errors import DataError
@@ -45,15 +45,14 @@ class BufferPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Buffer:
+class _Buffer(Stretch):
     begin: BufferPlace
     end: BufferPlace
     tokens: TokenSet
-    rows: EpochRows
 
 
-class StreamedBatches:
-    """`Batches` of `sources`, in their order, over and over."""
+class StreamedBatches(Batches):
+    """`Batches` of `sources`, in their order, over and over. How long an epoch is shows at its end."""
 
     def __init__(
         self,
@@ -66,54 +65,30 @@ class StreamedBatches:
         fit: Callable[[TokenSet], TokenSet] = lambda tokens: tokens,
     ) -> None:
         """Start at the first row. A buffer has `buffer_rows` rows of the sources; `fit` refuses tokens that suit no model."""
-        self._sources, self._spec, self._tokenizer, self._fit = sources, spec, tokenizer, fit
+        super().__init__(spec, held_out, spec.rows_per_step, None)
+        self._sources, self._tokenizer, self._fit = sources, tokenizer, fit
         self._buffer_rows = buffer_rows or max(1, _BUFFER_TOKENS // spec.sequence_length)
-        self._held_out = held_out
         self._open: tuple[tuple[int, int], Iterator[Row]] | None = None  # rows of a source, and the next one's place
         self._firsts: dict[int, Row | None] = {}  # of each source, if reading began in its midst
-        self._buffer: _Buffer | None = None
-        self._row_index = 0
-        self._steps = 0
-
-    @property
-    def spec(self) -> DataSpec:
-        """What the data were asked for."""
-        return self._spec
-
-    @property
-    def template_date(self) -> str | None:
-        """The day that the chat template was told; None if it does not ask."""
-        return self._spec.template_date
-
-    @property
-    def held_out(self) -> TokenSet | None:
-        """The samples that are evaluated and never trained; None if there are none."""
-        return self._held_out
-
-    by_earlier_rules = False
-    steps_per_epoch = None
-
-    def epochs_ended(self, steps: int) -> int:
-        """Return 0: how long an epoch is shows at its end."""
-        return 0
+        self._cursor = Cursor[_Buffer](lambda last: self._filled(last.end if last else BufferPlace()))
 
     @property
     def notices(self) -> tuple[str, ...]:
         """Notes for the person who trains on the data."""
-        among = "shuffled and packed" if self._spec.shuffle and self._spec.packing else "shuffled" if self._spec.shuffle else ""
+        among = "shuffled and packed" if self.spec.shuffle and self.spec.packing else "shuffled" if self.spec.shuffle else ""
         words = f"data are read as they come, {self._buffer_rows} rows at once{among and f', {among} among themselves'}"
-        of_first = self._buffer.tokens.notices if self._buffer else ()
-        held_out = self._held_out.notices if self._held_out else ()
+        of_first = self._cursor.stretch.tokens.notices if self._cursor.begun else ()
+        held_out = self.held_out.notices if self.held_out else ()
         return (words, *(f"first rows: {each}" for each in of_first), *(f"eval_data: {each}" for each in held_out))
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """What was cut, dropped and skipped so far, up to the end of the buffer."""
-        if self._buffer is None:
+        if not self._cursor.begun:
             return ()
-        seen = self._buffer.end
+        seen = self._cursor.stretch.end
         counts = {
-            f"cut at sequence_length {self._spec.sequence_length}": seen.cut,
+            f"cut at sequence_length {self.spec.sequence_length}": seen.cut,
             "dropped, because nothing in them is trained": seen.dropped,
             "skipped, because their turns cannot be told": seen.skipped,
         }
@@ -121,56 +96,30 @@ class StreamedBatches:
 
     def first_rows(self, steps: int) -> PackedRows:
         """Return the lengths of the samples in the rows of the first steps, as far as the first buffer has them."""
-        buffer = self._current()
-        return first_rows([lengths_of(buffer.rows, buffer.tokens.lengths, self._spec.sequence_length)], self._spec, steps)
+        buffer = self._cursor.stretch
+        return first_rows([lengths_of(buffer.rows, buffer.tokens.lengths, self.spec.sequence_length)], self.spec, steps)
 
     def next_batch(self) -> Batch:
-        """Return the next step's rows and move on.
-
-        Raises:
-            DataError: the next rows cannot be read or trained on.
-        """
-        parts: list[tuple[TokenSet, list[Any]]] = []
-        for _ in range(self._spec.rows_per_step):
-            buffer = self._current()
-            if self._row_index == len(buffer.rows):
-                buffer, self._row_index = self._filled(buffer.end), 0
-                self._buffer = buffer
-            if not parts or parts[-1][0] is not buffer.tokens:
-                parts.append((buffer.tokens, []))
-            parts[-1][1].append(buffer.rows.row(self._row_index))
-            self._row_index += 1
-        self._steps += 1
-        return joined_batch(parts, self._spec)
+        """Return the next step's rows and move on. Raises as `Batches.next_batch`."""
+        return joined_batch([(buffer.tokens, row) for buffer, row in self._cursor.take(self.spec.rows_per_step)], self.spec)
 
     def state(self) -> dict[str, Any]:
         """Return the position, as a value that JSON can hold."""
-        buffer = self._current()
+        buffer = self._cursor.stretch
         return {
-            **self._identity(),
+            **self._choices(),
             "place": asdict(buffer.begin),
-            "row_index": self._row_index,
+            "row_index": self._cursor.row_index,
             "digest": self._digest(buffer),
-            "steps": self._steps,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to the position where `state` was taken. Cost: rows before its buffer are read past, and the buffer is filled.
-
-        Raises:
-            DataError: the rows of the buffer or the options differ from that time, or `state` is no position of streamed data.
+        Raises as `Batches.restore`.
         """
-        for name, value in self._identity().items():
-            if name not in state or state[name] != value:
-                raise DataError(
-                    f"cannot continue the data where the run stopped: {name} was {state.get(name, '(unknown)')!r}, now it is "
-                    f"{value!r}. Give the same data, tokenizer and data options, or start a new run"
-                )
-        try:
-            place, row_index, steps = BufferPlace.of(state["place"]), int(state["row_index"]), int(state["steps"])
+        with read_position(state, self._choices()):
+            place, row_index = BufferPlace.of(state["place"]), int(state["row_index"])
             digest = str(state["digest"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"the position in the data is damaged ({error!r}), found {dict(state)}; start a new run") from error
         self._open = None
         buffer = self._filled(place)
         if self._digest(buffer) != digest or not 0 <= row_index <= len(buffer.rows):
@@ -179,27 +128,14 @@ class StreamedBatches:
                 f"cannot continue the data where the run stopped: the rows from {where} on give other tokens than then. "
                 "Give the same data and tokenizer, or start a new run"
             )
-        self._buffer, self._row_index, self._steps = buffer, row_index, steps
+        self._cursor.go_to(buffer, row_index)
 
-    def _identity(self) -> dict[str, Any]:
-        spec = self._spec
-        return {
-            "streamed_rows": self._buffer_rows,
-            "sequence_length": spec.sequence_length,
-            "seed": spec.seed,
-            "packing": spec.packing,
-            "shuffle": spec.shuffle,
-            **({"held_out_digest": self._held_out.info.digest} if self._held_out else {}),
-        }
+    def _choices(self) -> dict[str, Any]:
+        return {"streamed_rows": self._buffer_rows, **super()._choices()}
 
     @staticmethod
     def _digest(buffer: _Buffer) -> str:
         return f"{buffer.tokens.info.digest[:32]}-{buffer.rows.checksum:08x}"
-
-    def _current(self) -> _Buffer:
-        if self._buffer is None:
-            self._buffer = self._filled(BufferPlace())
-        return self._buffer
 
     def _filled(self, place: BufferPlace) -> _Buffer:
         """Return the next buffer with something to train, from `place` on.
@@ -207,7 +143,7 @@ class StreamedBatches:
         Raises:
             DataError: rows cannot be read, too many cannot be told, or none of all sources has anything to train.
         """
-        begun, spec = place, self._spec
+        begun, spec = place, self.spec
         while True:
             if place.source >= len(self._sources):
                 place = replace(place, epoch=place.epoch + 1, buffer=0, source=0, row=0)
@@ -229,7 +165,7 @@ class StreamedBatches:
             samples.refuse_unmarked(end.skipped, end.read)
             if len(tokens):
                 rows = rows_of(tokens.lengths, spec, place.epoch + _BUFFER * place.buffer)
-                return _Buffer(place, end, self._fit(tokens), rows)
+                return _Buffer(rows, place, end, self._fit(tokens))
             if end.epoch > begun.epoch + 1:
                 names = ", ".join(map(str, spec.paths))
                 raise DataError(f"{names}: no token of the data set is trained: {'; '.join(info.losses) or 'it has no rows'}")

@@ -199,17 +199,25 @@ class Batch:
 
     Packed rows have `position_ids` that restart at each sample, and a `token_mask`: 1 for tokens, 0 for padding, on the right.
     They have no `attention_mask`, which would hide from models that samples are separate. Padded rows (one sample each) have an
-    `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `num_tokens` leaves padding out;
-    `num_trained_tokens` counts the labels that are not `IGNORED`, and is the divisor of a token-weighted loss. `samples`
-    (rows,) are the places of padded rows in their token set, `desirable` (rows,) their labels, if they have some.
+    `attention_mask` (1 for tokens, 0 for padding, on the right) and no `position_ids`. `samples` (rows,) are the places of
+    padded rows in their token set, `desirable` (rows,) their labels, if they have some.
     """
 
     input_ids: Ids
     labels: Ids
-    position_ids: Ids | None
-    attention_mask: Ids | None
-    token_mask: Ids | None
-    num_tokens: int
-    num_trained_tokens: int
+    position_ids: Ids | None = None
+    attention_mask: Ids | None = None
+    token_mask: Ids | None = None
     samples: Ids | None = None
     desirable: NDArray[np.bool_] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all rows, without padding."""
+        mask = self.attention_mask if self.token_mask is None else self.token_mask
+        return 0 if mask is None else int(mask.sum())
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """The labels that are not `IGNORED`: the divisor of a token-weighted loss."""
+        return int(np.count_nonzero(self.labels != IGNORED))

@@ -146,20 +146,18 @@ class Broker:
         """Deal the rows from `first` on, and commit that."""
         steps = min(self._steps, self.total_steps - self.steps_done)
         self._go_to(first)
-        data, before = self._stream.state(), self._stream.state()["counters"]["trained_tokens"]
-        for _ in range(steps):
-            self._stream.next_batch()
-        after = self._stream.state()
+        data = self._stream.state()
+        tokens = sum(self._stream.next_batch().num_trained_tokens for _ in range(steps))
         lot = Lot(
             number=number,
             learner=learner,
             base=self.ledger.version,
             first=first,
             stop=first + steps * self._rows_per_step,
-            tokens=after["counters"]["trained_tokens"] - before,
+            tokens=tokens,
             data=data,
         )
-        last = replace(self.ledger, row=lot.stop, data=after, next_lot=number + 1)
+        last = replace(self.ledger, row=lot.stop, data=self._stream.state(), next_lot=number + 1)
         self._commit((last if number >= self.ledger.next_lot else self.ledger).with_lot(lot))
         return lot
 
