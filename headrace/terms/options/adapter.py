@@ -42,14 +42,12 @@ class Lora(GradientWay):
         None,
         Text(),
         row="modules that get none although they are targets, by the ends of names: `k_proj+layers.0.mlp.up_proj`",
-        words="none",
     )
 
     from_: str | None = option(
         None,
         Text(),
         row="directory of an adapter in PEFT's files with which training begins; it decides the settings that are not given",
-        words="none",
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ To add an option, add one field to a class of options (`terms/options/method_opt
 
 Its name is the key of the YAML file and, with `-` for `_`, the option on the command line. Its kind reads and checks values
 from any source. Its help stands in `--help`, in the section of its `group`, and in docs/options.md, where `row` may say more.
+Where several options of a file share a section, a partial `option` says it once.
 What a run was begun with is written into its record and must not change in `config.yaml`, unless the option is declared with
 `fixed=False`.
 Invariant: an instance that exists is valid in itself.
@@ -231,7 +232,7 @@ def _declarations(cls: type[Declared]) -> Iterator[Declaration]:
 
 
 def _words_of(default: Any) -> str:
-    if isinstance(default, bool):
+    if default is None or isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, str):
         return f"`{default}`"

@@ -1,6 +1,7 @@
 """The options of measuring a model's loss, each declared once (`terms/options/declared.py` says how to add one)."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.terms.errors import ConfigError
@@ -11,37 +12,33 @@ from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
 from headrace.terms.options.option_kinds import Flag, Listed, PathOf, PlaceOrName, Text, Whole
 from headrace.terms.options.run_options import RunOptions
 
+_data = partial(option, group=Group.DATA)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(Declared):
     """What `headrace eval` works by. Sizes are bytes, lengths are tokens. None stands for "choose for me"."""
 
-    data: tuple[str, ...] = option(
+    data: tuple[str, ...] = _data(
         (),
         kind=Listed(PlaceOrName()),
         help="Held-out data; may be given twice.",
         row="one or more files, as for training: samples are marked, cut and packed as there",
         words="-",
-        group=Group.DATA,
         often=True,
     )
-    tasks: str | None = option(
+    tasks: str | None = _data(
         None,
         Text(),
         "Tasks of lm-eval instead of data, such as arc_easy,hellaswag.",
         row="tasks of lm-eval instead of data, such as `arc_easy,hellaswag`; names may have `*`",
         words="-",
-        group=Group.DATA,
         often=True,
     )
-    num_fewshot: int | None = option(
-        None, Whole(0), "Examples before each question of a task.", words="the task's", group=Group.DATA
-    )
-    limit: int | None = option(None, Whole(), "Questions of each task: the first ones.", words="all", group=Group.DATA)
-    apply_chat_template: bool = option(False, Flag(), "Ask tasks as a conversation, by the chat template.", group=Group.DATA)
-    include_path: Path | None = option(
-        None, PathOf(), "Directory with tasks of your own, as lm-eval has them.", words="-", group=Group.DATA
-    )
+    num_fewshot: int | None = _data(None, Whole(0), "Examples before each question of a task.", words="the task's")
+    limit: int | None = _data(None, Whole(), "Questions of each task: the first ones.", words="all")
+    apply_chat_template: bool = _data(False, Flag(), "Ask tasks as a conversation, by the chat template.")
+    include_path: Path | None = _data(None, PathOf(), "Directory with tasks of your own, as lm-eval has them.", words="-")
     sequence_length: int | None = option_as(RunOptions, "sequence_length")
     template_date: str | None = option_as(
         RunOptions,

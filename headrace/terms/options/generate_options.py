@@ -6,6 +6,7 @@ change while a job of a file is under way says `fixed=False`; all others decide 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ from headrace.terms.options.declared import Declared, Group, Setting, option, op
 from headrace.terms.options.option_kinds import Duration, Flag, Listed, Number, OneOf, PathOf, Text, Whole
 from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import RunOptions
+
+_prompts = partial(option, group=Group.PROMPTS)
+_sampling = partial(option, group=Group.SAMPLING)
+_method = partial(option, group=Group.METHOD)
+_drafts = partial(option, group=Group.DRAFTS)
+_memory = partial(option, group=Group.MEMORY)
 
 _MOST_SEED = (1 << 63) - 1
 # Where attention of new tokens is computed.
@@ -28,94 +35,65 @@ CACHE_DTYPES = ("int4", "int8")
 class GenerateOptions(Declared):
     """What `headrace generate` runs with. None stands for what generation_config.json says, or for what is planned."""
 
-    prompt: str | None = option(
+    prompt: str | None = _prompts(
         None,
         Text(),
         "Answer this text and end; - reads standard input.",
         row="text to answer; `-` reads standard input; without it, in a terminal: a conversation",
         words="-",
-        group=Group.PROMPTS,
         often=True,
     )
-    input: str | Path | None = option(
+    input: str | Path | None = _prompts(
         None,
         PathOf(),
         "Answer the lines of this JSONL file.",
         row="JSONL with a `prompt` (text) or `messages` in each line, or lines of OpenAI's Batch files",
         words="-",
         fixed=False,
-        group=Group.PROMPTS,
         often=True,
     )
-    output: str | Path | None = option(
+    output: str | Path | None = _prompts(
         None,
         PathOf(),
         "JSONL file that the answers go to.",
         row="JSONL of the answers, in the order of `input`",
         words="-",
         fixed=False,
-        group=Group.PROMPTS,
         often=True,
     )
-    max_new_tokens: int | None = option(
-        None,
-        Whole(),
-        "Most tokens of an answer.",
-        words="the model's, or 512",
-        group=Group.SAMPLING,
-        often=True,
-        setting=Setting("max_new_tokens"),
+    max_new_tokens: int | None = _sampling(
+        None, Whole(), "Most tokens of an answer.", words="the model's, or 512", often=True, setting=Setting("max_new_tokens")
     )
-    temperature: float | None = option(
+    temperature: float | None = _sampling(
         None,
         Number(),
         "Temperature of sampling; 0 is greedy.",
         row="of sampling; 0 takes the likeliest token each time",
         words="the model's",
-        group=Group.SAMPLING,
         often=True,
         setting=Setting("temperature", samples=True),
     )
-    top_p: float | None = option(
+    top_p: float | None = _sampling(
         None,
         Number(0, 1, above=True),
         "Sample from the likeliest tokens that make up this share.",
         words="the model's",
-        group=Group.SAMPLING,
         setting=Setting("top_p", samples=True),
     )
-    top_k: int | None = option(
-        None,
-        Whole(),
-        "Sample from this many likeliest tokens.",
-        words="the model's",
-        group=Group.SAMPLING,
-        setting=Setting("top_k", samples=True),
+    top_k: int | None = _sampling(
+        None, Whole(), "Sample from this many likeliest tokens.", words="the model's", setting=Setting("top_k", samples=True)
     )
-    seed: int = option(
+    seed: int = _sampling(
         0,
         Whole(0, _MOST_SEED),
         "Seed of sampling.",
         row="seed of sampling: micro-batch k draws as after `torch.manual_seed(seed + k)`",
-        group=Group.SAMPLING,
     )
-    stop: tuple[str, ...] = option(
-        (),
-        Listed(Text()),
-        "End an answer before this text; repeatable.",
-        words="none",
-        group=Group.PROMPTS,
-        setting=Setting("stop_strings"),
+    stop: tuple[str, ...] = _prompts(
+        (), Listed(Text()), "End an answer before this text; repeatable.", setting=Setting("stop_strings")
     )
-    system: str | None = option(
-        None, Text(), "System message of conversations.", words="the chat template's", group=Group.PROMPTS
-    )
-    raw: bool = option(
-        False,
-        Flag(),
-        "Take prompts as they are, without the chat template.",
-        group=Group.PROMPTS,
-    )
+    system: str | None = _prompts(None, Text(), "System message of conversations.", words="the chat template's")
+    raw: bool = _prompts(False, Flag(), "Take prompts as they are, without the chat template.")
     template_date: str | None = option_as(
         RunOptions,
         "template_date",
@@ -123,30 +101,26 @@ class GenerateOptions(Declared):
         words="a run's own, or now",
         group=Group.PROMPTS,
     )
-    adapter: str | Path | None = option(
+    adapter: str | Path | None = _method(
         None,
         PathOf(),
         "Directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply.",
         row="directory of a PEFT adapter (LoRA or DoRA), or of row tables, to apply, such as `RUN_DIR/final`",
-        words="none",
-        group=Group.METHOD,
     )
-    assistant: str | Path | None = option(
+    assistant: str | Path | None = _drafts(
         None,
         PathOf(),
         "Small model that drafts tokens (assisted decoding).",
         row="a small model with the same tokenizer that drafts several tokens for one pass over the weights. It stays in "
         "memory; one row at a time",
         words="-",
-        group=Group.DRAFTS,
     )
-    prompt_lookup: int | None = option(
+    prompt_lookup: int | None = _drafts(
         None,
         Whole(),
         "Draft up to this many tokens out of the prompt.",
         row="draft up to this many tokens out of the prompt itself; one row at a time",
         words="-",
-        group=Group.DRAFTS,
         setting=Setting("prompt_lookup_num_tokens", by_line=False),
     )
     host_memory: str | int | None = option_as(
@@ -155,7 +129,7 @@ class GenerateOptions(Declared):
     device_memory: str | int | None = option_as(
         Options, "device_memory", row="", plan=True, fixed=False, group=Group.MEMORY, often=True
     )
-    ssd: str | Path | Sequence[str | Path] = option(
+    ssd: str | Path | Sequence[str | Path] = _memory(
         (),
         Listed(PathOf()),
         "Directory on an SSD for keys, values and a copy of the weights; give it several times to stripe.",
@@ -164,18 +138,16 @@ class GenerateOptions(Declared):
         words="-",
         plan=True,
         fixed=False,
-        group=Group.MEMORY,
     )
-    copy_weights: bool | None = option(
+    copy_weights: bool | None = _memory(
         None,
         Flag(),
         "Copy the weights to the SSD directories, striped, and keep the copy.",
         row="copy the weights to the directories of `ssd` once, striped, and keep the copy for the next call",
         words="where passes get faster by it",
         fixed=False,
-        group=Group.MEMORY,
     )
-    packed_products: bool | None = option(
+    packed_products: bool | None = _method(
         None,
         Flag(),
         "Multiply few rows with four-bit weights that stay packed.",
@@ -183,9 +155,8 @@ class GenerateOptions(Declared):
         "decoded ones. Bits differ from those of decoded weights",
         words="where tokens come faster by it",
         fixed=False,
-        group=Group.METHOD,
     )
-    narrow_products: bool | None = option(
+    narrow_products: bool | None = _method(
         None,
         Flag(),
         "Multiply up to four rows of bfloat16 by a loop of Headrace's own.",
@@ -193,9 +164,8 @@ class GenerateOptions(Declared):
         "products",
         words="where it was measured to be faster",
         fixed=False,
-        group=Group.METHOD,
     )
-    attention: str = option(
+    attention: str = _method(
         AUTO,
         OneOf((AUTO, ON_DEVICE, ON_HOST)),
         "Where attention of new tokens is computed: auto, device or host.",
@@ -203,16 +173,14 @@ class GenerateOptions(Declared):
         "move. With a GPU `auto` plans what is faster",
         plan=True,
         fixed=False,
-        group=Group.METHOD,
     )
-    cache_dtype: str | None = option(
+    cache_dtype: str | None = _method(
         None,
         OneOf(CACHE_DTYPES),
         "Keep keys and values in few bits, with loss: int4 or int8.",
         row="keep keys and values in few bits, with loss, wherever they lie: `int4` or `int8`. Answers change",
         words="that of activations",
         plan=True,
-        group=Group.METHOD,
     )
     compute_dtype: str | None = option_as(
         Options,
@@ -226,15 +194,14 @@ class GenerateOptions(Declared):
         often=False,
         help="Dtype of activations: bfloat16, float32 or float16.",
     )
-    rows: int | None = option(None, Whole(), "Number of rows in a micro-batch.", words="planned", plan=True, group=Group.MEMORY)
-    seats: int | None = option(
+    rows: int | None = _memory(None, Whole(), "Number of rows in a micro-batch.", words="planned", plan=True)
+    seats: int | None = _memory(
         None,
         Whole(1, 64),
         "Number of micro-batches that go through the model together.",
         words="planned",
         plan=True,
         fixed=False,
-        group=Group.MEMORY,
     )
     most_lost: float = option(
         1800.0,

@@ -1,6 +1,7 @@
 """Options of a node whose learners train by themselves, and meet now and then."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.options.declared import Declared, Group, option
 from headrace.terms.options.named import named_text, parse_named
 from headrace.terms.options.option_kinds import Number, OneOf, PathOf, Text, Whole
+
+_cluster = partial(option, group=Group.CLUSTER)
 
 # What a node without a GPU cannot do between merges, and what to do instead.
 _NOT_HERE = {
@@ -26,51 +29,44 @@ _ALONE = ("quorum", "outer", "outer_learning_rate", "exchange_dtype", "replay")
 class LocalOptions(Declared):
     """How learners of a node train by themselves. Without `local_steps` they do not: workers compute each step together."""
 
-    local_steps: int | None = option(
+    local_steps: int | None = _cluster(
         None,
         Whole(),
         "Let learners train by themselves, and merge what they learned every so many steps (DiLoCo).",
         row="let learners train by themselves, and merge what they learned every so many steps of theirs",
         words="workers compute each step together",
-        group=Group.CLUSTER,
     )
-    quorum: int = option(
+    quorum: int = _cluster(
         1,
         Whole(1, 4096),
         "Learners whose changes a merge waits for.",
         row="with `local_steps`: learners whose changes a merge waits for; others have `grace` seconds more",
         fixed=False,
-        group=Group.CLUSTER,
     )
-    outer: str = option(
+    outer: str = _cluster(
         "sgd:momentum=0.9,nesterov=true",
         Text(),
         "Update rule of merges, as in --optimizer.",
         row="with `local_steps`: the update rule of merges, as in `optimizer`",
-        group=Group.CLUSTER,
     )
-    outer_learning_rate: float = option(
+    outer_learning_rate: float = _cluster(
         0.7,
         Number(),
         "Learning rate of merges.",
         row="with `local_steps`: learning rate of merges; 1 takes the mean of what was learned",
-        group=Group.CLUSTER,
     )
-    exchange_dtype: str = option(
+    exchange_dtype: str = _cluster(
         "bfloat16",
         OneOf(("bfloat16", "int8")),
         "Numbers in which changes travel; int8 halves the bytes.",
         row="with `local_steps`: numbers in which changes travel. `int8` halves the bytes; what rounding leaves is sent with "
         "the next change",
-        group=Group.CLUSTER,
     )
-    replay: Path | None = option(
+    replay: Path | None = _cluster(
         None,
         PathOf(),
         "Take the same merges again: merges.jsonl of another run.",
         row="with `local_steps`: `merges.jsonl` of another run, whose merges are taken again, with the same bits",
-        words="none",
-        group=Group.CLUSTER,
     )
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ command line or a program to the record of the run. The command line, docs/optio
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from headrace.terms.options.optimizer import Schedule
 from headrace.terms.options.option_kinds import Either, Flag, OneOf, PathOf, PlaceOrName, Whole
 from headrace.terms.options.stage_options import StageOptions
 
+_run = partial(option, group=Group.RUN)
+_method = partial(option, group=Group.METHOD)
+
 DEFAULT_SEQUENCE_LENGTH = 2048
 DEFAULT_ROWS_PER_STEP = 8
 _MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
@@ -34,7 +38,7 @@ class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last
     """
 
     seed: int = option(0, Whole(0, _MOST_SEED), "Seed of the data order and of dropout.", group=Group.LEARNING)
-    checkpoint_every: int | None = option(
+    checkpoint_every: int | None = _run(
         None,
         Whole(),
         "Commit every so many steps, for resuming; it makes no checkpoint-N (--save-steps).",
@@ -42,22 +46,19 @@ class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last
         "live in memory (`headrace plan` says how much). If updates do not wait for the norm, every step is committed",
         words="1",
         plan=True,
-        group=Group.RUN,
     )
-    compile_blocks: bool = option(
+    compile_blocks: bool = _method(
         False,
         Flag(),
         "Run blocks under torch.compile.",
         row="run blocks under `torch.compile`. It needs a C++ compiler (CPU) or Triton (GPU), and a model without dropout; "
         "nothing is replayed. The first step takes longer, and memory that no plan counts",
-        group=Group.METHOD,
     )
-    liger: bool = option(
+    liger: bool = _method(
         False,
         Flag(),
         "Run Liger's kernels in the blocks, on a GPU.",
         row="run Liger's norms, gated products and rotations in blocks, on a GPU with `liger-kernel`; nothing is replayed",
-        group=Group.METHOD,
     )
     leave_out_blocks: bool = option(
         False,
@@ -67,7 +68,7 @@ class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last
         "Without this option such a model is refused",
         group=Group.DATA,
     )
-    plan: str | Path | None = option(
+    plan: str | Path | None = _run(
         None,
         PathOf(),
         "Follow this plan: a run directory, or a plan as JSON.",
@@ -76,7 +77,6 @@ class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last
         words="the planner's",
         plan=True,
         fixed=False,
-        group=Group.RUN,
     )
     machine: str | Ceilings | None = option(
         None,
@@ -88,13 +88,12 @@ class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last
         fixed=False,
         group=Group.MEMORY,
     )
-    interpreter: str = option(
+    interpreter: str = _run(
         "overlapped",
         OneOf(("overlapped", "plain")),
         "Order of operations; `plain` runs one after the other.",
         row="`plain` runs one operation after the other: same bits, for tests",
         cli=False,
-        group=Group.RUN,
     )
 
     def __post_init__(self) -> None:

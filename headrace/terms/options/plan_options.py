@@ -1,6 +1,7 @@
 """The options of `headrace plan`: those of a run, so that its file can be planned, and those of a node and its workers."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.terms.errors import ConfigError
@@ -10,6 +11,8 @@ from headrace.terms.options.declared import Group, option, option_as
 from headrace.terms.options.local_options import LocalOptions
 from headrace.terms.options.option_kinds import Either, Listed, PathOf, PlaceOrName, Rate, Span, Whole
 from headrace.terms.options.run_options import RunOptions
+
+_cluster = partial(option, plan=True, group=Group.CLUSTER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,55 +24,43 @@ class PlanOptions(RunOptions):
     model: Path = option_as(RunOptions, "model", default=None, optional=True)
     data: tuple[str | DataSource, ...] = option_as(RunOptions, "data", default=(), kind=Listed(SourceKind()))
 
-    workers: int | str | None = option(
+    workers: int | str | None = _cluster(
         None,
         Span(4096),
         "Number of workers that share a node, or MIN:MAX; each is a --machine.",
         row="so many workers, or `MIN:MAX`, each a `machine`, that hold nothing durable: weights and states live at a node",
         words="no node",
-        plan=True,
-        group=Group.CLUSTER,
     )
-    link: str | float | None = option(
+    link: str | float | None = _cluster(
         None,
         Rate(),
         "Speed of each worker's and node's link, each way, such as 100Gbit.",
         row="what the link of each worker and of each node carries each way: `100Gbit`, `1.25GB`",
         words="10Gbit, 100Mbit with local_steps or stages",
-        plan=True,
-        group=Group.CLUSTER,
     )
-    node_ssds: int = option(12, Whole(1, 1024), "Number of SSDs in each node.", plan=True, group=Group.CLUSTER)
-    nodes: int = option(
-        1, Whole(1, 1024), "Number of nodes; each keeps its part of every unit.", plan=True, group=Group.CLUSTER
-    )
-    node_machine: str | Ceilings = option(
+    node_ssds: int = _cluster(12, Whole(1, 1024), "Number of SSDs in each node.")
+    nodes: int = _cluster(1, Whole(1, 1024), "Number of nodes; each keeps its part of every unit.")
+    node_machine: str | Ceilings = _cluster(
         "luwu-node",
         Either(Ceilings, PlaceOrName()),
         "Machine profile of a node: a name or a file.",
         row="profile of a node: a name, or a file; of its SSDs the first counts, `node_ssds` times",
-        plan=True,
-        group=Group.CLUSTER,
     )
 
-    ranks: int | None = option(
+    ranks: int | None = _cluster(
         None,
         Whole(2, 4096),
         "Number of ranks that torchrun starts, one for each GPU of this machine; with --link one on each of so many machines.",
         row="so many ranks share out every unit: GPUs of one machine, which share its drives, cores and memory; with `link` "
         "machines alike, with a GPU each",
         words="one process",
-        plan=True,
-        group=Group.CLUSTER,
     )
-    stages: str | int | None = option(
+    stages: str | int | None = _cluster(
         None,
         Either(int, PlaceOrName()),
         "Number of machines that have consecutive blocks each, or their names, such as rtx4090,rtx3080.",
         row="so many stages have consecutive blocks each, or their machines by name, such as `rtx4090,rtx3080`",
         words="one machine",
-        plan=True,
-        group=Group.CLUSTER,
     )
     local_steps: int | None = option_as(
         LocalOptions,
@@ -83,7 +74,6 @@ class PlanOptions(RunOptions):
         PathOf(),
         "Also draw the plan as an HTML page, into this file.",
         row="file for the plan as an HTML page: memory of each tier, and the lanes of a step",
-        words="none",
         plan=True,
         group=Group.OTHER,
     )

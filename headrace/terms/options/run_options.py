@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,11 @@ from headrace.terms.options.option_kinds import Day, Flag, Listed, Number, OneOf
 from headrace.terms.options.options import Options
 from headrace.terms.options.summing import SEQUENTIAL, TREE
 
+_data = partial(option, group=Group.DATA)
+_evaluation = partial(option, group=Group.EVALUATION)
+_run = partial(option, group=Group.RUN)
+_cluster = partial(option, group=Group.CLUSTER)
+
 _OF_DATASET = ("dataset_config", "dataset_train_split", "dataset_test_split")
 
 
@@ -31,20 +37,18 @@ class RunOptions(Options):
     The `config.yaml` of a run directory has what was chosen where an option is None.
     """
 
-    model: Path = option(
+    model: Path = _data(
         kind=PathOf(),
         help="Model directory, or OWNER/NAME on the Hub.",
         row="model directory, or `OWNER/NAME` on the Hub, which is fetched into `HF_HOME`",
         cli=False,
-        group=Group.DATA,
     )
-    data: tuple[str | DataSource, ...] = option(
+    data: tuple[str | DataSource, ...] = _data(
         kind=Listed(SourceKind(), 1),
         help="Data to train on: files, directories or data sets.",
         row="one or more files, directories or data sets of the Hub (`owner/name`), or mappings of `path`, `name`, `split`, "
         "`weight`, `columns`, `streaming` ([data](data.md#several-sources))",
         cli=False,
-        group=Group.DATA,
     )
     epochs: float | None = option(
         None,
@@ -55,16 +59,15 @@ class RunOptions(Options):
         group=Group.LEARNING,
         often=True,
     )
-    packing: bool | None = option(
+    packing: bool | None = _data(
         None,
         Flag(),
         "Put several samples into one row.",
         row="put several samples into one row; they do not see one another",
         words="where the model can",
         plan=True,
-        group=Group.DATA,
     )
-    border: str | None = option(
+    border: str | None = _data(
         None,
         OneOf((JOINT, APART)),
         "Tokens at the border of prompt and completion: joint or apart.",
@@ -72,73 +75,63 @@ class RunOptions(Options):
         "from where the tokens part; `apart` keeps the prompt's own tokens ([data](data.md#forms)). A run keeps its own",
         words="`joint` with `loss`, else `apart`",
         plan=True,
-        group=Group.DATA,
     )
-    reward: tuple[str, ...] = option(
+    reward: tuple[str, ...] = _data(
         (),
         Listed(Text()),
         "FILE.py:NAME, a function that rewards completions, for --loss grpo; repeatable.",
         row="with `loss: grpo`: a function of a Python file that gives each completion a number ([rewards](rewards.md)); the "
         "sum counts of several",
-        words="none",
-        group=Group.DATA,
     )
-    streaming: bool = option(
+    streaming: bool = _data(
         False,
         Flag(),
         "Read the data as they come; needs max_steps.",
         row="read the data as they come, and keep no tokens; needs `max_steps`. One entry of `data` with `streaming: true` "
         "does the same ([data](data.md#streaming))",
         plan=True,
-        group=Group.DATA,
     )
-    buffer_size: int | None = option(
+    buffer_size: int | None = _data(
         None,
         Whole(),
         "Rows that streaming reads, shuffles and packs at once.",
         row="rows that `streaming` reads at once, and shuffles and packs among themselves",
         words="those of 16 million tokens",
         plan=True,
-        group=Group.DATA,
     )
-    shuffle: bool = option(True, Flag(), "Take the data in another order in each pass.", cli=False, group=Group.DATA)
-    eval_split: float | None = option(
+    shuffle: bool = _data(True, Flag(), "Take the data in another order in each pass.", cli=False)
+    eval_split: float | None = _evaluation(
         None,
         Number(0, 1e9, above=True),
         "Hold out this share of the samples (0.02), or this many (200), for evaluation.",
         row="hold out this share of the samples (0.02), or this many (200), and measure their loss during the run. Samples are "
         "drawn by `seed`, before packing, and never trained",
-        words="none",
         plan=True,
-        group=Group.EVALUATION,
     )
-    eval_data: tuple[str | DataSource, ...] = option(
+    eval_data: tuple[str | DataSource, ...] = _evaluation(
         (),
         Listed(SourceKind()),
         "Held-out data to evaluate on during the run; may be given twice.",
         row="one or more files whose loss is measured during the run, in the forms of `data`",
         plan=True,
-        group=Group.EVALUATION,
     )
-    eval_steps: int | None = option(
+    eval_steps: int | None = _evaluation(
         None,
         Whole(),
         "Evaluate every so many steps, and at the last step.",
         row="evaluate every so many steps, and at the last step",
         words="at the end of each epoch and of the run",
         plan=True,
-        group=Group.EVALUATION,
     )
-    load_best_model_at_end: bool = option(
+    load_best_model_at_end: bool = _evaluation(
         False,
         Flag(),
         "Make final/ the model with the lowest evaluation loss.",
         row="`final/` is the model with the lowest evaluation loss. Until the end it lies in the run directory as "
         "`checkpoint-N`, which takes space for two models",
         plan=True,
-        group=Group.EVALUATION,
     )
-    save_steps: int | None = option(
+    save_steps: int | None = _run(
         None,
         Whole(),
         "Keep the model as checkpoint-N every so many steps, and at the last step.",
@@ -146,9 +139,8 @@ class RunOptions(Options):
         "([checkpoints](checkpoints.md))",
         words="none are kept",
         plan=True,
-        group=Group.RUN,
     )
-    save_total_limit: int | None = option(
+    save_total_limit: int | None = _run(
         None,
         Whole(),
         "Keep at most so many checkpoint-N; alone, one for each evaluation or epoch.",
@@ -156,80 +148,63 @@ class RunOptions(Options):
         "older). Without `save_steps` there is one for each evaluation, else for each epoch",
         words="all",
         plan=True,
-        group=Group.RUN,
     )
-    early_stopping_patience: int | None = option(
+    early_stopping_patience: int | None = _evaluation(
         None,
         Whole(),
         "Stop after so many evaluations in a row without a lower loss.",
         row="stop after so many evaluations in a row without a lower loss",
         words="never",
-        group=Group.EVALUATION,
     )
-    dataset_config: str | None = option(
+    dataset_config: str | None = _data(
         None,
         Text(),
         "Configuration of the Hub data set in DATA.",
         row="configuration of the only data set in `data`, as `name` of an entry",
-        words="none",
-        group=Group.DATA,
     )
-    dataset_train_split: str | None = option(
+    dataset_train_split: str | None = _data(
         None,
         Text(),
         "Split of the data set in DATA to train on.",
         row="split of the only data set in `data` to train on, as `split` of an entry",
         words="`train`",
-        group=Group.DATA,
     )
-    dataset_test_split: str | None = option(
+    dataset_test_split: str | None = _evaluation(
         None,
         Text(),
         "Split of the data set in DATA to evaluate on during the run.",
         row="split of the only data set in `data` that becomes `eval_data`",
-        words="none",
-        group=Group.EVALUATION,
     )
-    chat_template: Path | None = option(
+    chat_template: Path | None = _data(
         None,
         PathOf(),
         "File with a chat template, in place of the tokenizer's.",
         row="file with a chat template (Jinja), in place of the tokenizer's; the run and `final/` keep it",
         words="the tokenizer's",
-        group=Group.DATA,
     )
-    template_date: str | None = option(
+    template_date: str | None = _data(
         None,
         Day(),
         "Give this day, YYYY-MM-DD, to a chat template that asks for it.",
         row="the day, YYYY-MM-DD, for chat templates that ask for the date; a run keeps its day",
         words="today",
-        group=Group.DATA,
     )
-    report_to: tuple[str, ...] = option(
+    report_to: tuple[str, ...] = _run(
         (),
         Listed(OneOf(("tensorboard", "trace", "trackio", "wandb", "mlflow"))),
         "Also report to tensorboard, trackio, wandb or mlflow, or write a trace; repeatable.",
         row="`tensorboard`, `trackio`, `wandb`, `mlflow`, `trace` (timeline for ui.perfetto.dev); several may be given",
-        group=Group.RUN,
     )
-    run_name: str | None = option(
-        None,
-        Text(),
-        "Name of the run for trackers.",
-        words="that of the run directory",
-        group=Group.RUN,
-    )
-    measure: bool = option(
+    run_name: str | None = _run(None, Text(), "Name of the run for trackers.", words="that of the run directory")
+    measure: bool = _run(
         True,
         Flag(),
         "Measure this machine once, before a long run.",
         row="measure this machine before a run with a forecast of over two minutes, unless figures exist. It takes at most "
         "ten seconds; `cache` keeps the figures for later runs. A long run also takes another plan, twice at most, where its "
         "own steps show that it is a tenth faster: same bits, same budgets. Under a given `plan` it never does",
-        group=Group.RUN,
     )
-    max_write_per_day: int | None = option(
+    max_write_per_day: int | None = _run(
         None,
         Size(),
         "Write at most this much to the SSDs in 24 hours, such as 500GB; steps wait.",
@@ -237,15 +212,9 @@ class RunOptions(Options):
         "it holds; the plan says how long. The import of the model and `checkpoint-N` do not count",
         words="no limit",
         plan=True,
-        group=Group.RUN,
     )
-    keep_state: bool = option(
-        False,
-        Flag(),
-        "Keep the state on the SSDs after the end.",
-        group=Group.RUN,
-    )
-    cache: Path = option(
+    keep_state: bool = _run(False, Flag(), "Keep the state on the SSDs after the end.")
+    cache: Path = _data(
         kind=PathOf(),
         help="Directory for tokenised data.",
         row="directory of tokenised data, and of the measurements of this machine",
@@ -253,7 +222,6 @@ class RunOptions(Options):
         cli=False,
         factory=lambda: Path.home() / ".cache" / "headrace",
         plan=True,
-        group=Group.DATA,
     )
 
     def __post_init__(self) -> None:
@@ -324,40 +292,30 @@ class RunOptions(Options):
 class NodeOptions(LocalOptions, RunOptions):
     """What `headrace node` runs with: a run's options, and where workers come to. Budgets and SSDs are the node's own."""
 
-    listen: str = option(
+    listen: str = _cluster(
         "127.0.0.1:29500",
         Text(),
         "Address HOST:PORT that workers connect to.",
         row="address for workers, HOST:PORT; any but 127.0.0.1 needs a `secret`",
         fixed=False,
-        group=Group.CLUSTER,
     )
-    workers: int | str = option(
+    workers: int | str = _cluster(
         1,
         Span(4096),
         "Number of workers N, or MIN:MAX to begin with MIN and take in up to MAX.",
         row="workers that the run waits for; others wait joined, as spares. `MIN:MAX`: begin once MIN are there, take in up to "
         "MAX, go on with those that are left; needs `gradient_sum: tree`, which is then the default",
         fixed=False,
-        group=Group.CLUSTER,
     )
-    grace: float = option(
+    grace: float = _cluster(
         10.0,
         Number(0, 1e6),
         "Seconds to wait for who is missing before the run goes on with fewer.",
         row="seconds that a run with `workers: MIN:MAX` waits for a lost worker, before it goes on with fewer; with "
         "`local_steps`, that a merge with a quorum waits for the others",
         fixed=False,
-        group=Group.CLUSTER,
     )
-    secret: Path | None = option(
-        None,
-        PathOf(),
-        "File with the secret that workers must have too.",
-        words="none",
-        fixed=False,
-        group=Group.CLUSTER,
-    )
+    secret: Path | None = _cluster(None, PathOf(), "File with the secret that workers must have too.", fixed=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,6 +1,7 @@
 """The options of `headrace serve`, each declared once; those of the model and of memory are as for `headrace generate`."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.terms.errors import ConfigError
@@ -9,6 +10,8 @@ from headrace.terms.options.declared import Declared, Group, option, option_as
 from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
 from headrace.terms.options.option_kinds import Listed, PathOf, Text, Whole
 
+_server = partial(option, group=Group.SERVER)
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -16,51 +19,32 @@ LOOPBACK = "127.0.0.1"
 class ServeOptions(Declared):
     """What `headrace serve` runs with. None stands for what is planned or what the model says."""
 
-    port: int = option(
-        8000,
-        Whole(0, 65535),
-        "Port to listen on; 0 takes a free one.",
-        group=Group.SERVER,
-        often=True,
-    )
-    host: str = option(
+    port: int = _server(8000, Whole(0, 65535), "Port to listen on; 0 takes a free one.", often=True)
+    host: str = _server(
         LOOPBACK,
         Text(),
         "Address to listen on; any but a loopback address needs --api-key-file.",
         row="address to listen on; any but a loopback address needs `api_key_file`",
-        group=Group.SERVER,
         often=True,
     )
-    max_length: int | None = option(
+    max_length: int | None = _server(
         None,
         Whole(8),
         "Most tokens of a prompt and its answer together.",
         row="most tokens of a prompt and its answer together; a prompt may take three quarters of them",
         words="4096, or what the model has positions for",
-        group=Group.SERVER,
         often=True,
     )
-    max_requests: int = option(
-        16,
-        Whole(1, 4096),
-        "Most requests at once, answered or waiting; more get status 429.",
-        group=Group.SERVER,
-        often=True,
+    max_requests: int = _server(
+        16, Whole(1, 4096), "Most requests at once, answered or waiting; more get status 429.", often=True
     )
-    api_key_file: str | Path | None = option(
-        None,
-        PathOf(),
-        "File of keys, one a line; a request must bring one of them.",
-        words="none",
-        group=Group.SERVER,
-    )
-    allowed_hosts: tuple[str, ...] = option(
+    api_key_file: str | Path | None = _server(None, PathOf(), "File of keys, one a line; a request must bring one of them.")
+    allowed_hosts: tuple[str, ...] = _server(
         (),
         Listed(Text()),
         "Names by which clients may call the server; * for all.",
         row="names by which clients may call the server, without the port; `*` for all",
         words="on a loopback address those of loopback, else all",
-        group=Group.SERVER,
     )
     system: str | None = option_as(GenerateOptions, "system")
     template_date: str | None = option_as(GenerateOptions, "template_date")
