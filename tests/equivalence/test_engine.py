@@ -199,7 +199,8 @@ def test_placement_changes_nothing(
     base = train(path, tmp_path / "base", max_grad_norm=clip, adjust=micro_batches(2))
     for number, (placement, options) in enumerate(PLACEMENTS.items()):
         cases = [case for case in itertools.product(PLACED, (None, 0.5)) if possible(placement, case[1])]
-        if (name, clip) not in (cases if every else cases[number % len(cases) :][:1]):
+        chosen = cases if every else cases[number % len(cases) :][:1]
+        if (name, clip) not in chosen and (name, clip, placement) != ("llama-tied", 0.5, "speculative-device-updates"):
             continue
         options = {key: dict(value) if isinstance(value, dict) else value for key, value in options.items()}
         changes = {**micro_batches(2), **options.pop("adjust", {})}
