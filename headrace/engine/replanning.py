@@ -6,7 +6,6 @@ before is committed first, under the plan before. So whatever ends the process i
 
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 from headrace.ask.planner import RunPlanner
 from headrace.plan.forecast.forecast import forecast
@@ -96,8 +95,10 @@ class Replanning:
     _emit: Sink
     _lanes: LaneTotals | None  # None: nobody listens to operations
     _replans_left: int
-    flush: Any
-    _drop_buffers: Any
+
+    def rest(self) -> None:
+        """Finish everything under way and free the buffers: what finds another plan, or exports, has memory in neither."""
+        raise NotImplementedError
 
     def take_plan(self, plan: Plan) -> bool:
         """Go on under `plan` from the next step on. Return whether it is taken: without space for what it keeps on the drives,
@@ -112,7 +113,7 @@ class Replanning:
         """
         now = self._plan_to_leave()
         refuse_other_bits(plan, now)
-        self._rest()
+        self.rest()
         return self._take(self._planner.adopt(plan, now, self.store.manifest))
 
     def plan_again(self) -> Replanned | None:
@@ -129,7 +130,7 @@ class Replanning:
         now, (seen, steps) = self.plan, self._lanes.seen()
         if now is None or not steps:
             return None
-        self._rest()
+        self.rest()
         assumed = self.options.machine if isinstance(self.options.machine, Ceilings) else nominal_machine_of(now)
         machine = machine_of_steps(now, assumed, seen, steps)
         try:
@@ -155,11 +156,6 @@ class Replanning:
         if self.plan is None:
             raise ConfigError("plan: the engine has none yet; take the first step, or open it with tokens_per_step")
         return self.plan
-
-    def _rest(self) -> None:
-        """Commit the newest step and free the buffers: what finds another plan has memory in neither."""
-        self.flush()
-        self._drop_buffers()
 
     def _take(self, plan: Plan) -> bool:
         """Put a plan into use whose buffers the next step makes. Those of the plan before are gone."""

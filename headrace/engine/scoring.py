@@ -6,14 +6,12 @@ Invariant: nothing of the run changes, and what is said is of the newest weights
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from headrace.flow.step.step_batch import KEYS, StepBatch, check_apart, checked_batch, counting, filled_up, step_batch
 from headrace.flow.step.step_state import StepState
 from headrace.flow.step.whole_loss import by_tokens, called, scored_labels, targets_mask
-from headrace.flow.weights.traffic import Traffic
 from headrace.losses import Loss, TokenLoss
 from headrace.machine.protocol import Machine
 from headrace.model import IGNORED, Chain
@@ -35,14 +33,11 @@ class Scoring:
     options: Options
     chain: Chain
     machine: Machine
-    position: Any
-    _traffic: Traffic
     _token_loss: TokenLoss | None
-    _ready: Any
-    _rows: Any
-    _share_of: Any
-    _add_losses: Any
-    _verdict: Any
+
+    def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
+        """Run a checked batch forward under the newest weights."""
+        raise NotImplementedError
 
     def evaluate(self, batch: Mapping[str, torch.Tensor]) -> Evaluation:
         """Return the mean loss of a batch under the newest weights; nothing is changed. `batch` is as for `step`.
@@ -93,15 +88,6 @@ class Scoring:
         """
         _, state = self._score(self._checked(batch, labelled=False))
         return torch.cat([state.scored[micro].cpu() for micro in sorted(state.scored)])
-
-    def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
-        steps = self._ready(*(shape := batch["input_ids"].shape))
-        data = self._cut(batch, self._rows(steps.parts.plan, *shape), steps.parts.plan)
-        mine, first = self._share_of(data)
-        state = steps.score(mine, self._verdict(self.position), first)
-        self._add_losses(state)
-        self._traffic.moved()  # belongs to no step
-        return data, state
 
     def _checked(
         self, batch: Mapping[str, torch.Tensor], *, labelled: bool = True, weighed: bool = True

@@ -150,8 +150,7 @@ class Engine(Scoring, Replanning, Closing):
             or length > plan.batch.sequence_length
             or sequences > self._rows(plan, sequences, length) * plan.batch.num_micro_batches
         ):
-            self.flush()
-            self._drop_buffers()
+            self.rest()
             longest = max(length, plan.batch.sequence_length if plan else 0)
             plan = self.plan = self._planner.plan(sequences * longest, longest, state=self.store.manifest)
         if self._steps is None:
@@ -242,6 +241,16 @@ class Engine(Scoring, Replanning, Closing):
         self._emit(result)
         return result
 
+    def _score(self, batch: dict[str, torch.Tensor]) -> tuple[StepBatch, StepState]:
+        """See `Scoring`."""
+        steps = self._ready(*(shape := batch["input_ids"].shape))
+        data = self._cut(batch, self._rows(steps.parts.plan, *shape), steps.parts.plan)
+        mine, first = self._share_of(data)
+        state = steps.score(mine, self._verdict(self.position), first)
+        self._add_losses(state)
+        self._traffic.moved()  # belongs to no step
+        return data, state
+
     def _share_of(self, data: StepBatch) -> tuple[StepBatch, int]:
         """Return the micro-batches of a step that are computed here, and the number of the first."""
         return data, 0
@@ -292,9 +301,13 @@ class Engine(Scoring, Replanning, Closing):
 
     def _settle(self, verdict: Verdict) -> None:
         if self._subject.settles(verdict):
-            self.flush()
-            self._drop_buffers()  # their contents are out of date
+            self.rest()  # the contents of buffers are out of date
             self._subject.settle(self.store)
+
+    def rest(self) -> None:
+        """Finish everything under way, and free the buffers of steps. The next step makes and fills them again."""
+        self.flush()
+        self._drop_buffers()
 
     def flush(self) -> None:
         """Finish everything under way and make the newest step durable."""
@@ -322,8 +335,7 @@ class Engine(Scoring, Replanning, Closing):
         `provenance`; `notes` are the texts of further files, by name. The buffers of steps are freed first. The next step
         allocates and fills them again.
         """
-        self.flush()
-        self._drop_buffers()  # the plan has no room for these and an export's buffers at once
+        self.rest()  # the plan has no room for its buffers and an export's at once
         self._saver.write(Path(out_dir), notes)
         self._traffic.moved()  # what an export reads belongs to no step
 

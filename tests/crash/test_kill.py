@@ -43,7 +43,7 @@ MOMENTS = {
 }
 # Where a run is killed that goes on under another plan after each step: between any two actions of its second change.
 PLAN_MOMENTS = {
-    "before the flush": "headrace.engine.replanning:Replanning._rest:2:before",
+    "before the flush": "headrace.engine.trainer:Engine.rest:2:before",
     "after the flush": "headrace.engine.trainer:Engine._drop_buffers:2:before",
     "without buffers": "headrace.engine.trainer:Engine._drop_buffers:2:after",
     "before more space": "headrace.store:StateStore.grow_scratch:4:before",

@@ -35,7 +35,7 @@ def test_items_come_back_in_their_order_and_a_torn_last_one_is_cut_off(tmp_path:
 def test_a_damaged_line_before_the_last_is_refused(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / DONE).write_bytes(b"x" + (tmp_path / DONE).read_bytes())
-    with pytest.raises(RunDirectoryError, match=f"{DONE}: is damaged .* begin again"):
+    with pytest.raises(RunDirectoryError, match=rf"{DONE}: is damaged .* begin again"):
         list(Work.open(tmp_path, ASKED).done())
 
 
@@ -52,18 +52,23 @@ def test_what_is_asked_otherwise_is_refused_and_what_a_record_does_not_know_has_
     for damaged in ("", "[]", "{}", '{"identity": [3]}'):
         (tmp_path / RECORD).write_text(damaged)
         assert day_begun(tmp_path) is None
-        with pytest.raises(RunDirectoryError, match="is damaged .* begin again"):
+        with pytest.raises(RunDirectoryError, match=r"is damaged .* begin again"):
             Work.open(tmp_path, ASKED)
+
+
+def fail(folder: Path, error: type[BaseException], *, begins: bool) -> None:
+    with held(folder, useless=(ConfigError,)):
+        if begins:
+            begun(folder)
+        raise error("so")
 
 
 @pytest.mark.parametrize(("error", "stays"), [(KeyboardInterrupt, True), (RunDirectoryError, True), (ConfigError, False)])
 def test_the_folder_stays_where_work_can_go_on(error: type[BaseException], stays: bool, tmp_path: Path) -> None:
     folder = tmp_path / "out.job"
     for begins in (True, False):
-        with pytest.raises(error), held(folder, useless=(ConfigError,)):
-            if begins:
-                begun(folder)
-            raise error("so")
+        with pytest.raises(error):
+            fail(folder, error, begins=begins)
         assert folder.exists() is (stays and begins)
         with held(folder), pytest.raises(RunDirectoryError, match="in use by process"), held(folder):
             pass

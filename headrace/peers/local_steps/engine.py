@@ -31,11 +31,6 @@ class Learner(Engine):
         """The trained numbers; between steps, after `rest`, they can be read."""
         return Masters(self.store, self._subject.maker, self._subject.seams.wire)
 
-    def rest(self) -> None:
-        """Finish everything under way, and free the buffers of steps. The next step makes and fills them again."""
-        self.flush()
-        self._drop_buffers()
-
     def numbers(self) -> Iterator[NDArray[Any]]:
         """Yield each unit's numbers, float32."""
         self.rest()

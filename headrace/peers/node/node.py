@@ -51,8 +51,7 @@ class NodeEngine(Engine):
         if sequences > max(rows, rows * planned // length):
             raise DataError(f"batch: {sequences} rows of {length} tokens; the node's run takes {rows} of {planned} at most")
         if self._steps is not None and self._crowd.may_grow:
-            self.flush()
-            self._drop_buffers()
+            self.rest()
             self._crowd.grow()
         if self._steps is None:
             terms = self._crowd.gather(self._setup(plan), lambda text: self._emit(Notice(text=text, level="info")))

@@ -180,8 +180,7 @@ class ShardedEngine(Engine):
     def save_pretrained(self, out_dir: str | Path, notes: Mapping[str, str] = MappingProxyType({})) -> None:
         """See `Engine.save_pretrained`: rank 0 writes, and reads what the others hold."""
         with self._together("save"):
-            self.flush()
-            self._drop_buffers()
+            self.rest()
             with self._fleet.reaching(self.store):
                 super().save_pretrained(out_dir, notes)
 
@@ -219,8 +218,7 @@ class ShardedEngine(Engine):
                 case "flush":
                     self.flush()
                 case "save":
-                    self.flush()
-                    self._drop_buffers()
+                    self.rest()
                 case "read":
                     self._fleet.answer(self.store, words)
                 case "remove":
