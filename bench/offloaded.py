@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from headrace.plan.clock.machine_profiles import load_bare_profile
-from headrace.plan.clock.roofline import roofline_seconds
+from headrace.plan.clock.rates import roofline_seconds
 from headrace.plan.clock.simulate import Timeline, simulate
 from headrace.terms.lanes import Lane
 from headrace.terms.machine.ceilings import Ceilings

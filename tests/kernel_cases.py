@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from headrace.codec import bf16x12_device, on_device
+from headrace.codec import bf16x12, on_device
 from headrace.codec.bf16x12 import Bf16x12
 from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import PackQuantized
@@ -93,19 +93,19 @@ def twelve_bits_have_the_bits_of_the_host(kernels: Any, device: torch.device) ->
             for start, stop in ((0, rows), (rows // 2, rows)):
                 room = torch.full(((stop - start) * columns + 64,), 7.0, dtype=torch.bfloat16, device=device)
                 into = room[32 : len(room) - 32].view(stop - start, columns)
-                assert bf16x12_device.by_kernels(kernels, there, into, range(start, stop)) is None
+                assert bf16x12.by_kernels(kernels, there, into, range(start, stop)) is None
                 assert bits(into).equal(bits(weights[start:stop])), (rows, columns, start)
                 assert bool((room[:32] == 7).all() and (room[-32:] == 7).all())
             for name, place, value in (("bases", -1, 241), ("escape_offsets", -1, -1), ("escape_offsets", -1, 10**9)):
                 damaged = dict(parts, **{name: parts[name].clone()})
                 damaged[name][place] = value
                 into = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-                assert bf16x12_device.by_kernels(kernels, moved(damaged, device), into, range(rows)) == rows - 1
+                assert bf16x12.by_kernels(kernels, moved(damaged, device), into, range(rows)) == rows - 1
     for escapes in ([-1, 0], [1 << 30, 0], [5, 5, 0], [9, 5, 0]):
         damaged = dict(code.encode(torch.zeros(1, 7).bfloat16()), escapes=torch.tensor(escapes, dtype=torch.int32))
         damaged["escape_offsets"] = torch.tensor([0, len(escapes) - 1], dtype=torch.int32)
         into = torch.empty(1, 7, dtype=torch.bfloat16, device=device)
-        assert bf16x12_device.by_kernels(kernels, moved(damaged, device), into, range(1)) == 0, escapes
+        assert bf16x12.by_kernels(kernels, moved(damaged, device), into, range(1)) == 0, escapes
 
 
 def damage_is_refused(kernels: Any, device: torch.device) -> None:

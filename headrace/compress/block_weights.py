@@ -7,22 +7,27 @@ Invariant: rows get the same bits either way.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from headrace.compress.expert_rows import through_experts
 from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.rounding import Rounding, stored_matrix
 from headrace.model import Chain, WeightMap
 from headrace.model.blocks.binding import Binding
+from headrace.model.blocks.parking import ParkedThread
 from headrace.model.chain.caught import Matrix, Place, matrices_of
-from headrace.model.parts.banks import Banks, BlockExperts
+from headrace.model.parts.banks import Banks, BlockExperts, Walker, needed_by
 from headrace.model.streams.stored_experts import without
+from headrace.terms.errors import ModelError
 from headrace.terms.layout import UnitLayout
+
+# So many micro-batches wait within a block together, and an expert comes once for all of them.
+TOGETHER = 8
 
 Context = Callable[[int], AbstractContextManager[Any]]
 
@@ -130,17 +135,36 @@ class BlockByExperts:
         take: Callable[[int, torch.Tensor], None],
         wanted: frozenset[int] | None = None,
     ) -> None:
-        """See `BlockWeights`. Experts that are not wanted are not read: any numbers stand for them."""
+        """See `BlockWeights`. Experts that are not wanted are not read: any numbers stand for them.
 
-        @contextlib.contextmanager
-        def own(item: int) -> Iterator[None]:
-            with self._chain.arithmetic(), context(item):
-                yield
+        A few micro-batches run the block's own code at once, each in a thread, one thread at a time. All wait at their experts
+        (`model/parts/banks.py`), which come in ascending order, each once for all. Invariant: each expert sees the
+        micro-batches in their order, as if each ran alone.
 
-        def load(expert: int) -> Mapping[str, torch.Tensor]:
-            return self._load(expert, wanted is None or expert in wanted)
+        Raises:
+            ModelError: the block asks for an expert after a larger one.
+        """
 
-        through_experts(self._banks, self._experts, items, run, own, load, take)
+        def through(item: int) -> torch.Tensor:
+            with torch.no_grad(), self._chain.arithmetic(), context(item):
+                return run(item)
+
+        for start in range(0, len(items), TOGETHER):
+            some = items[start : start + TOGETHER]
+            with contextlib.ExitStack() as closers:
+                walks = [_Walk(self._banks, partial(through, item)) for item in some]
+                for walk in walks:
+                    closers.callback(walk.close)
+                inside = [walk for walk in walks if not walk.go_on()]
+                for expert in needed_by(walks):
+                    weights = self._load(expert, wanted is None or expert in wanted)
+                    inside = self._banks.let_pass({expert: weights}, inside, _Walk.go_on)
+                if late := sorted({walk.wants for walk in inside}):
+                    name = type(self._experts.module).__name__
+                    raise ModelError(f"{name}: asks for experts {late[:4]} after larger ones")
+                for item, walk in zip(some, walks, strict=True):
+                    assert walk.out is not None, "it is through"
+                    take(item, walk.out)
 
     def close(self) -> None:
         """See `BlockWeights`."""
@@ -203,3 +227,30 @@ def _views(layout: UnitLayout, flat: torch.Tensor) -> dict[str, Rounding]:
     return {
         spec.name: _View(flat[spec.offset : spec.offset + spec.num_elements].view(spec.shape)) for spec in layout.parameters
     }
+
+
+# So many micro-batches wait within a block together, and an expert comes once for all of them.
+TOGETHER = 8
+
+
+class _Walk(Walker):
+    """One micro-batch on its way through a block, in a thread of its own."""
+
+    def __init__(self, banks: Banks, run: Callable[[], torch.Tensor]) -> None:
+        self.out: torch.Tensor | None = None
+        self._banks, self._run = banks, run
+        self._thread = ParkedThread(self._walk, "headrace rows")
+        super().__init__(self._thread.park)
+
+    def go_on(self) -> bool:
+        """Let it run until it wants an expert or ends; return whether it ended. Raises whatever its code raises."""
+        self._thread.go_on()
+        return self.out is not None
+
+    def close(self) -> None:
+        """End it where it is."""
+        self._thread.close()
+
+    def _walk(self) -> None:
+        self._banks.visit(self)
+        self.out = self._run()

@@ -15,7 +15,7 @@ import torch
 
 from headrace.codec.table import CODES
 from headrace.codec.targets import Target, with_one_group
-from headrace.compress.expert_rows import TOGETHER
+from headrace.compress.block_weights import TOGETHER
 from headrace.compress.hidden_rows import HiddenRows
 from headrace.compress.room import room_in
 from headrace.compress.schedule import ProgramFigures, build_block

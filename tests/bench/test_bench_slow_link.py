@@ -7,7 +7,7 @@ import pytest
 import slow_link
 
 from headrace.peers.node.links import Link, Network
-from headrace.plan.clock.roofline import roofline_seconds
+from headrace.plan.clock.rates import roofline_seconds
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Verb
 

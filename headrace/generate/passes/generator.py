@@ -20,9 +20,8 @@ from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.expert_flow import ExpertFlow
 from headrace.generate.passes.measured import PromptProgress
-from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, kept_copies
+from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, kept_copies, padded, until_end
 from headrace.generate.passes.opened import GenerationModel
-from headrace.generate.passes.padded_rows import padded, until_end
 from headrace.generate.passes.planner import GenerationPlanner
 from headrace.generate.passes.seat_caches import CacheFile, SeatCache
 from headrace.generate.passes.units import GenerationUnits

@@ -17,8 +17,7 @@ from headrace.data.batches.open_data import open_tokenizer, tokenizer_for_data
 from headrace.engine.open_model import Check, OpenModel, Purpose, open_model, open_run
 from headrace.files.model_directory import GENERATION_CONFIG, has_tokenizer
 from headrace.generate.passes.sources import GenerationSource, RunSource, ShardSource
-from headrace.generate.plan.block_tables import without_tables
-from headrace.generate.plan.embedding import without_embedding
+from headrace.generate.plan.block_tables import without_embedding, without_tables
 from headrace.machine.here import this_machine
 from headrace.machine.protocol import Machine
 from headrace.model import Chain, WeightMap

@@ -18,8 +18,7 @@ from headrace.ask.place import RunPlace, multiplies, runtime_here
 from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
 from headrace.generate.passes.units import GenerationUnits, plain_and_coded
-from headrace.generate.plan.block_tables import notes_on_tables, without_tables
-from headrace.generate.plan.embedding import without_embedding
+from headrace.generate.plan.block_tables import notes_on_tables, without_embedding, without_tables
 from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.generate.plan.plan_notes import beside_plain, of_copying, of_twice
 from headrace.generate.plan.search import GenerationQuestion, make_generation_plan

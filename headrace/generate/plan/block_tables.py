@@ -1,4 +1,4 @@
-"""Tables in blocks of a generation, whose rows stay in the file, and what passes wait for them.
+"""Tables of a generation, in blocks and the embedding, whose rows stay in the file; and what passes wait for them.
 
 Invariant: a plan without files answers as the run does, and hidden states have the same bits either way.
 """
@@ -6,11 +6,12 @@ Invariant: a plan without files answers as the run does, and hidden states have 
 from dataclasses import replace
 
 from headrace.ask.place import RunPlace
-from headrace.generate.plan.embedding import is_short
 from headrace.model import Chain, WeightMap
 from headrace.model.by_rows.block_tables import block_tables_of, is_large, take_tables
+from headrace.model.by_rows.embedding_rows import embedding_bytes, has_rows, read_embedding_rows
 from headrace.plan.clock.rates import Rates
 from headrace.terms.costs import GenerationCosts, PassCosts
+from headrace.terms.embedding_rows import note_on_rows
 from headrace.terms.options.budget import Budget
 
 
@@ -48,3 +49,23 @@ def _waiting(costs: PassCosts, rates: Rates) -> PassCosts:
         flops[each.unit - 1] += seconds * rates.flops_per_second
         touched[each.unit - 1] += round(seconds * rates.memory_bytes_per_second)
     return replace(costs, flops=tuple(flops), waited_bytes=tuple(touched)) if costs.tables else costs
+
+
+def without_embedding(chain: Chain, weights: WeightMap | None, place: RunPlace, budget: Budget) -> tuple[str, ...]:
+    """Leave the embedding of `chain` in its file if the weights are more than the memory of `place`; return what to say of it.
+
+    `weights` says where rows lie; None for a plan.
+    """
+    if not is_short(chain, place, budget) or not has_rows(chain, weights):
+        return ()
+    num_bytes = embedding_bytes(chain)
+    read_embedding_rows(chain, weights)
+    return (note_on_rows(num_bytes),)
+
+
+def is_short(chain: Chain, place: RunPlace, budget: Budget) -> bool:
+    """Return whether the weights of a chain are more than the memory for them."""
+    host = place.host_bytes if budget.host_bytes is None else budget.host_bytes
+    device = (place.device_bytes if budget.device_bytes is None else budget.device_bytes) or 0
+    needed = sum(layout.num_elements for layout in chain.layouts) * chain.dtype.itemsize
+    return needed > host - place.runtime_bytes + device

@@ -6,21 +6,24 @@ is allocated. What a library allocates inside one operator is not seen.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import transformers
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
+from headrace.model.blocks.replay import count_operators, find_skippable, operator_name
 from headrace.model.chain.chain import Chain
 from headrace.model.costs.cost_meter import AttentionOfGpus
 from headrace.model.costs.shape_costs import costs_on_shapes
-from headrace.model.costs.skip import skippable
-from headrace.model.parts.runner import left_as_found
+from headrace.model.parts.runner import Runner, left_as_found
+from headrace.model.trials.instance import tiny_samples
+from headrace.model.trials.trial import tried
 from headrace.terms.collector import without_collection
-from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts
+from headrace.terms.costs import ATTENTION, BlockCosts, ModelCosts, OperatorCosts
 from headrace.terms.errors import HeadraceError, ModelError, in_one_line
 
 
@@ -155,3 +158,45 @@ def _by_samples(costs: ModelCosts) -> ModelCosts:
 def _not_replayable(block: BlockCosts, bytes_per_element: int) -> BlockCosts:
     gradients_bytes = block.num_elements * bytes_per_element
     return replace(block, operators=(), backward_workspace_bytes=block.backward_workspace_bytes + gradients_bytes)
+
+
+def skippable(config: Any, operators: Sequence[OperatorCosts]) -> tuple[int, ...]:
+    """Return the ordinals that recompute of a block running `operators` may skip, for the architecture of `config`: no gradient
+    depends on their output.
+
+    They are found on its tiny instance, by the sequence of operators that a block runs. A block with another sequence is
+    recomputed whole.
+    """
+    return _skippable_orders(config).get(tuple(operator.name for operator in operators), ())
+
+
+@tried
+def _skippable_orders(runner: Runner) -> dict[tuple[str, ...], tuple[int, ...]]:
+    sample = tiny_samples(runner.model)[0]
+    found: dict[tuple[str, ...], tuple[int, ...]] = {}
+    with torch.no_grad():
+        start = runner.prologue(sample)
+    hidden = start.hidden.detach()
+    for index, call in enumerate(start.calls):
+        leaf = hidden.detach().requires_grad_()
+        parameters = [parameter for parameter in runner.blocks[index].parameters() if parameter.requires_grad]
+
+        def forward(index: int = index, leaf: torch.Tensor = leaf, call: Any = call) -> torch.Tensor:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # dropout must draw the same numbers each time
+                result = runner.block(index, leaf, call)
+            # All outputs in one, so that what is handed aside has a gradient too.
+            return torch.cat([result.hidden.flatten(), *(aside.flatten().to(result.hidden.dtype) for aside in result.asides)])
+
+        def backward(out: torch.Tensor, wanted: list[torch.Tensor] = [leaf, *parameters]) -> list[torch.Tensor]:  # noqa: B006
+            weights = torch.linspace(-1.0, 1.0, out.numel(), dtype=out.dtype)
+            gradients = torch.autograd.grad(out, wanted, weights, allow_unused=True, materialize_grads=True)
+            return list(gradients)
+
+        names = tuple(operator_name(operator) for operator in count_operators(forward))
+        ordinals = tuple(sorted(find_skippable(forward, backward)))
+        # Blocks with equal sequences may differ in what they need: only what all of them can do without is skipped.
+        found[names] = tuple(sorted(set(found.get(names, ordinals)) & set(ordinals)))
+        with torch.no_grad():
+            hidden = runner.block(index, hidden, call).hidden
+    return found

@@ -6,7 +6,6 @@ All that is known about a lane is its row in the table of lanes (`terms.program.
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from headrace.plan.clock.roofline import roofline_seconds
 from headrace.terms.lanes import Lane, sharing_lanes
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Op, Verb
@@ -126,3 +125,12 @@ class Rates:
         if not self.ceilings.has_device and lane in _ON_CORES:
             others |= _ON_CORES
         return dict.fromkeys(others - {lane}, 0.5)
+
+
+def roofline_seconds(flops: float, peak: float, *moved: tuple[float, float]) -> float:
+    """Return the seconds of `flops` operations at `peak` per second: the slowest decides, compute or a way of its operands.
+
+    It is the hierarchical roofline of MoE-Lightning (arXiv 2411.11217, section 3).
+    `moved` has for each level the bytes that cross it and its bytes per second; all cross at once.
+    """
+    return max([flops / peak, *[num_bytes / bandwidth for num_bytes, bandwidth in moved]])

@@ -11,8 +11,7 @@ from headrace.plan.value.choices import BatchShape, Gradients, Hosted, Stash, Up
 from headrace.plan.value.expert_plan import ExpertParts
 from headrace.plan.value.placement import Placement
 from headrace.plan.value.stage_place import StageChoices
-from headrace.plan.value.stored import json_values, stored_fields
-from headrace.plan.value.stored_values import from_stored
+from headrace.plan.value.stored import from_stored, json_values, stored_fields
 from headrace.terms.block_parts import BlockParts
 from headrace.terms.cuts import (
     chunk_borders,

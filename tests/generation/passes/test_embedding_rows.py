@@ -35,7 +35,7 @@ UNTIED = ("llama", "qwen3", "phi3", "mixtral", "deepseek-v3", "gpt-neox")
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every model be more than the memory."""
-    monkeypatch.setattr("headrace.generate.plan.embedding.is_short", lambda chain, place, budget: True)
+    monkeypatch.setattr("headrace.generate.plan.block_tables.is_short", lambda chain, place, budget: True)
 
 
 @pytest.mark.usefixtures("short")

@@ -17,9 +17,8 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMixin
 
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.micro_batches import SeatRows
+from headrace.generate.passes.micro_batches import SeatRows, until_end
 from headrace.generate.passes.opened import read_generation_config
-from headrace.generate.passes.padded_rows import until_end
 from headrace.model.seats.generation_keys import KEYS, KEYWORDS, resolved, try_generation_settings
 from headrace.terms.errors import ConfigError, DataError, InputError
 from headrace.terms.options.budget import Budget

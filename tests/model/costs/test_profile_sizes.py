@@ -12,7 +12,7 @@ from tiny_architectures import CONFIGS
 from transformers import CONFIG_MAPPING
 
 from headrace.model import Chain, Profiles, profile
-from headrace.model.costs.chunk_peaks import peaks_of_chunks
+from headrace.model.costs.shape_costs import peaks_of_chunks
 from headrace.terms.options.optimizer import Optimizer
 
 LENGTH = 128

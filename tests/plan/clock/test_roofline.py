@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.plan.clock.machine_profiles import load_profile
-from headrace.plan.clock.rates import Rates
-from headrace.plan.clock.roofline import roofline_seconds
+from headrace.plan.clock.rates import Rates, roofline_seconds
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Verb
 

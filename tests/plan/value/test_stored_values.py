@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.plan.value.stored_values import from_stored
+from headrace.plan.value.stored import from_stored
 
 
 class Kind(StrEnum):
