@@ -445,10 +445,12 @@ def test_where_hidden_states_wait_in_host_memory_the_device_holds_as_much_for_an
 
 
 @pytest.mark.deep
-def test_hidden_states_wait_in_host_memory_where_nothing_else_fits() -> None:
+def test_hidden_states_wait_in_host_memory_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = problem(4000 * MIB, device_bytes=40 * MIB, rows=32)
-    with pytest.raises(PlanInfeasible, match="device memory: at least"):
-        make_plan(replace(made, may_wait=False), machine(made, **FAST))
+    with monkeypatch.context() as patch:
+        patch.setattr(Problem, "can_host", False)
+        with pytest.raises(PlanInfeasible, match="device memory: at least"):
+            make_plan(made, machine(made, **FAST))
     plan = make_plan(made, machine(made, **FAST))
     assert plan.fits
     assert plan.hosted is not None
@@ -458,11 +460,14 @@ def test_hidden_states_wait_in_host_memory_where_nothing_else_fits() -> None:
 
 
 @pytest.mark.deep
-def test_hidden_states_wait_in_host_memory_where_that_is_faster() -> None:
+def test_hidden_states_wait_in_host_memory_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute limits the step. Where they stay, the device has no room for what replay would need."""
     made = problem(4000 * MIB, device_bytes=130 * MIB, rows=128)
     on = machine(made, **FAST | {"flops": 2e11})
-    staying, plan = make_plan(replace(made, may_wait=False), on), make_plan(made, on)
+    plan = make_plan(made, on)
+    with monkeypatch.context() as patch:
+        patch.setattr(Problem, "can_host", False)
+        staying = make_plan(made, on)
     assert (staying.hosted, plan.hosted is None) == (None, False)
     assert forecast(plan, on).step_seconds < 0.9 * forecast(staying, on).step_seconds
     assert make_plan(made, None).hosted is None, "where nothing was measured, nothing is moved to gain speed"

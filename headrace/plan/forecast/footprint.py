@@ -84,14 +84,10 @@ def with_footprint(plan: Plan, costs: ModelCosts, allowance: Allowance) -> Plan:
         # What compute takes is free between two steps, where it lies in the same memory.
         free = 0 if plan.separate_device else compute["activations"] + compute["workspace"]
         rows["host"][_MERGE] = max(0, merging - free)
-    if allowance.import_workspace_bytes is not None:
-        # Before the first step and after the last, memory serves that a step's buffers take: only the excess counts.
-        imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
-        rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
+    _add_import(rows, plan, allowance)
     if allowance.saves and 0 < (saving := saving_bytes(plan, allowance)) <= allowance.host_bytes // _MOST_SAVING:
         rows["host"][SAVING_ROW] = saving
-    durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
-    rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
+    rows["ssd"] = _ssd_rows(plan)
     if allowance.table_drive_bytes:
         rows["ssd"]["tables, two places"] = allowance.table_drive_bytes
     return plan.with_results(peak_bytes=rows, allowed_bytes=allowance.of(rows))
@@ -117,12 +113,23 @@ def with_serving_footprint(plan: Plan, allowance: Allowance) -> Plan:
     rows["host"]["program"] = program_bytes(plan)
     if temporary_bytes := host_update_temporary_bytes(plan):
         rows["host"]["updates"] = temporary_bytes
+    _add_import(rows, plan, allowance)
+    rows["ssd"] = _ssd_rows(plan)
+    return plan.with_results(peak_bytes=rows, allowed_bytes=allowance.of(rows))
+
+
+def _add_import(rows: dict[str, dict[str, int]], plan: Plan, allowance: Allowance) -> None:
+    """Add what an import takes. Before the first step and after the last, memory serves that a step's buffers take: only the
+    excess counts.
+    """
     if allowance.import_workspace_bytes is not None:
         imported = allowance.runtime_bytes + _SMALL_BYTES + import_bytes(plan) + allowance.import_workspace_bytes
         rows["host"][_IMPORT] = max(0, imported - sum(rows["host"].values()))
+
+
+def _ssd_rows(plan: Plan) -> dict[str, int]:
     durable = sum(drive_bytes(plan, unit) for unit in range(len(plan.units)))
-    rows["ssd"] = {"states, two slots": durable, "scratch": scratch_bytes(plan)}
-    return plan.with_results(peak_bytes=rows, allowed_bytes=allowance.of(rows))
+    return {"states, two slots": durable, "scratch": scratch_bytes(plan)}
 
 
 def import_bytes(plan: Plan) -> int:

@@ -140,7 +140,7 @@ def _differences(plan: Plan, problem: Problem) -> Iterator[str]:
         yield "the head comes range by range in the plan, and cannot here"
     if plan.parts is not None and plan.parts != problem.cuts():
         yield "blocks come in parts in the plan, and cannot here"
-    if plan.hosted and not problem.may_wait:
+    if plan.hosted and problem.place is not None:
         yield "hidden states wait in host memory in the plan, and stages hand them on"
     if updates.policy not in (*problem.policies, "speculative"):
         yield "clipping no in the plan, yes here"

@@ -49,7 +49,6 @@ class Problem:
     gradient_dtype: str | None = None
     experts: ExpertParts | None = None  # experts that are parts; how many come together is left open
     attention_share: float = 1.0  # the share of the matrix rate that attention's products reach (`Ceilings`)
-    may_wait: bool = True  # hidden states, in host memory between blocks
     embedding: EmbeddingRows | None = None  # whose rows can be read in the model's files
     tables: tuple[BlockRows, ...] = ()  # those of blocks whose rows are read; how many a token asks for is left open
     own_head: bool = False  # the last unit has the head's matrix
@@ -90,8 +89,8 @@ class Problem:
 
     @property
     def can_host(self) -> bool:
-        """Whether hidden states may wait in host memory between blocks: there are several micro-batches, on a device."""
-        return self.may_wait and self.separate_device and self.workload.sequences > 1
+        """Whether hidden states may wait in host memory between blocks: of several micro-batches, on a device, of no stage."""
+        return self.place is None and self.separate_device and self.workload.sequences > 1
 
     @property
     def has_rows(self) -> bool:

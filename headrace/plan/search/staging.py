@@ -25,7 +25,7 @@ def stage_problem(problem: Problem, place: StagePlace) -> Problem:
         own = costs.blocks[place.blocks.start - 1 : place.blocks.stop - 1]
         return replace(costs, blocks=own, epilogue_flops_per_token=costs.epilogue_flops_per_token * place.is_last)
 
-    return replace(problem, forms=forms, costs_of=costs_of, place=place, may_wait=False)
+    return replace(problem, forms=forms, costs_of=costs_of, place=place)
 
 
 def placed(plan: Plan, place: StagePlace, units: Sequence[UnitFigures]) -> Plan:
