@@ -17,7 +17,7 @@ import torch
 from headrace.codec.table import code_to_write
 from headrace.codec.targets import DirectTarget
 from headrace.compress.coded_files import CodedFiles, Spool, Written
-from headrace.compress.work import MODEL, appear, identity_of, left_lines, refuse_coded, result_place_of, unfinished, working
+from headrace.compress.work import MODEL, appear, identity_of, left_lines, opened, unfinished, working
 from headrace.model import Chain, Checkpoint
 from headrace.model.stored.coded import read_tensor
 from headrace.model.stored.safetensors_file import StoredTensor
@@ -25,7 +25,6 @@ from headrace.model.written.export import export_bytes
 from headrace.store.work import Work
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options.compress_options import CompressOptions
-from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import MIB, format_bytes, format_seconds
 
@@ -69,10 +68,7 @@ def recode(options: CompressOptions, *, say: Callable[[str], None] = lambda text
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
     target = _target_of(options)
-    output = result_place_of(options.output)
-    refuse_coded(options.model)
-    checkpoint = Checkpoint.open(options.model)
-    chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
+    output, checkpoint, chain = opened(options)
     work = unfinished(output)
     codes = max(sum(spec.num_elements for spec in layout.parameters) for layout in chain.layouts)  # of one file
     with working(work, export_bytes(checkpoint) + 2 * codes):

@@ -17,26 +17,15 @@ from headrace.compress.calibration import CalibrationData, open_calibration
 from headrace.compress.coded_files import CodedFiles, quantisation_config
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.rounding import BlockCode, ParameterReport
-from headrace.compress.work import (
-    MODEL,
-    appear,
-    identity_of,
-    left_lines,
-    listed,
-    refuse_coded,
-    result_place_of,
-    unfinished,
-    working,
-)
+from headrace.compress.work import MODEL, appear, identity_of, left_lines, listed, opened, unfinished, working
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import usual_host_bytes
-from headrace.model import Chain, Checkpoint
+from headrace.model import Chain
 from headrace.model.trials.stock_loading import replaced_for_codes
 from headrace.model.written.export import export_bytes
 from headrace.store.work import Work, day_begun
 from headrace.terms.errors import ConfigError, ModelError
 from headrace.terms.options.compress_options import CompressOptions
-from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.provenance import COMPRESSION_NOTE_NAME
 from headrace.terms.sizes import format_bytes, format_seconds
 
@@ -63,10 +52,7 @@ def compress_model(options: CompressOptions, *, say: Callable[[str], None] = lam
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
     target_of(options)  # refused before anything is read
-    output = result_place_of(options.output)
-    refuse_coded(options.model)
-    checkpoint = Checkpoint.open(options.model)
-    chain = Chain.from_config(checkpoint.config, "float32", Optimizer())
+    output, checkpoint, chain = opened(options)
     work = unfinished(output)
     options = replace(options, template_date=options.template_date or day_begun(work))
     data = open_calibration(options, chain, say)

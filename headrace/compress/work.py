@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headrace.model import Checkpoint
+from headrace.model import Chain, Checkpoint
 from headrace.store.model_here import whole_model_at
 from headrace.store.work import held
 from headrace.terms.errors import ConfigError, DiskFull, ModelError, RunDirectoryError
 from headrace.terms.json_text import parse_json
 from headrace.terms.options.compress_options import CompressOptions
+from headrace.terms.options.optimizer import Optimizer
 from headrace.terms.sizes import format_bytes
 
 MODEL = "model"
@@ -27,16 +28,19 @@ _FORM = 4
 _FREE = {"output", "cache", "most_loss", "host_memory"}
 
 
-def result_place_of(output: Path) -> Path:
-    """Return where the result will be.
+def opened(options: CompressOptions) -> tuple[Path, Checkpoint, Chain]:
+    """Return where the result will be, and the model: as it is stored, and as units.
 
     Raises:
         RunDirectoryError: something is there.
+        ModelError: the model cannot be read, or is coded already.
     """
-    place = Path(os.path.realpath(output))
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise RunDirectoryError(f"{output}: exists already; name a new directory; nothing was written")
-    return place
+    output = Path(os.path.realpath(options.output))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RunDirectoryError(f"{options.output}: exists already; name a new directory; nothing was written")
+    _refuse_coded(options.model)
+    checkpoint = Checkpoint.open(options.model)
+    return output, checkpoint, Chain.from_config(checkpoint.config, "float32", Optimizer())
 
 
 def unfinished(output: Path) -> Path:
@@ -76,12 +80,7 @@ def identity_of(options: CompressOptions, checkpoint: Checkpoint) -> dict[str, A
     return {"form": _FORM, "model": _digest_of_model(checkpoint), **fixed}
 
 
-def refuse_coded(model: Path) -> None:
-    """Refuse a model that is already coded.
-
-    Raises:
-        ModelError: it is coded, or the directory has no readable configuration.
-    """
+def _refuse_coded(model: Path) -> None:
     whole_model_at(model)
     try:
         config = parse_json((model / "config.json").read_text(encoding="utf-8"))

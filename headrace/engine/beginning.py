@@ -7,13 +7,12 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from headrace.ask.planner import RunPlanner, WaysToPlan
 from headrace.engine.company import refuse_without_stages
-from headrace.engine.lent_base import PARTED, TABLES, as_begun, lie_together
+from headrace.engine.lent_base import IDENTITY, PARTED, TABLES, lie_together
 from headrace.engine.replanning import REPLANS_LEFT
 from headrace.engine.seams import Seams, seams_of
 from headrace.engine.subject import Subject
@@ -248,8 +247,10 @@ def resume_run(
         model = Path(str(store.manifest.identity["model"]))
         planned = fleet.planned_options(options) if fleet else options
         identity = store.manifest.identity
-        begun = {"parted": _is_parted(store), "read_rows": _takes_tables(store)}
-        subject = _subject(closers, model, planned, seams, partial(as_begun, identity), **begun)
+        # Experts are parts as the run began, where they are frozen; trained ones by its plan.
+        parted = PARTED in identity or bool((store.record.get("plan") or {}).get("experts"))
+        begun = {"parted": parted, "read_rows": TABLES in identity}
+        subject = _subject(closers, model, planned, seams, lambda files: IDENTITY in identity, **begun)
         planner = RunPlanner(planned, subject.planned, replace(ways, head_passes=subject.head_passes))
         subject.use_lent(store, sink)
         plan = None
@@ -262,16 +263,6 @@ def resume_run(
         run.settle()
         run.closers = closers.pop_all()
         return run
-
-
-def _takes_tables(store: StateStore) -> bool:
-    """Return whether a run began with tables that are out of their blocks."""
-    return TABLES in store.manifest.identity
-
-
-def _is_parted(store: StateStore) -> bool:
-    """Return whether a run began with experts as parts: frozen ones, or by its plan."""
-    return PARTED in store.manifest.identity or bool((store.record.get("plan") or {}).get("experts"))
 
 
 def on_machine(options: Options) -> tuple[Options, Ceilings | None]:

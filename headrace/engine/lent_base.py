@@ -87,11 +87,6 @@ def lie_together(files: Sequence[Path], directories: Sequence[Path]) -> bool:
     return len(directories) == 1 and {path.stat().st_dev for path in files} == {_drive_of(directories[0])}
 
 
-def as_begun(identity: Mapping[str, Any], files: Sequence[Path]) -> bool:
-    """Return whether the run with the state of this `identity` began with weights read in the model's `files`."""
-    return IDENTITY in identity
-
-
 def check_lent(identity: Mapping[str, Any]) -> None:
     """Refuse to go on where the files of a run have changed since it began.
 
