@@ -10,10 +10,9 @@ Invariant: work goes on only by what would write the same bytes, and no item is 
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -60,7 +59,6 @@ class Work:
     folder: Path
     record: dict[str, Any]
     has_begun: bool
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, folder: Path, identity: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> "Work":
@@ -97,8 +95,8 @@ class Work:
             write_whole(self.folder / RECORD, json.dumps(self.record) + "\n")
 
     def add(self, item: Mapping[str, Any]) -> None:
-        """Note that an item is done, durably. Threads may call it at the same time."""
-        with self._lock, (self.folder / DONE).open("ab") as file:
+        """Note that an item is done, durably. Threads take turns."""
+        with (self.folder / DONE).open("ab") as file:
             file.write(json.dumps(item, ensure_ascii=False).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
