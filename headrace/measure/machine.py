@@ -18,9 +18,8 @@ import torch
 from headrace.machine.here import this_machine
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import available_memory_bytes
-from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
-from headrace.measure.decoding import attended_rate, decoding_seconds, row_product_rate
+from headrace.measure.decoding import attended_rate, decoded_per_second, decoding_seconds, row_product_rate
 from headrace.measure.drives import DriveFile, DriveLoad
 from headrace.measure.loads import Load, LoadFigures, in_order, interleaved, rates_together, seconds_taken
 from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad

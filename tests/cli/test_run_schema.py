@@ -1,6 +1,6 @@
 """The schema for editors takes what the options take, and refuses what they refuse.
 
-Run: pytest tests/terms/options/test_run_schema.py
+Run: pytest tests/cli/test_run_schema.py
 """
 
 import json
@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli.app import app
+from headrace.cli.schema import run_schema
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.run_options import NodeOptions
-from headrace.terms.options.run_schema import run_schema
 
 LEAST = {"model": "m", "data": "d.jsonl"}
 TAKEN: list[dict[str, Any]] = [
