@@ -34,12 +34,6 @@ class PromptLine:
     error: str = ""
 
     @property
-    def has_tools(self) -> bool:
-        """Whether tools stand beside its messages."""
-        body = self.values["body"] if self.is_batch else self.values
-        return bool(body.get("tools"))
-
-    @property
     def is_batch(self) -> bool:
         """Whether it is a line of a Batch file."""
         return "custom_id" in self.values and "body" in self.values
