@@ -28,7 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import headrace
 from headrace.codec import nearest
 from headrace.codec.table import CODES, written_codes
-from headrace.codec.ternary_target import is_dictionary_table
+from headrace.codec.targets import is_dictionary_table
 from headrace.compress.recoding import recode
 from headrace.files import extents
 from headrace.generate.passes.generator import Generator

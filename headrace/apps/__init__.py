@@ -5,16 +5,13 @@ from typing import TYPE_CHECKING
 from headrace.terms.faces import lazy_face
 
 if TYPE_CHECKING:
-    from headrace.apps.gguf.gguf_writing import OUT_TYPES as OUT_TYPES
-    from headrace.apps.gguf.gguf_writing import refuse_unwritable as refuse_unwritable
-    from headrace.apps.gguf.gguf_writing import write_gguf as write_gguf
-    from headrace.apps.pages.page import write_report as write_report
-    from headrace.apps.pages.picture import write_picture as write_picture
-    from headrace.apps.pages.plan_page import write_plan_page as write_plan_page
-    from headrace.apps.pages.recorded_trace import write_trace as write_trace
-    from headrace.apps.pages.run_files import RunFiles as RunFiles
-    from headrace.apps.pages.run_files import read_run as read_run
-    from headrace.apps.pages.summary import summary as summary
-    from headrace.apps.pages.watch import WatchServer as WatchServer
+    from headrace.apps.gguf.gguf_writing import OUT_TYPES, refuse_unwritable, write_gguf
+    from headrace.apps.pages.page import write_report
+    from headrace.apps.pages.picture import write_picture
+    from headrace.apps.pages.plan_page import write_plan_page
+    from headrace.apps.pages.recorded_trace import write_trace
+    from headrace.apps.pages.run_files import RunFiles, read_run
+    from headrace.apps.pages.summary import summary
+    from headrace.apps.pages.watch import WatchServer
 
 __getattr__ = lazy_face(__name__)

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 import headrace
-from headrace.cli.asked import asked_of
 from headrace.cli.first_look import (
     look_at_choices,
     look_at_configuration,
@@ -25,11 +24,22 @@ from headrace.cli.first_look import (
     with_model_here,
 )
 from headrace.cli.migrating import migrate
-from headrace.cli.option_parameters import with_options
 from headrace.cli.plain_errors import INTERRUPTED, leave, plain_usage_errors, plainly
 from headrace.cli.reporting import report, watch
 from headrace.cli.schema import schema
-from headrace.cli.sections import CLUSTER, PLAN, SETTINGS, SHRINK, TIDY, TRAIN, USE, SectionedCommand, SectionedGroup
+from headrace.cli.sections import (
+    CLUSTER,
+    PLAN,
+    SETTINGS,
+    SHRINK,
+    TIDY,
+    TRAIN,
+    USE,
+    SectionedCommand,
+    SectionedGroup,
+    asked_of,
+    with_options,
+)
 from headrace.cli.streams import guarded_streams
 from headrace.codec.table import written_codes
 from headrace.process import launched, set_process_defaults

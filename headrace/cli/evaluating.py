@@ -1,14 +1,13 @@
 """`headrace eval`: stdout gets the figures and nothing else; stderr gets plan, progress and errors."""
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.generating import say, with_machine
+from headrace.cli.generating import with_machine
 from headrace.cli.plain_errors import INTERRUPTED, leave
-from headrace.cli.screen import show
+from headrace.cli.screen import say, show, tell
 from headrace.process import cache_directory, heavy_imports
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.eval_options import EvalOptions
@@ -33,10 +32,10 @@ def evaluate_model(model: str, given: Mapping[str, Any], *, as_json: bool) -> No
         nonlocal shown
         if (tenth := found.done * 10 // found.rows) > shown:
             shown = tenth
-            _tell(f"{found.done} of {found.rows} rows, loss {found.loss:.4f}")
+            tell(f"{found.done} of {found.rows} rows, loss {found.loss:.4f}")
 
     try:
-        scored = evaluate_model(Path(model), options, sink=say, say=_tell, progress=progress)
+        scored = evaluate_model(Path(model), options, sink=say, say=tell, progress=progress)
     except KeyboardInterrupt:
         leave("interrupted; nothing was changed", INTERRUPTED)
     show(json.dumps(scored.to_json(), indent=2) if as_json else scored.explain())
@@ -56,8 +55,3 @@ def _run_tasks(model: Path, options: EvalOptions, *, as_json: bool) -> None:
     except KeyboardInterrupt:
         leave("interrupted; nothing was changed", INTERRUPTED)
     show(json.dumps(found.to_json(), indent=2) if as_json else found.explain())
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()

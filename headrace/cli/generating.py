@@ -7,14 +7,14 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import headrace
 from headrace.cli.plain_errors import INTERRUPTED, REFUSED, leave
+from headrace.cli.screen import say, tell
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.process import heavy_imports, machine_profile_path
 from headrace.terms.errors import ConfigError, PeerLost
-from headrace.terms.events import Event, Notice
 from headrace.terms.launch import Launch
 from headrace.terms.options.eval_options import EvalOptions
 from headrace.terms.options.generate_options import GenerateOptions
@@ -104,7 +104,7 @@ def _answer_file(model: str, options: GenerateOptions, helpers: Any = None) -> N
         speed = found.tokens / found.seconds if found.seconds else 0.0
         left = (found.of - found.done) * found.seconds / max(1, found.done)
         words = f"{found.done} of {found.of} answers, {plain_figure(speed)} tokens/s, {format_seconds(left)} left"
-        _line(sys.stderr, f"{words}, {found.padding:.0%} of the prompts' rows padding")
+        tell(f"{words}, {found.padding:.0%} of the prompts' rows padding")
 
     try:
         with open_generator(Path(model), with_machine(options), measured) as generator:
@@ -122,12 +122,6 @@ def with_machine(options: _Options) -> _Options:
     if machine is None and measured.exists():
         machine = str(measured)
     return replace(options, machine=load_profile(machine)) if isinstance(machine, str) else options
-
-
-def say(event: Event) -> None:
-    """Print a notice to stderr; other events are ignored."""
-    if isinstance(event, Notice):
-        _line(sys.stderr, event.text)
 
 
 def _converse(talk: Any) -> int:
@@ -152,19 +146,14 @@ def _converse(talk: Any) -> int:
 def tell_plan(plan: Any) -> None:
     """Print a plan to stderr."""
     for line in plan.explain().splitlines():
-        _line(sys.stderr, line)
+        tell(line)
 
 
 def _tell_measured(words: str) -> None:
     if words:
-        _line(sys.stderr, words)
+        tell(words)
 
 
 def _write(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-def _line(stream: TextIO, text: str) -> None:
-    stream.write(f"{text}\n")
-    stream.flush()

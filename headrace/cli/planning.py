@@ -4,7 +4,6 @@ Invariant: only this module decides where a profile is kept; a plan without `--m
 """
 
 import json
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from headrace.ask.between_steps import BesideSteps, Pacing
 from headrace.ask.local_rounds import LocalReport
 from headrace.ask.plan_report import PlanReport
 from headrace.cli.first_look import is_gguf, model_here
+from headrace.cli.screen import say, tell
 from headrace.files.model_directory import refuse_no_configuration
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.peers import plan_ranks, plan_stages, plan_which, plan_workers
@@ -22,7 +22,6 @@ from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
 from headrace.plan.search.given import lengths_in_plan
 from headrace.process import cache_directory, machine_profile_path
 from headrace.terms.errors import ConfigError, StorageError
-from headrace.terms.events import Event, Notice
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.machine.drives import Drive
 from headrace.terms.options.border import usual_border
@@ -101,7 +100,7 @@ def _draw(report: "Report", options: PlanOptions) -> None:
         raise ConfigError("html: nothing fits, so there is no plan to draw; leave html out to see what is lacking")
     assert options.html is not None, "it was asked"
     path = write_plan_page(options.html, options.model.name, report.plan, report.forecast, report.doubled)
-    _say(Notice(text=f"wrote {path}", level="info"))
+    tell(f"wrote {path}")
 
 
 def make_report(options: PlanOptions) -> Report:
@@ -196,8 +195,8 @@ def measure_this_machine(directories: Sequence[Path], output: Path | None, *, se
     path = output or machine_profile_path()
     with alone(_WAIT_SECONDS) as first:
         if not first:
-            _say(Notice(text="another process measures this machine, too: both get lower figures"))
-        ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=_say)
+            tell("another process measures this machine, too: both get lower figures")
+        ceilings = measure_machine(tuple(directories) or (Path.cwd(),), seconds_budget=seconds, sink=say)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(ceilings.to_json(), indent=2) + "\n", encoding="utf-8")
@@ -284,11 +283,6 @@ def _of_its_passes(options: PlanOptions) -> tuple[PlanOptions, PackedRows, list[
     steps = total_steps(options.max_steps, options.epochs, stream)
     between = Checkpoints(options, Evaluations(options, stream, steps)).between_steps()
     return replace(options, max_steps=steps), stream.first_rows(steps), between
-
-
-def _say(event: Event) -> None:
-    if isinstance(event, Notice):
-        sys.stderr.write(f"{event.text}\n")
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,7 @@
-"""`headrace schema`: what an editor needs to complete and check run.yaml."""
+"""`headrace schema`: what an editor needs to complete and check run.yaml.
+
+Invariant: it is made from the declarations, so it has every key, help and limit that `headrace train` has.
+"""
 
 import json
 from pathlib import Path

@@ -1,11 +1,11 @@
 """`headrace serve`: stderr gets plan, address and notes; answers go to clients."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.cli.generating import say, tell_plan, with_machine
+from headrace.cli.generating import tell_plan, with_machine
+from headrace.cli.screen import say, tell
 from headrace.process import heavy_imports
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.serve_options import ServeOptions
@@ -29,7 +29,6 @@ def serve_model(model: str, given: Mapping[str, Any]) -> None:
         ) from error
 
     def ready(found: Serving) -> None:
-        sys.stderr.write(f"{found.name} answers at {found.address}; Ctrl-C ends it after what is under way\n")
-        sys.stderr.flush()
+        tell(f"{found.name} answers at {found.address}; Ctrl-C ends it after what is under way")
 
     serve(Path(model), with_machine(options), sink=say, tell_plan=tell_plan, ready=ready)

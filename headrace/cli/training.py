@@ -28,7 +28,7 @@ def begin_or_join(
         return
     look_at_words(() if node is not None else words)
     if stages[0] is not None:
-        from headrace.cli.staging import train_as_stage
+        from headrace.cli.runs import train_as_stage
 
         train_as_stage(words, given, stages[0], stages[1], secret=secret, wait=wait_seconds)
     elif node is not None:
@@ -52,7 +52,7 @@ def begin_or_join(
 def go_on(run_directory: Path, launch: Launch | None, *, secret: Path | None, stages: tuple[str | None, int | None]) -> None:
     """Go on with a run, as rank 0 or another one of `launch`, or as stage 0."""
     if stages[0] is not None:
-        from headrace.cli.staging import resume_as_stage
+        from headrace.cli.runs import resume_as_stage
 
         resume_as_stage(run_directory, stages[0], stages[1], secret)
     elif launch is not None and launch.rank:

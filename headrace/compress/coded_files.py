@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace.codec.targets import Target
-from headrace.codec.ternary_target import is_dictionary_table
+from headrace.codec.targets import Target, is_dictionary_table
 from headrace.files.durable import sync, write_whole
 from headrace.model import Chain, WeightMap
 from headrace.model.blocks.text_part import names_in_whole

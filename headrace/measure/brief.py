@@ -13,23 +13,20 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
 
-from headrace.machine.host_memory import keep_freed_memory, return_pieces
+from headrace.machine.host_memory import return_pieces
 from headrace.machine.protocol import Machine
 from headrace.measure.compute_loads import BlockLoad, fresh_pages_share
 from headrace.measure.decoding import attended_rate
 from headrace.measure.drives import DriveFile, DriveLoad
 from headrace.measure.loads import Load, LoadFigures, rates_together, seconds_taken
-from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
-from headrace.measure.results import both_ways, drive_figures, slowdowns, title
+from headrace.measure.memory_loads import StreamLoad
+from headrace.measure.parts import Parts
 from headrace.model import WideProducts
 from headrace.terms.errors import ConfigError
 from headrace.terms.lanes import Lane
-from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.sizes import MIB, format_bytes
 
@@ -38,8 +35,7 @@ BRIEF_SECONDS = 10.0
 LEAST_HOST_BYTES = 64 * MIB
 # Sizes are meant for this much memory; with less they shrink in proportion.
 _ROOMY_BYTES = 512 * MIB
-_STREAM_SHARE, _COPY_SHARE, _UPDATE_SHARE, _DRIVE_SHARE = 1 / 8, 1 / 32, 1 / 8, 1 / 4
-_BYTES_PER_UPDATED = 16
+_DRIVE_SHARE = 1 / 4
 _MOST_TRANSFER_BYTES, _TRANSFERS = 16 * MIB, 4
 _FILE_BYTES = 128 * MIB
 # A block's hidden size and tokens, and the most memory that it takes where it is computed: weights, gradients, activations.
@@ -80,7 +76,6 @@ def measure_briefly(
         raise ConfigError(f"{format_bytes(room.host_bytes)} of memory are left, {format_bytes(LEAST_HOST_BYTES)} are needed")
     with contextlib.ExitStack() as stack:
         stack.callback(_give_back)
-        stack.callback(keep_freed_memory, False)
         return _Brief(machine, directories, compute_dtype, room, seconds, stack).measure()
 
 
@@ -107,8 +102,8 @@ def _give_back() -> None:
         torch.cuda.empty_cache()
 
 
-class _Brief:
-    """One measurement; what it makes is closed by `stack`."""
+class _Brief(Parts):
+    """One measurement; each load is measured as soon as it is made."""
 
     def __init__(
         self,
@@ -119,27 +114,24 @@ class _Brief:
         seconds: float,
         stack: contextlib.ExitStack,
     ) -> None:
-        self._directories, self._dtype, self._room = tuple(directories), compute_dtype, room
-        self._seconds, self._stack = seconds, stack
+        super().__init__(machine, directories, stack)
+        self._dtype, self._room, self._seconds = compute_dtype, room, seconds
         self._deadline = time.perf_counter() + _DEADLINE_SHARE * seconds
-        self._machine = machine
-        stack.callback(machine.release_host_buffers)
-        self._gpu = self._machine.device.type == "cuda"
-        self._cores = torch.get_num_threads()
+        self._turn_seconds = seconds * _TURN_SHARE
         self._host_bytes = min(room.host_bytes, _ROOMY_BYTES)
-        self._loads: dict[str, Load] = {}
         self._found = LoadFigures({}, {})
 
     def measure(self) -> Ceilings:
         """Measure one part after the other. Pairs come last, as far as there is time: the one that matters most comes first."""
-        keep_freed_memory(False)
-        drives, figures = self._measure_drives()
-        self._measure_memory()
+        self._measure_drives()
+        share = self._host_bytes // 32
+        self._add_memory(4 * share, share, 4 * share)
+        self._together(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
         launch = BlockLoad(self._machine, self._dtype, hidden_size=_LAUNCH_SHAPE[0], tokens=_LAUNCH_SHAPE[1])
         # The shortest: where others use the cores, a tiny operation waits for them, and a large one hardly more.
         launch_seconds = seconds_taken(launch.unit, _LAUNCH_REPEATS, min) / 2
         block = self._block()
-        self._alone(Lane.COMPUTE, block)
+        self._add(Lane.COMPUTE, block)
         self._together(Lane.COMPUTE, Lane.UPDATE)
         unit_seconds = block.flops / self._found.rates[Lane.COMPUTE]
         fresh = 1.0
@@ -149,84 +141,44 @@ class _Brief:
         for pair in pairs[1:]:
             if self._has_time(2 * unit_seconds):
                 self._together(*pair)
-        rates = self._found.rates
-        update = max(rates["update all"], rates[Lane.UPDATE], rates["update 1"])
         # Without what the simulator adds to each operation: a block is two of them, forward and backward.
-        values: dict[str, Any] = {
-            "name": title(self._machine, self._cores, len(drives)),
-            "has_device": self._gpu,
-            "device_memory_bytes": self._machine.device_memory_bytes()[1] if self._gpu else 0,
-            "host_memory_bytes": psutil.virtual_memory().total,
-            "cores": self._cores,
+        values = {
+            **self._values(self._found, pairs),
             "flops_per_second": {self._dtype: block.flops / max(unit_seconds - 2 * launch_seconds, unit_seconds / 2)},
-            "host_to_device_bytes_per_second": rates[Lane.HOST_TO_DEVICE],
-            "device_to_host_bytes_per_second": rates[Lane.DEVICE_TO_HOST],
-            "both_ways_bytes_per_second": both_ways(self._found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
-            "host_memory_bytes_per_second": max(rates["stream"], update),
             # Plans without a GPU do not ask for it.
             "attended_bytes_per_second": attended_rate() if self._gpu and self._has_time(self._turn_seconds) else None,
-            "update_bytes_per_second": update,
-            "update_bytes_per_second_per_core": rates["update 1"],
-            "drives": figures,
             "fresh_pages_share": fresh,
             "launch_seconds": launch_seconds,
-            "transfer_seconds": max(drive.transfer_seconds() for drive in drives),
-            "commit_seconds": max(drive.commit_seconds() for drive in drives),
-            "slowdowns": slowdowns(self._found, pairs),
-            "widened_dtypes": [dtype for dtype in COMPUTE_DTYPES if not self._machine.multiplies(dtype)],
+            **self._drive_overheads(),
             "sources": {"all figures": f"measured in {self._seconds:g} s before a run, torch {torch.__version__}"},
         }
         return Ceilings.from_json(values)
 
     # -- parts ----------------------------------------------------------------------------------------------------------
 
-    def _measure_drives(self) -> tuple[list[DriveFile], list[dict[str, float | int | None]]]:
+    def _measure_drives(self) -> None:
         """Measure each drive alone, and keep a load that moves the bytes of all of them, for the pairs."""
-        drives: list[DriveFile] = []
-        figures = []
         count = len(self._directories)
         most_bytes = int(self._host_bytes * _DRIVE_SHARE) // (2 * _TRANSFERS * count)
         most_bytes = max(MIB, min(_MOST_TRANSFER_BYTES, most_bytes) // MIB * MIB)
         turn = self._seconds * _DRIVES_SHARE / (3 * count)
         for index, directory in enumerate(self._directories):
             drive = self._stack.enter_context(DriveFile(directory, _FILE_BYTES))
-            drives.append(drive)
+            self._drives.append(drive)
             begin = time.perf_counter()
             drive.fill(self._seconds * _FILL_SHARE / count, MIB)
             # A slow drive moves less at a time, so that one unit is no longer than a turn.
             rate = drive.filled_bytes / (time.perf_counter() - begin)
             size = max(MIB, min(most_bytes, int(rate * turn) // _TRANSFERS, drive.filled_bytes // _TRANSFERS) // MIB * MIB)
             for name, write in ((f"read {index}", False), (f"write {index}", True)):
-                load = DriveLoad([drive], write=write, transfers=_TRANSFERS, transfer_bytes=size)
-                self._alone(name, load, turn)
+                self._add(name, DriveLoad([drive], write=write, transfers=_TRANSFERS, transfer_bytes=size), turn)
             self._together(f"read {index}", f"write {index}", turn)
-            figures.append(drive_figures(self._found, index, drive))
         for lane, word in ((Lane.SSD_READ, "read"), (Lane.SSD_WRITE, "write")):
             each = [self._loads[f"{word} {index}"] for index in range(count)]
             if count == 1:  # one drive is all of them
                 self._loads[lane], self._found.rates[lane] = each[0], self._found.rates[f"{word} 0"]
             else:
-                self._alone(lane, _DrivesTogether(each), turn)
-        return drives, figures
-
-    def _measure_memory(self) -> None:
-        stream = StreamLoad(int(self._host_bytes * _STREAM_SHARE), self._cores)
-        try:
-            self._alone("stream", stream)
-        finally:
-            stream.close()
-            del self._loads["stream"], stream
-        num_bytes = int(self._host_bytes * _COPY_SHARE) // 4096 * 4096
-        self._alone(Lane.HOST_TO_DEVICE, CopyLoad(self._machine, Lane.HOST_TO_DEVICE, num_bytes))
-        outward: Load = CopyLoad(self._machine, Lane.DEVICE_TO_HOST, num_bytes) if self._gpu else DrainLoad(num_bytes // 4)
-        self._alone(Lane.DEVICE_TO_HOST, outward)
-        self._together(Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST)
-        elements = int(self._host_bytes * _UPDATE_SHARE) // _BYTES_PER_UPDATED // UNIT_ALIGNMENT * UNIT_ALIGNMENT
-        buffers = UpdateBuffers(elements)
-        for name, threads in (("update 1", 1), ("update all", self._cores), (Lane.UPDATE, max(1, self._cores // 2))):
-            update = UpdateLoad(buffers, threads)
-            self._stack.callback(update.close)
-            self._alone(name, update)
+                self._add(lane, _DrivesTogether(each), turn)
 
     def _block(self) -> BlockLoad:
         """Return the largest block that there is room and time for. The time is estimated from a short look at products."""
@@ -251,14 +203,12 @@ class _Brief:
     def _has_time(self, seconds: float) -> bool:
         return time.perf_counter() + seconds < self._deadline
 
-    @property
-    def _turn_seconds(self) -> float:
-        return self._seconds * _TURN_SHARE
-
-    def _alone(self, name: str, load: Load, seconds: float | None = None) -> None:
-        self._loads[name] = load
+    def _add(self, name: str, load: Load, seconds: float | None = None) -> None:
+        super()._add(name, load)
         load.unit()  # warm up: what the first unit makes once is not counted
         (self._found.rates[name],) = rates_together([load], seconds or self._turn_seconds)
+        if isinstance(load, StreamLoad):  # what follows needs its memory
+            load.close()
 
     def _together(self, one: str, other: str, seconds: float | None = None) -> None:
         both = rates_together([self._loads[one], self._loads[other]], seconds or self._turn_seconds)

@@ -1,6 +1,6 @@
-"""What Python costs in a generation: for each operator of a block, and between two passes.
+"""What a generation costs besides products: Python's operators, the next pass, rows, keys and values, decoding of weights.
 
-It is measured on a model so small that nothing else takes time, which goes the way of a generation: a seat, block by block.
+Python is measured on a model so small that nothing else takes time, which goes the way of a generation: a seat, block by block.
 """
 
 import time
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.codec import Codec
+from headrace.codec.table import CODES
 from headrace.machine.protocol import Machine
 from headrace.measure.compute_loads import BLOCKS, chain_of
 from headrace.model.kernels.narrow import has_kernel, multiplied
@@ -23,6 +25,10 @@ _HIDDEN, _PROMPT, _PASSES = 64, 8, 14
 _OUTPUTS, _INPUTS, _PRODUCTS = 8192, 4096, 9
 # Rows, heads of keys, query heads to each, tokens, width of a head: 16 MiB of keys and values.
 _ATTENDED = (8, 8, 4, 512, 128)
+
+# The matrix that is decoded: none takes more than some tens of milliseconds.
+_ROWS, _COLUMNS = 64, 4096
+_REPEATS = 3
 
 
 class _Counted(TorchDispatchMode):
@@ -111,3 +117,27 @@ def attended_rate() -> float:
         attended(query, numbers.view(torch.uint8).view(-1), keys, values)
         seconds.append(time.perf_counter() - start)
     return numbers.nbytes / median(seconds[1:])  # the first one may compile the loop
+
+
+def decoded_per_second() -> dict[str, float]:
+    """Return weights a second of one core to bfloat16, by kind: the least processor time of a few counts."""
+    normal = torch.randn(_ROWS, _COLUMNS, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+    contestants = {
+        code.kind: ((code.measured or code.codec)(), code.sample(_ROWS, _COLUMNS) if code.sample else normal)
+        for code in CODES.values()
+    }
+    threads, into = torch.get_num_threads(), torch.empty(_ROWS, _COLUMNS, dtype=torch.bfloat16)
+    torch.set_num_threads(1)
+    try:
+        return {kind: _ROWS * _COLUMNS / _least_seconds(codec, weights, into) for kind, (codec, weights) in contestants.items()}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _least_seconds(codec: Codec, weights: torch.Tensor, into: torch.Tensor) -> float:
+    parts, taken = codec.encode(weights), []
+    for _ in range(_REPEATS + 1):  # the first compiles
+        begin = time.thread_time()
+        codec.decode(parts, into, range(len(weights)))
+        taken.append(time.thread_time() - begin)
+    return min(taken)

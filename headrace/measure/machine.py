@@ -12,23 +12,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from headrace.machine.here import this_machine
-from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import available_memory_bytes
-from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates, fresh_pages_share
-from headrace.measure.decoding import attended_rate, decoding_seconds, row_product_rate
+from headrace.measure.decoding import attended_rate, decoded_per_second, decoding_seconds, row_product_rate
 from headrace.measure.drives import DriveFile, DriveLoad
-from headrace.measure.loads import Load, LoadFigures, in_order, interleaved, rates_together, seconds_taken
-from headrace.measure.memory_loads import CopyLoad, DrainLoad, StreamLoad, UpdateBuffers, UpdateLoad
-from headrace.measure.results import both_ways, drive_figures, slowdowns, title
+from headrace.measure.loads import LoadFigures, in_order, interleaved, rates_together, seconds_taken
+from headrace.measure.parts import Parts
 from headrace.terms.errors import ConfigError
 from headrace.terms.events import Notice, Sink
 from headrace.terms.lanes import Lane
-from headrace.terms.layout import COMPUTE_DTYPES, UNIT_ALIGNMENT
+from headrace.terms.layout import COMPUTE_DTYPES
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.sizes import MIB
 
@@ -50,10 +46,8 @@ _LONGEST_TURNS = 4
 _FRESH_SHAPES = ((1024, 2048), (512, 2048))
 _LAUNCH_SHAPE = (64, 16)
 _LAUNCH_REPEATS = 15
-# Larger than any cache; shrunk where memory is scarce.
-_STREAM_BYTES = 512 * MIB
-_UPDATE_ELEMENTS = 16 * MIB
-_COPY_BYTES = 128 * MIB
+# Of the stream, copies and updates: larger than any cache; shrunk where memory is scarce.
+_MOST_BYTES = (512 * MIB, 128 * MIB, 256 * MIB)
 _MEMORY_SHARE = 16
 # A quick look does not write gigabytes.
 _QUICK_SECONDS = 20.0
@@ -83,33 +77,25 @@ def measure_machine(directories: Sequence[Path], *, seconds_budget: float = 90, 
         return _Bench(directories, seconds_budget, sink, stack).measure()
 
 
-class _Bench:
-    """The loads of one machine, built once; closed by `stack`."""
+class _Bench(Parts):
+    """The loads of one machine, built once, and measured by turns."""
 
     def __init__(self, directories: Sequence[Path], seconds: float, sink: Sink | None, stack: contextlib.ExitStack) -> None:
-        self._seconds, self._sink, self._stack = seconds, sink, stack
+        super().__init__(this_machine(None), directories, stack)
+        self._seconds, self._sink = seconds, sink
         # Past this moment, what is left to measure is left out: the machine is slower than the shares of the time allow for.
         self._deadline = time.perf_counter() + seconds
-        self._directories = tuple(directories)
         self._quick = seconds < _QUICK_SECONDS
-        self._machine = this_machine(None)
-        stack.callback(self._machine.release_host_buffers)
-        self._gpu = self._machine.device.type == "cuda"
-        self._cores = torch.get_num_threads()
-        self._scarce_bytes = available_memory_bytes() // _MEMORY_SHARE
-        self._loads: dict[str, Load] = {}
-        self._drives: list[DriveFile] = []
         self._unit_seconds = 0.0  # of the block that is measured in each dtype
         self._decoded: dict[str, float] = {}
 
     def measure(self) -> Ceilings:
         """Build, warm up, measure, and put together."""
-        keep_freed_memory(False)  # until the cost of giving it back has been measured
-        self._stack.callback(keep_freed_memory, False)
         self._say("SSDs: writing test files" + ("" if self._quick else ", trying how many transfers of which size are best"))
         self._open_drives()
         self._say("memory: building buffers and compiling the update kernel")
-        self._build_memory()
+        smaller, scarce = 8 if self._quick else 1, available_memory_bytes() // _MEMORY_SHARE
+        self._add_memory(*(min(most // smaller, scarce) for most in _MOST_BYTES))
         self._say("compute: building a block for each dtype")
         shape = self._block_shape()
         launch_seconds = self._build_compute(shape)
@@ -117,8 +103,7 @@ class _Bench:
             "fresh_pages_share": self._fresh_pages_share(shape),
             "launch_seconds": launch_seconds,
             **dict(zip(("operator_seconds", "turn_seconds"), decoding_seconds(self._machine), strict=True)),
-            "transfer_seconds": max(drive.transfer_seconds() for drive in self._drives),
-            "commit_seconds": max(drive.commit_seconds() for drive in self._drives),
+            **self._drive_overheads(),
         }
         self._decoded = {} if self._quick else decoded_per_second()
         for load in self._loads.values():
@@ -143,24 +128,6 @@ class _Bench:
         together = len(self._drives) > 1
         for lane, name, write in ((Lane.SSD_READ, "read 0", False), (Lane.SSD_WRITE, "write 0", True)):
             self._loads[lane] = DriveLoad(self._drives, write=write) if together else self._loads[name]
-
-    def _build_memory(self) -> None:
-        smaller = 8 if self._quick else 1
-        elements = min(_UPDATE_ELEMENTS // smaller, self._scarce_bytes // 16) // UNIT_ALIGNMENT * UNIT_ALIGNMENT
-        # Half of the cores, as plans have it where compute needs the others; and without compute, also one core and all.
-        parameters = UpdateBuffers(elements)
-        for name, threads in ((Lane.UPDATE, max(1, self._cores // 2)), ("update 1", 1), ("update all", self._cores)):
-            update = UpdateLoad(parameters, threads)
-            self._stack.callback(update.close)
-            self._loads[name] = update
-        stream = StreamLoad(min(_STREAM_BYTES // smaller, self._scarce_bytes), self._cores)
-        self._stack.callback(stream.close)
-        self._loads["stream"] = stream
-        num_bytes = min(_COPY_BYTES // smaller, self._scarce_bytes) // 4096 * 4096
-        self._loads[Lane.HOST_TO_DEVICE] = CopyLoad(self._machine, Lane.HOST_TO_DEVICE, num_bytes)
-        self._loads[Lane.DEVICE_TO_HOST] = (
-            CopyLoad(self._machine, Lane.DEVICE_TO_HOST, num_bytes) if self._gpu else DrainLoad(num_bytes // 4)
-        )
 
     def _build_compute(self, shape: tuple[int, int]) -> float:
         """Add a block of `shape` per dtype that works here; return the seconds of a tiny operation."""
@@ -246,31 +213,13 @@ class _Bench:
     # -- results --------------------------------------------------------------------------------------------------------
 
     def _ceilings(self, found: LoadFigures, overheads: dict[str, float]) -> Ceilings:
-        rates = found.rates
-        per_core = rates["update 1"]
-        update = max(rates["update all"], rates[Lane.UPDATE], per_core)
-        inward, outward = rates[Lane.HOST_TO_DEVICE], rates[Lane.DEVICE_TO_HOST]
         values = {
-            "name": title(self._machine, self._cores, len(self._drives)),
-            "has_device": self._gpu,
-            "device_memory_bytes": self._machine.device_memory_bytes()[1] if self._gpu else 0,
-            "host_memory_bytes": psutil.virtual_memory().total,
-            "cores": self._cores,
-            **self._compute_rates(rates, overheads["launch_seconds"]),
-            "host_to_device_bytes_per_second": inward,
-            "device_to_host_bytes_per_second": outward,
-            "both_ways_bytes_per_second": both_ways(found, Lane.HOST_TO_DEVICE, Lane.DEVICE_TO_HOST),
-            # The kernel counts bytes as the stream does; the larger of the two rates shows what the bus can do.
-            "host_memory_bytes_per_second": max(rates["stream"], update),
-            "update_bytes_per_second": update,
-            "update_bytes_per_second_per_core": per_core,
-            "drives": [drive_figures(found, index, drive) for index, drive in enumerate(self._drives)],
-            "slowdowns": slowdowns(found, self._pairs()),
+            **self._values(found, self._pairs()),
+            **self._compute_rates(found.rates, overheads["launch_seconds"]),
             "sources": self._sources(),
             "attended_bytes_per_second": attended_rate(),
             "row_product_bytes_per_second": row_product_rate(self._machine),
             "decoded_per_second": self._decoded,
-            "widened_dtypes": [dtype for dtype in COMPUTE_DTYPES if not self._machine.multiplies(dtype)],
             **overheads,
         }
         return Ceilings.from_json(values)

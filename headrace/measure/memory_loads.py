@@ -41,8 +41,9 @@ class StreamLoad:
         return 2.0 * self._values.nbytes
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and give the memory back."""
         self._pool.shutdown()
+        self._parts, self._values = [], np.empty(0, np.float32)
 
 
 class UpdateBuffers:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 from headrace.terms.faces import lazy_face
 
 if TYPE_CHECKING:
-    from headrace.migrate.migration import TOOLS as TOOLS
-    from headrace.migrate.migration import Migration as Migration
-    from headrace.migrate.migration import migrate as migrate
+    from headrace.migrate.migration import TOOLS, Migration, migrate
 
 __getattr__ = lazy_face(__name__)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,7 @@ class Migration:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it for scripts."""
-        return {
-            "tool": self.tool,
-            "options": self.options,
-            "origins": self.origins,
-            "left_out": self.left_out,
-            "notes": list(self.notes),
-        }
+        return asdict(self) | {"notes": list(self.notes)}
 
 
 def migrate(path: Path, tool: str | None = None) -> Migration:

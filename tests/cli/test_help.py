@@ -16,8 +16,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from headrace.cli.app import app, main
-from headrace.cli.asked import asked_of
-from headrace.cli.sections import COMMANDS
+from headrace.cli.sections import COMMANDS, asked_of
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.declared import Declaration, Group
 from headrace.terms.options.eval_options import EvalOptions

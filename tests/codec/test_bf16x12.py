@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headrace.codec import Parts
 from headrace.codec.bf16x12 import Bf16x12, decode_in_torch
-from headrace.codec.bf16x12_target import Bf16x12Target
+from headrace.codec.targets import Bf16x12Target
 from headrace.terms.errors import ModelError
 from headrace.testing.codec_contract import CodecContract
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from headrace.codec import Parts, gptq, nearest, product_errors
 from headrace.codec.grids import PrunedGrid
 from headrace.codec.sparse import Sparse, in_torch
-from headrace.codec.sparse_target import SparseTarget
 from headrace.codec.table import CODES
+from headrace.codec.targets import SparseTarget
 from headrace.terms.errors import ModelError
 from headrace.testing.codec_contract import CodecContract
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from headrace.codec.table import CODES
-from headrace.codec.ternary_target import TernaryTarget
+from headrace.codec.targets import TernaryTarget
 from headrace.compress.recoding import recode
 from headrace.compress.run import Compressed, compress_model
 from headrace.terms.options.compress_options import CompressOptions

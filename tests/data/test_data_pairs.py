@@ -10,7 +10,7 @@ from made_tokenizers import make_tokenizer
 
 from headrace.data import BatchStream, DataSpec, load_tokens
 from headrace.data.batches.held_out import HeldOutRows, split_off
-from headrace.data.pairs.pairs import read_pairs
+from headrace.data.pairs.preferences import read_pairs
 from headrace.data.read.sources import find_sources, read_rows
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.options.data_source import DataSource

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headrace.cli.generating import say
+from headrace.cli.screen import say
 from headrace.generate.passes.seat_caches import CacheFile, SeatCache
 from headrace.generate.passes.whose_weights import open_generator
 from headrace.generate.plan.cache_plan import SSD, CachePlan, with_inputs

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from headrace.cli.generating import say
+from headrace.cli.screen import say
 from headrace.data.chat.prompt_lines import read_line
 from headrace.data.chat.prompts import Prompts
 from headrace.generate.passes.generator import Generator

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headrace.codec.table import CODES
 from headrace.machine.cpu import CpuMachine
-from headrace.measure.code_rates import decoded_per_second
 from headrace.measure.compute_loads import AttentionLoad, BlockLoad, HeadLoad, fitted_rates
+from headrace.measure.decoding import decoded_per_second
 from headrace.measure.drives import DriveFile, DriveLoad, best_setting, try_settings
 from headrace.measure.loads import in_order, interleaved, rate_of, rates_together, seconds_taken
 from headrace.measure.machine import measure_machine

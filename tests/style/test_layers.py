@@ -162,7 +162,7 @@ def is_lazy_face(tree: ast.Module) -> bool:
                 return False
         elif isinstance(node, ast.If):
             offered = [alias for each in node.body if isinstance(each, ast.ImportFrom) for alias in each.names]
-            if ast.unparse(node.test) != "TYPE_CHECKING" or any(alias.asname != alias.name for alias in offered):
+            if ast.unparse(node.test) != "TYPE_CHECKING" or any(alias.asname not in (None, alias.name) for alias in offered):
                 return False
         elif ast.unparse(node) != "__getattr__ = lazy_face(__name__)":
             return False

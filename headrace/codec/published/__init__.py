@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 from headrace.terms.faces import lazy_face
 
 if TYPE_CHECKING:
-    from headrace.codec.published.fp8_blocks import Fp8Blocks as Fp8Blocks
-    from headrace.codec.published.gguf_blocks import GgufBlocks as GgufBlocks
-    from headrace.codec.published.mxfp4 import Mxfp4 as Mxfp4
-    from headrace.codec.published.nf4 import Nf4 as Nf4
-    from headrace.codec.published.pack_quantized import PackQuantized as PackQuantized
+    from headrace.codec.published.fp8_blocks import Fp8Blocks
+    from headrace.codec.published.gguf_blocks import GgufBlocks
+    from headrace.codec.published.mxfp4 import Mxfp4
+    from headrace.codec.published.nf4 import Nf4
+    from headrace.codec.published.pack_quantized import PackQuantized
 
 __getattr__ = lazy_face(__name__)

@@ -3,7 +3,7 @@
 The invariant: what is shown comes from the same token sets and rows that training takes, never from the files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 
 import numpy as np
@@ -78,18 +78,11 @@ def summarize(tokens: TokenSet, spec: DataSpec) -> Summary:
     if spec.packing:
         rows = len(packed_rows(lengths, spec.sequence_length, seed=spec.seed if spec.shuffle else None, epoch=0))
     return Summary(
-        samples=info.samples,
-        dropped_samples=info.dropped_samples,
-        unmarked_samples=info.unmarked_samples,
-        tokens=info.tokens,
-        trained_tokens=info.trained_tokens,
-        cut_samples=info.cut_samples,
-        cut_tokens=info.cut_tokens,
+        **{each.name: getattr(info, each.name) for each in fields(Summary) if hasattr(info, each.name)},
         longest_tokens=int(lengths.max()),
         rows=rows,
         steps_per_epoch=rows / spec.rows_per_step,
         efficiency=info.tokens / (rows * spec.sequence_length),
-        kinds=dict(info.kinds),
     )
 
 

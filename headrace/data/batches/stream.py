@@ -5,14 +5,15 @@ Invariants: those of `batches.py`.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from itertools import chain, count, islice
+from math import floor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.data.batches.batches import Batches, Cursor, Epoch, read_position
-from headrace.data.values.mixing import drawn
 from headrace.data.values.packing import EpochRows, packed_rows, single_rows
 from headrace.data.values.tokens import EARLIER_FORMATS, FORMAT_VERSION, TokenSet
 from headrace.data.values.values import IGNORED, Batch, DataSpec, Sample
@@ -21,6 +22,8 @@ from headrace.terms.packed_rows import PackedRows
 
 # So many rows say how many samples of one length rows hold.
 _FIRST_ROWS = 1024
+# Keeps the orders of walks through sources apart from those of epochs and of held-out samples.
+_WALK = 1 << 33
 
 
 class BatchStream(Batches):
@@ -156,6 +159,25 @@ class BatchStream(Batches):
         starts = np.arange(0, len(lengths), self.spec.rows_per_step)
         rows = np.diff(np.append(starts, len(lengths)))
         return 1 - float(lengths.sum()) / float((rows * np.maximum.reduceat(lengths, starts)).sum())
+
+
+def drawn(ends: Sequence[int], weights: Sequence[float], *, seed: int | None, epoch: int) -> NDArray[np.int64]:
+    """Return the samples of an epoch. Those of source i end before sample `ends[i]`; with a `seed`, a walk's order is drawn.
+
+    A source of n samples gives w n of them: the next ones of an endless walk through a fixed order. Invariant: after any number
+    of epochs e, each sample has occurred floor(e w) or ceil(e w) times.
+    """
+    made, begin = [np.empty(0, dtype=np.int64)], 0
+    for number, (end, weight) in enumerate(zip(ends, weights, strict=True)):
+        samples, per_epoch = end - begin, Fraction(str(weight)) * (end - begin)
+        order = np.arange(samples)
+        if seed is not None:
+            order = np.random.default_rng([seed, _WALK + number]).permutation(samples)
+        if samples:
+            walk = np.arange(floor(per_epoch * epoch), floor(per_epoch * (epoch + 1)), dtype=np.int64)
+            made.append(begin + order[walk % samples])
+        begin = end
+    return np.concatenate(made)
 
 
 def rows_of(lengths: NDArray[np.int64], spec: DataSpec, epoch: int) -> EpochRows:

@@ -36,11 +36,10 @@ def encode_chat(row: Row, template: Template, most_tokens: int, columns: tuple[s
         )
     trained = [index for index in spoken if index - first not in read[-1].untrained]
     try:
-        tagged = template.has_tags and len(columns) == 1
-        rendered = Rendered.of(template, messages, read_tools(row.place, row.values.get("tools")), tagged=tagged)
-        found = rendered.tagged(trained) if tagged else rendered.turns(trained)
+        tools, tagged = read_tools(row.place, row.values.get("tools")), template.has_tags and len(columns) == 1
+        rendered = Rendered.of(template, messages, tools, tagged=tagged)
         rendered.remarks.extend(remark for each in read for remark in each.remarks)
-        return _encode(row, rendered.text, found, template.tokenizer, most_tokens, rendered.remarks)
+        return _encode(row, rendered.text, rendered.turns(trained), template.tokenizer, most_tokens, rendered.remarks)
     except TemplateRefusal as error:
         return _refused(row, messages, error)
 

@@ -31,13 +31,15 @@ class Unmarkable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation, the text that the template makes of it, the stretches that its tags mark, and where words stand."""
+    """A conversation, the text that the template makes of it, the stretches that its tags mark (None where they do not count),
+    and where words stand.
+    """
 
     template: Template
     messages: Messages
     tools: Any
     text: str
-    marked: list[Stretch]
+    marked: list[Stretch] | None
     words: list[Words]
     remarks: list[str] = field(default_factory=list)
 
@@ -49,18 +51,22 @@ class Rendered:
             TemplateRefusal: the template does not render it.
         """
         messages = template.given(said)
-        text, marked = template.render_tagged(messages, tools) if tagged else (template.render(messages, tools), [])
+        text, marked = template.render_tagged(messages, tools) if tagged else (template.render(messages, tools), None)
         words = find_words(messages, text, lambda changed: template.try_render(changed, tools))
         unread = unread_fields(messages, template.texts)
         remarks = [f"messages have {', '.join(map(repr, unread))}, which the chat template does not read"] if unread else []
         return cls(template, messages, tools, text, marked, words, remarks)
 
     def turns(self, trained: list[int]) -> Iterator[Stretch]:
-        """Yield where the assistant speaks, in the messages `trained`.
+        """Yield where the assistant speaks, in the messages `trained`: words and end of each turn, without its header. Where
+        tags count, it is what they mark of these messages; what they mark less than is said is a remark.
 
         Raises:
-            Unmarkable: it cannot be told where.
+            Unmarkable: it cannot be told where; or tags mark more than these turns.
         """
+        if self.marked is not None:
+            yield from self._tagged(trained, self.marked)
+            return
         if self.template.answer_end is not None and not self.template.answer_end.strip():
             self.remarks.append(_HAS_NO_END)
         for index in trained:
@@ -76,27 +82,20 @@ class Rendered:
             end = self._end(index, begin, own, high, closed)
             yield self._checked(index, begin, end)
 
-    def tagged(self, trained: list[int]) -> Iterator[Stretch]:
-        """Yield what the template's tags mark of the messages `trained`, without headers.
-
-        What they mark less than is said is a remark.
-
-        Raises:
-            Unmarkable: they mark more than these turns.
-        """
+    def _tagged(self, trained: list[int], marked: list[Stretch]) -> Iterator[Stretch]:
         spoken = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         if self.template.tags_leave_end_out:
             self.remarks.append(_NO_END)
-        if any(not any(begin <= w.place < end for begin, end in self.marked) for w in self.words if w.message in trained):
+        if any(not any(begin <= w.place < end for begin, end in marked) for w in self.words if w.message in trained):
             self.remarks.append(_SAYS_LESS)
-        for number, (start, end) in enumerate(self.marked):
+        for number, (start, end) in enumerate(marked):
             inside = [words for words in self.words if start <= words.place < end]
             stop = min([end, *(words.begin for words in inside)])
             begin, header = start, self.template.header
             if header and self._has_header(start, stop):
                 begin = self.text.rfind(header, start, stop) + len(header)
                 self.remarks.extend([] if _HEADERS in self.remarks else [_HEADERS])
-            in_order = spoken[number] if len(spoken) == len(self.marked) else None
+            in_order = spoken[number] if len(spoken) == len(marked) else None
             owner = next((words.message for words in inside if words.message in spoken), in_order)
             if owner is None and (inside or len(trained) < len(spoken)):
                 raise Unmarkable("by the tags of the chat template, it cannot be told which turn a stretch belongs to")

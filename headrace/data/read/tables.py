@@ -204,13 +204,14 @@ def read_saved(path: Path, entry: DataSource, columns: Columns) -> Iterator[Row]
     return rows_of_data_set(str(path), load, "is not a readable saved data set; save it again", columns)
 
 
-def refuse_no_answer(name: str, cache_dir: Path) -> None:
-    """Refuse a Hub data set that is not in `cache_dir`, if the Hub does not answer.
+def refuse_no_answer(name: str, cache_dir: Path | None = None) -> None:
+    """Refuse a Hub data set that is not in `cache_dir`, if there is one, and the Hub does not answer.
 
     Raises:
         DataError: it does not.
     """
-    if not (cache_dir / name.replace("/", "___")).is_dir() and not hub_answers(name, "dataset"):
+    kept = cache_dir is not None and (cache_dir / name.replace("/", "___")).is_dir()
+    if not kept and not hub_answers(name, "dataset"):
         raise DataError(
             f"{name}: no such file or directory here, and the Hub did not answer within {HUB_SECONDS:g} seconds; check the "
             "path, or the network"
@@ -247,11 +248,7 @@ def open_streamed(entry: DataSource, columns: Columns) -> tuple[str, Callable[[]
         DataError: the Hub does not answer, or has no such data set, configuration or split.
     """
     datasets = library("datasets", entry.path)
-    if not hub_answers(entry.path, "dataset"):
-        raise DataError(
-            f"{entry.path}: no such file or directory here, and the Hub did not answer within {HUB_SECONDS:g} seconds; check "
-            "the path, or the network"
-        )
+    refuse_no_answer(entry.path)
 
     def load() -> Any:
         loaded = datasets.load_dataset(entry.path, entry.name, split=entry.split, streaming=True)

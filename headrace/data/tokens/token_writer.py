@@ -10,7 +10,7 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import IO
@@ -27,6 +27,10 @@ from headrace.terms.errors import DataError, DiskFull, has_no_space
 from headrace.terms.sizes import format_bytes
 
 _FLUSH_TOKENS = 1 << 20
+_COUNTED = (
+    *("samples", "tokens", "trained_tokens"),
+    *("cut_samples", "cut_tokens", "dropped_samples", "unmarked_samples"),
+)
 
 
 class NothingTrained(DataError):
@@ -49,7 +53,9 @@ class TokenWriter(Closing):
         self._offsets: list[int] = [0]
         self._labels: list[bool] = []
         self._largest_id = 0
-        self._count = _Counts()
+        self._count, self._kinds = Counter[str](), Counter[str]()
+        self._entries: list[int] = []
+        self._labelled = False
 
     def close(self) -> None:
         """Close the files."""
@@ -58,10 +64,10 @@ class TokenWriter(Closing):
 
     def add(self, sample: Encoded | Unmarked, kind: str, entry: int = 0) -> None:
         """Append a sample of an entry of the data, cut to `sequence_length`, unless nothing in it is left to train."""
-        self._count.kinds[kind] += 1
-        self._count.entries += [0] * (entry + 1 - len(self._count.entries))
+        self._kinds[kind] += 1
+        self._entries += [0] * (entry + 1 - len(self._entries))
         if isinstance(sample, Unmarked):
-            self._count.unmarked_samples += 1
+            self._count["unmarked_samples"] += 1
             return
         ids, trained = sample.ids, sample.trained
         cut = max(0, len(ids) - self._sequence_length) + sample.beyond
@@ -69,22 +75,22 @@ class TokenWriter(Closing):
         targets = [False, *trained[1 : self._sequence_length]]
         num_targets = sum(targets)
         if cut > 0:
-            self._count.cut_samples += 1
-            self._count.cut_tokens += cut
+            self._count["cut_samples"] += 1
+            self._count["cut_tokens"] += cut
         if num_targets == 0:
-            self._count.dropped_samples += 1
+            self._count["dropped_samples"] += 1
             return
-        self._count.samples += 1
-        self._count.entries[entry] += 1
-        self._count.tokens += len(targets)
-        self._count.trained_tokens += num_targets
+        self._count["samples"] += 1
+        self._entries[entry] += 1
+        self._count["tokens"] += len(targets)
+        self._count["trained_tokens"] += num_targets
         kept = ids[: self._sequence_length]
         self._largest_id = max(self._largest_id, *kept)
         self._tokens.extend(kept)
         self._trained.extend(targets)
-        self._offsets.append(self._count.tokens)
+        self._offsets.append(self._count["tokens"])
         if sample.desirable is not None:
-            self._count.labelled = True
+            self._labelled = True
             self._labels.append(sample.desirable)
         if len(self._tokens) >= _FLUSH_TOKENS:
             self._flush(len(self._tokens) // 8 * 8)
@@ -99,7 +105,10 @@ class TokenWriter(Closing):
             largest_id=self._largest_id,
             remarks=remarks,
             version=FORMAT_VERSION,
-            **(asdict(self._count) | {"kinds": dict(self._count.kinds)}),
+            kinds=dict(self._kinds),
+            entries=self._entries,
+            labelled=self._labelled,
+            **{name: self._count[name] for name in _COUNTED},
         )
 
     def keep(self, directory: Path, info: TokenInfo) -> None:
@@ -129,20 +138,6 @@ class TokenWriter(Closing):
         self._files[name].write(content)
         self._checksums[name].add(content)
         self._digest.update(name.encode() + len(values).to_bytes(8, "little") + content)
-
-
-@dataclass(slots=True)
-class _Counts:
-    samples: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    cut_samples: int = 0
-    cut_tokens: int = 0
-    dropped_samples: int = 0
-    unmarked_samples: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    entries: list[int] = field(default_factory=list)
-    labelled: bool = False
 
 
 def write_tokens(

@@ -81,23 +81,19 @@ def tokens_of(sources: Sequence[Source], spec: DataSpec, tokenizer: Tokenizer, c
     """Return the samples of `sources` as `load_tokens` does, which finds them by `spec.paths`. Raises as that does."""
     with _usable(cache_dir):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        return _tokens_of(sources, spec, tokenizer, cache_dir)
-
-
-def _tokens_of(sources: Sequence[Source], spec: DataSpec, tokenizer: Tokenizer, cache_dir: Path) -> TokenSet:
-    directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec, cache_dir, FORMAT_VERSION)}"
-    if isinstance(made := _whole(directory), TokenSet):
-        return made
-    with _locked(directory.with_suffix(".lock")):
+        directory = cache_dir / f"tokens-{_key(sources, tokenizer, spec, cache_dir, FORMAT_VERSION)}"
         if isinstance(made := _whole(directory), TokenSet):
-            return made  # the process that held the lock made it
-        samples = Samples(sources, tokenizer, spec)
-        length, pad_id = spec.sequence_length, pad_id_of(tokenizer)
-        try:
-            write_tokens(directory, samples.within_share(), sequence_length=length, pad_id=pad_id, remarks=samples.remarks)
-        except NothingTrained as error:
-            raise DataError(f"{', '.join(map(str, spec.paths))}: {error}") from error
-    tokens = TokenSet.open(directory)
+            return made
+        with _locked(directory.with_suffix(".lock")):
+            if isinstance(made := _whole(directory), TokenSet):
+                return made  # the process that held the lock made it
+            samples = Samples(sources, tokenizer, spec)
+            length, pad_id = spec.sequence_length, pad_id_of(tokenizer)
+            try:
+                write_tokens(directory, samples.within_share(), sequence_length=length, pad_id=pad_id, remarks=samples.remarks)
+            except NothingTrained as error:
+                raise DataError(f"{', '.join(map(str, spec.paths))}: {error}") from error
+        tokens = TokenSet.open(directory)
     if made is None:
         return tokens
     damaged = f"{directory}: the token cache was damaged ({made.__cause__}), and was made again"

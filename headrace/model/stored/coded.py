@@ -16,15 +16,13 @@ import torch
 
 from headrace.codec import Codec, Parts
 from headrace.codec.bf16x12 import Bf16x12
-from headrace.codec.bf16x12_target import BF16X12
 from headrace.codec.dictionary import Dictionary
 from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
 from headrace.codec.sparse import Sparse
 from headrace.codec.sparse_loops import SPARE
-from headrace.codec.sparse_target import SPARSE
 from headrace.codec.table import CODES
+from headrace.codec.targets import BF16X12, DIGEST, FORMAT, METHOD, SPARSE, TABLE, is_dictionary_table
 from headrace.codec.ternary import TritsCodec, WordsCodec
-from headrace.codec.ternary_target import DIGEST, FORMAT, METHOD, TABLE, is_dictionary_table
 from headrace.model.stored.coded_keys import KEYS, Rule, anything, refused_keys
 from headrace.model.stored.safetensors_file import StoredTensor, read_bytes
 from headrace.terms.coding import as_matrix

@@ -4,7 +4,7 @@ Invariant: an entry that says nothing but where the samples are is its path alon
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,25 +44,9 @@ class DataSource:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as it stands in a file."""
-        found = {
-            "path": self.path,
-            "name": self.name,
-            "split": self.split,
-            "weight": self.weight,
-            "columns": dict(self.columns),
-            "streaming": self.streaming,
-        }
-        return {key: value for key, value in found.items() if value != _DEFAULTS[key]}
-
-
-_DEFAULTS: Mapping[str, Any] = {
-    "path": None,
-    "name": None,
-    "split": DEFAULT_SPLIT,
-    "weight": 1.0,
-    "columns": {},
-    "streaming": False,
-}
+        usual = DataSource("")
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {key: value for key, value in values.items() if value != getattr(usual, key)}
 
 
 def source_of(entry: str | DataSource) -> DataSource:

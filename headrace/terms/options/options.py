@@ -20,9 +20,9 @@ from headrace.terms.options.declared import Group, option
 from headrace.terms.options.method_options import MethodOptions
 from headrace.terms.options.named import named_text, parse_named
 from headrace.terms.options.optimizer import Schedule
-from headrace.terms.options.option_kinds import Either, Flag, OneOf, PathOf, PlaceOrName, Whole
-from headrace.terms.options.stage_options import StageOptions
+from headrace.terms.options.option_kinds import Either, Flag, Listed, OneOf, PathOf, PlaceOrName, Whole
 
+_cluster = partial(option, group=Group.CLUSTER)
 _run = partial(option, group=Group.RUN)
 _method = partial(option, group=Group.METHOD)
 
@@ -32,11 +32,25 @@ _MOST_SEED = (1 << 128) - 1  # as many bits as numpy draws for one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last base come first
+class Options(MethodOptions, BudgetOptions):  # fields of the last base come first
     """The options of an engine and its plan. Values may have the form of a YAML file: sizes such as "16GiB". Sizes are bytes,
     lengths and counts are tokens or steps. None means "choose for me".
     """
 
+    cuts: tuple[int, ...] = _cluster(
+        (),
+        Listed(Whole()),
+        "Blocks with which the stages after the first begin, such as 12 and 20.",
+        row="with `--stages`: the block, counted from 0, with which each stage after the first begins, such as `[12, 20]`",
+        words="stages with equal work",
+    )
+    stage_dtype: str | None = _cluster(
+        None,
+        OneOf(("int8",)),
+        "Let hidden states and their gradients cross cuts in 8 bits, with a scale for each token.",
+        row="with `--stages`: `int8` lets hidden states and their gradients cross in 8 bits, with a scale for each token",
+        words="`compute_dtype`",
+    )
     seed: int = option(0, Whole(0, _MOST_SEED), "Seed of the data order and of dropout.", group=Group.LEARNING)
     checkpoint_every: int | None = _run(
         None,
@@ -114,6 +128,8 @@ class Options(StageOptions, MethodOptions, BudgetOptions):  # fields of the last
             adapter = adapter_of(self.adapter)
             object.__setattr__(self, "adapter", adapter.text)
             object.__setattr__(self, "gradient_dtype", self.gradient_dtype or adapter.gradient_dtype)
+        if list(self.cuts) != sorted(set(self.cuts)):
+            raise ConfigError(f"cuts: {list(self.cuts)} do not rise; give the first block of each stage after the first")
         refuse_contradictions(self)
         for key in ("optimizer", "gradient"):
             object.__setattr__(self, key, named_text(*parse_named(key, getattr(self, key))))

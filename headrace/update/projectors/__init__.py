@@ -5,11 +5,7 @@ from typing import TYPE_CHECKING
 from headrace.terms.faces import lazy_face
 
 if TYPE_CHECKING:
-    from headrace.update.projectors.projector import IDENTITY as IDENTITY
-    from headrace.update.projectors.projector import Pair as Pair
-    from headrace.update.projectors.projector import Projector as Projector
-    from headrace.update.projectors.projector import ProjectorKind as ProjectorKind
-    from headrace.update.projectors.projector import relative_error as relative_error
-    from headrace.update.projectors.table import PROJECTORS as PROJECTORS
+    from headrace.update.projectors.projector import IDENTITY, Pair, Projector, ProjectorKind, relative_error
+    from headrace.update.projectors.table import PROJECTORS
 
 __getattr__ = lazy_face(__name__)

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING
 from headrace.terms.faces import lazy_face
 
 if TYPE_CHECKING:
-    from headrace.update.wires.adapter import AdapterWire as AdapterWire
-    from headrace.update.wires.dense import DenseWire as DenseWire
-    from headrace.update.wires.frozen import FrozenWire as FrozenWire
-    from headrace.update.wires.lsp import Lsp as Lsp
-    from headrace.update.wires.lsp import LspWire as LspWire
-    from headrace.update.wires.table import WIRES as WIRES
-    from headrace.update.wires.table import wire_of as wire_of
+    from headrace.update.wires.adapter import AdapterWire
+    from headrace.update.wires.dense import DenseWire
+    from headrace.update.wires.frozen import FrozenWire
+    from headrace.update.wires.lsp import Lsp, LspWire
+    from headrace.update.wires.table import WIRES, wire_of
 
 __getattr__ = lazy_face(__name__)

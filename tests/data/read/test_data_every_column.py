@@ -12,7 +12,7 @@ from made_tokenizers import PLAIN, make_tokenizer
 
 from headrace.data.batches.prompt_batches import Prompt, read_prompts
 from headrace.data.chat.prompts import Prompts
-from headrace.data.pairs.labelled import read_labelled
+from headrace.data.pairs.preferences import read_labelled
 from headrace.data.read.sources import find_sources
 from headrace.terms.errors import DataError
 from headrace.terms.options.data_source import DataSource

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from made_tokenizers import numbered_tokens
 
 from headrace.data import BatchStream, DataSpec
+from headrace.data.batches.stream import drawn
 from headrace.data.read.sources import find_sources, read_rows
-from headrace.data.values.mixing import drawn
 from headrace.terms.errors import ConfigError, DataError
 from headrace.terms.options.data_source import DataSource, SourceKind, source_of
 from headrace.terms.options.run_options import RunOptions

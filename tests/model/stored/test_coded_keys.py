@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
 
-from headrace.codec.targets import Int4Target
-from headrace.codec.ternary_target import TernaryTarget
+from headrace.codec.targets import Int4Target, TernaryTarget
 from headrace.model.stored.coded import READERS
 from headrace.model.stored.coded_keys import ANY, KEYS, refused_keys
 

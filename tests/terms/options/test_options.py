@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from headrace.cli.option_parameters import with_options
+from headrace.cli.sections import with_options
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.compress_options import CompressOptions
