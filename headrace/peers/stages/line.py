@@ -36,7 +36,7 @@ _CUTS = "cuts"
 
 
 class Line(Fleet):
-    """The stages that meet over `ranks`. See `peers.stages.steps.Stages`."""
+    """The stages that meet over `ranks`. `begin_step` comes first; a step ends in all or in none."""
 
     by_stages = True
     peer = Peer.STAGE
