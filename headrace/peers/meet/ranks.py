@@ -7,16 +7,16 @@ Where the ranks of a machine have one copy together, nothing is sent within it, 
 
 import gc
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from headrace.machine.host_memory import Bytes
 from headrace.peers.meet.exchange import PIECE_ELEMENTS, add_in_order
-from headrace.peers.meet.lane import PIECE_BYTES, Channel, PieceTransfer, finish_all, has_keys, sort_of
+from headrace.peers.meet.lane import PIECE_BYTES, Channel, PieceTransfer, finish_all, sort_of
+from headrace.peers.meet.talk import agree
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.launch import Launch
@@ -108,23 +108,10 @@ class Ranks(Closing):
             ConfigError: some have not; all are told.
             PeerLost: a rank is gone.
         """
-        found = self._told_by_all({"version": version}, {"version": str})
+        found = agree(self.control, {"version": version}, {"version": str})
         others = [f"{self.control.names[rank]} is headrace {each['version'][:40]}" for rank, each in enumerate(found)]
         if len({each["version"] for each in found}) > 1:
             raise ConfigError(f"ranks: {', '.join(others)}; install the same version on all machines")
-
-    def _told_by_all(self, words: Mapping[str, Any], keys: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return by rank what each tells all others: objects with these `keys`."""
-        if self.rank:
-            self.control.send_message(words, 0)
-            found = self.control.receive_message(0, {"all": list})["all"]
-            if len(found) != self.size or not all(has_keys(each, keys) for each in found):
-                raise PeerLost(f"{self.control.names[0]}: tells what makes no sense; is it the same version?")
-            return list(found)
-        found = [dict(words), *(self.control.receive_message(rank, keys) for rank in self.others)]
-        for rank in self.others:
-            self.control.send_message({"all": found}, rank)
-        return found
 
     @property
     def others(self) -> list[int]:
@@ -145,7 +132,7 @@ class Ranks(Closing):
         """Tell all ranks whether this one has memory with its neighbours, and hear of all: `sharing` has the ranks that have a
         copy together.
         """
-        found = self._told_by_all({"machine": self.machine if can else (self.rank,)}, {"machine": list | tuple})
+        found = agree(self.control, {"machine": self.machine if can else (self.rank,)}, {"machine": list | tuple})
         self.sharing = sorted({tuple(each["machine"]) for each in found})
 
     def gather(self, whole: Bytes, parts: Sequence[slice], lane: str = "gather", *, shared: bool = False) -> None:
