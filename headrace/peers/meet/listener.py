@@ -13,20 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from headrace.peers.meet.address import Address, listening_at
+from headrace.peers.meet.address import Address
 from headrace.peers.meet.board import Board, take_news
 from headrace.peers.meet.generation import Generation
 from headrace.peers.meet.link import NODE, answer_link, visitors_lane
 from headrace.peers.meet.proof import nonce
+from headrace.peers.meet.stores import hosted_store, joined_store, refuse_without_secret
 from headrace.peers.meet.tickets import OpenTicket, Tickets
 from headrace.peers.meet.watchman import Watchman
-from headrace.terms.errors import ConfigError, PeerLost
+from headrace.terms.errors import PeerLost
 from headrace.terms.options.muster import Muster
 
 # The number of heartbeats after which a silent peer counts as lost; the seconds between two looks at membership; the seconds in
@@ -42,7 +42,6 @@ OVER = "over"
 ENDED = "ended/"
 # Why a worker that waits is not invited, by its ticket.
 SPARE = "spare/"
-_STORE_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass
@@ -83,23 +82,11 @@ class Listener:
         silence_seconds: float = 30.0,
         shape: str = TOGETHER,
     ) -> None:
-        if secret is None and not address.is_loopback:
-            raise ConfigError(
-                f"listen: {address} can be reached from other machines; give --secret FILE, the same file on each, or listen "
-                "on 127.0.0.1"
-            )
+        refuse_without_secret([address], secret, "listen")
         self._host, self._version = address.number(), version
         self.silence_seconds, self._shape = silence_seconds, shape
-        listening = listening_at(self._host, address)
-        self.address = Address(address.host, listening.getsockname()[1])
-        self._store = TCPStore(
-            self._host,
-            self.address.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_STORE_TIMEOUT,
-            master_listen_fd=listening.detach(),
-        )
+        self._store = hosted_store(address, key="listen")
+        self.address = Address(address.host, self._store.port)
         self._secret = secret or b""
         self._board = Board(self._store, self._secret)
         self._challenge = nonce()
@@ -344,7 +331,7 @@ class Listener:
     def _another_store(self) -> TCPStore:
         """Return a separate connection for a wait for a peer. On a shared one it would hold up everything, the heartbeat
         too."""
-        return TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
+        return joined_store(self.address, "this node", key="listen")
 
     def _board_of(self, store: TCPStore) -> Board:
         return Board(store, self._secret, self._challenge)
