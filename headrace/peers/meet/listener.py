@@ -22,7 +22,7 @@ from headrace.peers.meet.address import Address
 from headrace.peers.meet.board import Board, take_news
 from headrace.peers.meet.generation import Generation
 from headrace.peers.meet.link import NODE, answer_link, visitors_lane
-from headrace.peers.meet.proof import nonce
+from headrace.peers.meet.proof import nonce, why_refused
 from headrace.peers.meet.stores import hosted_store, joined_store, refuse_without_secret
 from headrace.peers.meet.tickets import OpenTicket, Tickets
 from headrace.peers.meet.watchman import Watchman
@@ -294,7 +294,7 @@ class Listener:
 
     def _greet(self, number: int, found: OpenTicket, hello: Mapping[str, Any], is_proven: bool) -> None:
         """Answer a hello; the same one again, whose answer did not come, with the same."""
-        words = self._why_refused(hello, is_proven)
+        words = why_refused(is_proven, hello["version"], self._version)
         if words is not None:
             with self._lock:
                 self._refused[f"refused a worker: {words}"] = None
@@ -335,13 +335,6 @@ class Listener:
 
     def _board_of(self, store: TCPStore) -> Board:
         return Board(store, self._secret, self._challenge)
-
-    def _why_refused(self, hello: Mapping[str, Any], is_proven: bool) -> str | None:
-        if not is_proven:
-            return "it does not have this node's secret; give both the same --secret FILE"
-        if hello["version"] != self._version:
-            return f"it is headrace {hello['version'][:40]}, the node is {self._version}; install the same version on both"
-        return None
 
     def _look(self) -> None:
         """Note whose heartbeats go on. End the generation if a member is silent, and forget a waiting peer that is silent."""

@@ -16,7 +16,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from headrace.peers.meet.address import Address
 from headrace.peers.meet.board import Board, take_news
 from headrace.peers.meet.lane import END_SECONDS
-from headrace.peers.meet.proof import is_plain, nonce
+from headrace.peers.meet.proof import is_plain, nonce, why_refused
 from headrace.peers.meet.ranks import Ranks
 from headrace.peers.meet.stores import hosted_store, joined_store, refuse_without_secret
 from headrace.peers.meet.watchman import Watchman
@@ -129,12 +129,8 @@ class Meeting(Closing):
         if said is None:
             return None
         board.remove(key)
-        answer = dict[str, str]()
-        if not is_proven:
-            answer = {"refused": "it does not have the secret; give all the same --secret FILE"}
-        elif said["version"] != self._version:
-            version = said["version"][:40]
-            answer = {"refused": f"it is headrace {version}, this is {self._version}; install the same version"}
+        words = why_refused(is_proven, said["version"], self._version)
+        answer = {} if words is None else {"refused": words}
         if is_plain(said["nonce"]):
             board.put(f"answer/{said['nonce']}", answer)
         return answer

@@ -18,7 +18,7 @@ from headrace.peers.meet.ranks import Ranks
 from headrace.peers.meet.relay import Relay
 from headrace.peers.meet.talk import agree
 from headrace.peers.ranks.fleet import LEADER, Fleet
-from headrace.peers.stages.cuts import even_cuts
+from headrace.peers.stages.cuts import checked_cuts, even_cuts
 from headrace.peers.stages.passing_check import refuse_what_passes_more
 from headrace.peers.stages.stage_shares import StageShares
 from headrace.plan.search.serving import grouping_of
@@ -88,11 +88,8 @@ class Line(Fleet):
             return
         num_blocks = chain.num_blocks
         cuts = options.cuts or even_cuts(planner.block_flops(options.sequence_length or options.tokens_per_step), self.size)
-        if len(cuts) != self.size - 1:
-            raise ConfigError(f"cuts: {list(cuts)} make {len(cuts) + 1} stages of the {self.size} in --stages; give one less")
-        if not all(0 < cut < num_blocks for cut in cuts) or len(cuts) >= num_blocks:
-            raise ConfigError(f"cuts: {list(cuts)}: the model has blocks 0 to {num_blocks - 1}, and each stage needs one")
-        self.share = StageShare(self.rank, self.size, tuple(cuts))
+        cuts = checked_cuts(cuts, self.size, num_blocks)
+        self.share = StageShare(self.rank, self.size, cuts)
         planner.be_stage(StagePlace.of(self.rank, cuts, num_blocks, tied=chain.tied))
 
     def follow_plan(self, planner: RunPlanner, leaders: Plan, chain: Chain) -> None:

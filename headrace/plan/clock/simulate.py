@@ -176,7 +176,6 @@ def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """Return the seconds that at least one of the spans (start, stop) covers."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
-        if stop > reached:
-            total += stop - max(start, reached)
-            reached = stop
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
     return total
