@@ -75,8 +75,7 @@ def until_done(work: Callable[[], _Found], on_loss: Callable[[str], None]) -> _F
         try:
             return work()
         except (PeerLost, StepFailed) as error:
-            if (lost := lost_peer(error)) is None:
+            if not (words := str(lost_peer(error) or "")):
                 raise
-            words = str(lost)
         # Outside of the handler, because the caught error holds transfers, and these hold their connections.
         on_loss(words)
