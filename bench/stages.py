@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterator
 from statistics import mean
 
-from headrace.peers.stages.pipeline import Station, most_busy_share, run
+from headrace.peers.stages.pipeline import Row, Station, most_busy_share, run
 from headrace.plan.clock.machine_profiles import load_bare_profile
 
 _FORWARD, _BACKWARD = 1.0, 3.0
@@ -28,10 +28,19 @@ _PARAMETERS, _BLOCKS, _HIDDEN, _STAGES, _OPERATIONS, _GROUP_TOKENS = 70e9, 80, 8
 CASES = [(stages, 4 * stages, share * (_FORWARD + _BACKWARD)) for stages in (2, 4, 8) for share in (0.0, 0.25, 0.5)]
 
 
+class InOrder(Row):
+    """Stages that follow a table: first as many forwards as there are stages behind, then backward and forward in turn."""
+
+    def _ready(self, place: int) -> bool:
+        if place < self.count and self.head[self.count + place] < min(self.groups, self.head[place] + self.most[place]):
+            return False
+        return super()._ready(place)
+
+
 def busy_shares(stages: int, groups: int, transfer: float, jitter: float) -> tuple[float, float, float]:
     """Return the most that a stage can be busy without jitter, and what it is by arrival and by the table, on average."""
     by_arrival, in_order = list[float](), list[float]()
-    stations = [Station(onward=_FORWARD, back=_BACKWARD, in_flight=2 * (stages - at) - 1) for at in range(stages)]
+    behind = range(stages, 0, -1)
     for seed in _SEEDS:
         draw = random.Random(seed)
         drawn = {
@@ -44,8 +53,8 @@ def busy_shares(stages: int, groups: int, transfer: float, jitter: float) -> tup
         def times(stage: int, group: int, *, back: bool, drawn: dict[tuple[int, int, bool], float] = drawn) -> float:
             return drawn[stage, group, back]
 
-        for fixed, found in ((False, by_arrival), (True, in_order)):
-            step = run(stations, [transfer] * (stages - 1), groups, times=times, in_order=fixed)
+        for kind, most, found in ((Row, [2 * each - 1 for each in behind], by_arrival), (InOrder, list(behind), in_order)):
+            step = kind(most, [transfer] * (stages - 1), groups, times).step()
             found.append(groups * (_FORWARD + _BACKWARD) / step.step_seconds)
     return most_busy_share([_FORWARD + _BACKWARD] * stages, transfer, groups), mean(by_arrival), mean(in_order)
 

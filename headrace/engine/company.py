@@ -29,7 +29,7 @@ class HostCopy(Protocol):
 
 
 class Company(Peers, Protocol):
-    """Ranks or stages. They step as `Peers`, or as `peers.stages.steps.Stages` if `by_stages`. `peers` says how."""
+    """Ranks or stages. They step as `Peers`, or as `peers.stages.line.Line` if `by_stages`. `peers` says how."""
 
     by_stages: bool
 

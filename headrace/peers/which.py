@@ -151,10 +151,9 @@ def plan_which(model: str, options: PlanOptions, *, here: bool) -> WhichReport:
 def _shape(
     name: str, title: str, gives_up: str, plan: Callable[[], tuple[float, str]], *, is_exact: bool = True
 ) -> ClusterShape:
+    tokens: float | None = None
     try:
         tokens, words = plan()
-        return ClusterShape(name=name, title=title, is_exact=is_exact, gives_up=gives_up, tokens_per_second=tokens, words=words)
     except (InputError, PlanInfeasible) as refusal:
-        return ClusterShape(
-            name=name, title=title, is_exact=is_exact, gives_up=gives_up, tokens_per_second=None, words=str(refusal)
-        )
+        words = str(refusal)
+    return ClusterShape(name=name, title=title, is_exact=is_exact, gives_up=gives_up, tokens_per_second=tokens, words=words)

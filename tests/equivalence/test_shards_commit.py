@@ -10,8 +10,7 @@ import pytest
 from tiers import sampled
 
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.peers.meet.talk import VERSIONS
-from headrace.peers.ranks.fleet import Fleet
+from headrace.peers.ranks.fleet import VERSIONS, Fleet
 from headrace.store import StoreRequest
 from headrace.store.shard_store import ShardStore
 from headrace.terms.errors import StorageError

@@ -13,7 +13,7 @@ from headrace.terms.errors import ConfigError
 def test_a_visitor_measures_both_ways_while_a_worker_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "_MOST_BYTES", 1 << 20)
     with listening(secret=b"word") as listener:
-        with pytest.raises(ConfigError, match="does not have this node's secret"):
+        with pytest.raises(ConfigError, match="does not have the secret"):
             Member(listener.address, name="stranger", version=VERSION, visits=True)
         node, (member,), (worker,) = joined(listener, 1, secret=b"word")
         visitor = Member(listener.address, name="doctor", version=VERSION, secret=b"word", visits=True)

@@ -72,9 +72,9 @@ def test_a_port_that_is_taken_is_said() -> None:
 def test_workers_without_the_secret_or_of_another_version_are_refused() -> None:
     with listening(secret=b"one") as listener:
         for secret, version, words in (
-            (b"two", VERSION, "does not have this node's secret"),
-            (None, VERSION, "does not have this node's secret"),
-            (b"one", "older", "it is headrace older, the node is test"),
+            (b"two", VERSION, "does not have the secret"),
+            (None, VERSION, "does not have the secret"),
+            (b"one", "older", "it is headrace older, this is test"),
         ):
             with pytest.raises(ConfigError, match=words):
                 Member(listener.address, name="x", version=version, secret=secret)

@@ -226,9 +226,9 @@ def test_who_has_another_secret_is_told_and_the_node_says_it_once() -> None:
     with listening(secret=SECRET) as listener:
         before = threading.active_count()
         for _ in range(3):
-            with pytest.raises(ConfigError, match="does not have this node's secret"):
+            with pytest.raises(ConfigError, match="does not have the secret"):
                 Member(listener.address, name="x", version=VERSION, secret=b"another")
         said = list[str]()
         listener.tell_news(said.append)
-        assert said == ["refused a worker: it does not have this node's secret; give both the same --secret FILE"]
+        assert said == ["refused a worker: it does not have the secret; give all the same --secret FILE"]
         assert threading.active_count() < before + 3, "a refused worker leaves no thread of its own"

@@ -93,13 +93,12 @@ def _workers(state: StepState) -> Workers:
     return workers
 
 
-def task_message(task: StepTask, micros: range, rows: int) -> tuple[Mapping[str, Any], torch.Tensor]:
-    """Return what a worker is told about its share of a step, as a JSON value, and the rows, int64 (keys, sequences, length).
+def task_message(task: StepTask, micros: range) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+    """Return what a worker is told about its share of a step, as a JSON value, and its rows, int64 (sequences, length), by key.
 
-    `micros` are the share's micro-batches, of up to `rows` sequences.
+    `micros` are the share's micro-batches.
     """
     mine = [task.batch.micro_batches[micro] for micro in micros]
-    keys = [key for key in ("input_ids", "labels", "attention_mask", "position_ids", "token_mask") if _has(mine, key)]
     words = {
         "step": task.step,
         "learns": task.learns,
@@ -107,12 +106,7 @@ def task_message(task: StepTask, micros: range, rows: int) -> tuple[Mapping[str,
         "learning_rate": task.learning_rate,
         "trained_tokens": task.batch.trained_tokens,
         "first_micro": micros.start,
-        "rows": rows,
-        "keys": keys,
+        "rows": len(task.batch.micro_batches[0].input_ids),
     }
-    tensors = torch.stack([torch.cat([getattr(micro, key) for micro in mine]) for key in keys])
-    return words | {"shape": list(tensors.shape)}, tensors
-
-
-def _has(micros: list[Any], key: str) -> bool:
-    return getattr(micros[0], key) is not None
+    keys = ("input_ids", "labels", "attention_mask", "position_ids", "token_mask")
+    return words, {key: torch.cat([getattr(micro, key) for micro in mine]) for key in keys if getattr(mine[0], key) is not None}

@@ -63,7 +63,7 @@ class Parts:
     device_updater: DeviceUpdater | None = None  # where the plan updates chunks on the device
     workers: Any = None  # at a node (`flow.step.serve.Workers`)
     peers: Any = None  # where ranks share out every unit (`flow.step.shards.Peers`)
-    line: Any = None  # where stages have blocks of their own (`peers.stages.steps.Stages`)
+    line: Any = None  # where stages have blocks of their own (`peers.stages.line.Line`)
     token_loss: TokenLoss | None = None  # a loss of the whole step
     rows: TableRows | None = None  # of tables that are updated row by row
     parted: PartedUnits = PartedUnits()

@@ -17,6 +17,7 @@ from headrace.data import Batch
 from headrace.data.batches.open_data import step_tensors_of
 from headrace.files.durable import appearing
 from headrace.peers.meet.lane import Channel
+from headrace.peers.meet.talk import hear, tell
 from headrace.terms.errors import PeerLost
 
 NODE, LEARNER = 0, 1
@@ -55,16 +56,14 @@ def send_batches(lane: Channel, batches: Sequence[Batch]) -> None:
     arrays = [{name: tensor.numpy().astype(np.int32) for name, tensor in step_tensors_of(batch).items()} for batch in batches]
     content = zlib.compress(b"".join(array.tobytes() for each in arrays for array in each.values()), 1)
     shapes = [{name: array.shape for name, array in each.items()} for each in arrays]
-    lane.send_message({"batches": shapes, "bytes": len(content)}, LEARNER)
-    lane.send(np.frombuffer(content, np.uint8).copy(), LEARNER)
+    tell(lane, {"batches": shapes}, LEARNER, {"rows": torch.frombuffer(bytearray(content), dtype=torch.uint8)})
 
 
 def receive_batches(lane: Channel) -> list[dict[str, torch.Tensor]]:
     """Return the rows of each step as the engine takes them."""
-    words = lane.receive_message(NODE, {"batches": list, "bytes": int})
-    content = np.empty(words["bytes"], np.uint8)
-    lane.receive(content, NODE)
-    numbers, start, found = np.frombuffer(zlib.decompress(content.tobytes()), np.int32).astype(np.int64), 0, []
+    words, told = hear(lane, NODE, {"batches": list})
+    content = zlib.decompress(told["rows"].numpy().data)
+    numbers, start, found = np.frombuffer(content, np.int32).astype(np.int64), 0, []
     for shapes in words["batches"]:
         batch = {}
         for name, shape in shapes.items():

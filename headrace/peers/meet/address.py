@@ -37,6 +37,12 @@ class Address:
         except OSError as error:
             raise ConfigError(f"{key}: the host {self.host!r} is not known ({error.strerror}); give its IP address") from error
 
+    def own_number(self, *, key: str) -> str:
+        """Return the IPv4 number of this machine's interface that leads there. Raises as `number`."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((self.number(key=key), self.port or 1))
+            return str(probe.getsockname()[0])
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach it."""
@@ -44,16 +50,3 @@ class Address:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
-
-
-def listening_at(host: str, address: Address) -> socket.socket:
-    """Return a socket that listens only at that interface: by itself, a store would listen at all of them."""
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, address.port))
-        listening.listen(128)
-    except OSError as error:
-        listening.close()
-        raise ConfigError(f"listen: {address}: {error.strerror}; name a free port of this machine, 0 for any") from error
-    return listening

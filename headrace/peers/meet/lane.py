@@ -282,9 +282,14 @@ def _said(greeting: torch.Tensor) -> str:
     return "".join(each for each in greeting.numpy().tobytes().decode("ascii", "replace") if each.isprintable())
 
 
+def bytes_of(data: Content) -> torch.Tensor:
+    """Return numbers as bytes, flat: where they lie, if they are contiguous."""
+    return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).reshape(-1).view(torch.uint8)
+
+
 def _pieces(data: Content) -> Iterator[torch.Tensor]:
     """Yield contiguous numbers as bytes, in pieces that go in one message."""
-    flat = (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).reshape(-1).view(torch.uint8)
+    flat = bytes_of(data)
     return (flat[start : start + PIECE_BYTES] for start in range(0, flat.numel(), PIECE_BYTES))
 
 

@@ -13,20 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import chain
 from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from headrace.peers.meet.address import Address, listening_at
+from headrace.peers.meet.address import Address
 from headrace.peers.meet.board import Board, take_news
 from headrace.peers.meet.generation import Generation
 from headrace.peers.meet.link import NODE, answer_link, visitors_lane
-from headrace.peers.meet.proof import nonce
+from headrace.peers.meet.proof import nonce, why_refused
+from headrace.peers.meet.stores import hosted_store, joined_store, refuse_without_secret
 from headrace.peers.meet.tickets import OpenTicket, Tickets
 from headrace.peers.meet.watchman import Watchman
-from headrace.terms.errors import ConfigError, PeerLost
+from headrace.terms.errors import PeerLost
 from headrace.terms.options.muster import Muster
 
 # The number of heartbeats after which a silent peer counts as lost; the seconds between two looks at membership; the seconds in
@@ -42,7 +42,6 @@ OVER = "over"
 ENDED = "ended/"
 # Why a worker that waits is not invited, by its ticket.
 SPARE = "spare/"
-_STORE_TIMEOUT = timedelta(seconds=10)
 
 
 @dataclass
@@ -83,23 +82,11 @@ class Listener:
         silence_seconds: float = 30.0,
         shape: str = TOGETHER,
     ) -> None:
-        if secret is None and not address.is_loopback:
-            raise ConfigError(
-                f"listen: {address} can be reached from other machines; give --secret FILE, the same file on each, or listen "
-                "on 127.0.0.1"
-            )
+        refuse_without_secret([address], secret, "listen")
         self._host, self._version = address.number(), version
         self.silence_seconds, self._shape = silence_seconds, shape
-        listening = listening_at(self._host, address)
-        self.address = Address(address.host, listening.getsockname()[1])
-        self._store = TCPStore(
-            self._host,
-            self.address.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_STORE_TIMEOUT,
-            master_listen_fd=listening.detach(),
-        )
+        self._store = hosted_store(address, key="listen")
+        self.address = Address(address.host, self._store.port)
         self._secret = secret or b""
         self._board = Board(self._store, self._secret)
         self._challenge = nonce()
@@ -307,7 +294,7 @@ class Listener:
 
     def _greet(self, number: int, found: OpenTicket, hello: Mapping[str, Any], is_proven: bool) -> None:
         """Answer a hello; the same one again, whose answer did not come, with the same."""
-        words = self._why_refused(hello, is_proven)
+        words = why_refused(is_proven, hello["version"], self._version)
         if words is not None:
             with self._lock:
                 self._refused[f"refused a worker: {words}"] = None
@@ -344,17 +331,10 @@ class Listener:
     def _another_store(self) -> TCPStore:
         """Return a separate connection for a wait for a peer. On a shared one it would hold up everything, the heartbeat
         too."""
-        return TCPStore(self._host, self.address.port, is_master=False, timeout=_STORE_TIMEOUT)
+        return joined_store(self.address, "this node", key="listen")
 
     def _board_of(self, store: TCPStore) -> Board:
         return Board(store, self._secret, self._challenge)
-
-    def _why_refused(self, hello: Mapping[str, Any], is_proven: bool) -> str | None:
-        if not is_proven:
-            return "it does not have this node's secret; give both the same --secret FILE"
-        if hello["version"] != self._version:
-            return f"it is headrace {hello['version'][:40]}, the node is {self._version}; install the same version on both"
-        return None
 
     def _look(self) -> None:
         """Note whose heartbeats go on. End the generation if a member is silent, and forget a waiting peer that is silent."""

@@ -10,21 +10,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from headrace.peers.meet.address import Address
 from headrace.peers.meet.board import Board, take_news
 from headrace.peers.meet.lane import END_SECONDS
-from headrace.peers.meet.proof import is_plain, nonce
+from headrace.peers.meet.proof import is_plain, nonce, why_refused
 from headrace.peers.meet.ranks import Ranks
+from headrace.peers.meet.stores import hosted_store, joined_store, refuse_without_secret
 from headrace.peers.meet.watchman import Watchman
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PeerLost
 
 _LOOK_SECONDS, _BEATS = 0.05, 6
-_STORE_TIMEOUT = timedelta(seconds=10)
 _MEETING = "meeting"
 _INVITED, _HELLO = {"token": str, "stages": int}, {"nonce": str, "version": str}
 # How often a stage looks for an invitation that has a proof before it takes one without: stage 0 may have another secret.
@@ -48,13 +47,12 @@ class Meeting(Closing):
         silence_seconds: float = 20.0,
         wait_seconds: float = 600.0,
     ) -> None:
-        if secret is None and not all(address.is_loopback for address in addresses):
-            raise ConfigError("stages: other machines can reach these addresses; give --secret FILE, the same file on each")
+        refuse_without_secret(addresses, secret, "stages")
         self._addresses, self._stage, self._version, self._secret = addresses, stage, version, secret or b""
         self._silence_seconds, self._wait_seconds = silence_seconds, wait_seconds
         self._names = tuple(f"stage {each} at {address}" for each, address in enumerate(addresses))
         self._met, self._over, self._threads = "", threading.Event(), list[Watchman]()
-        self._host = _listening(addresses[0]) if stage == 0 else None
+        self._host = hosted_store(addresses[0], key="stages") if stage == 0 else None
 
     def meet(self, lanes: Sequence[str], tell: Callable[[str], None], check: Callable[[], None] = lambda: None) -> Ranks:
         """Wait for all stages, and return the ranks that they are. `tell` gets messages while it waits; `check` may raise what
@@ -131,12 +129,8 @@ class Meeting(Closing):
         if said is None:
             return None
         board.remove(key)
-        answer = dict[str, str]()
-        if not is_proven:
-            answer = {"refused": "it does not have the secret; give all the same --secret FILE"}
-        elif said["version"] != self._version:
-            version = said["version"][:40]
-            answer = {"refused": f"it is headrace {version}, this is {self._version}; install the same version"}
+        words = why_refused(is_proven, said["version"], self._version)
+        answer = {} if words is None else {"refused": words}
         if is_plain(said["nonce"]):
             board.put(f"answer/{said['nonce']}", answer)
         return answer
@@ -217,13 +211,7 @@ class Meeting(Closing):
         return own
 
     def _host_client(self) -> TCPStore:
-        host = self._addresses[0].number(key="stages")
-        try:
-            # The library would try again and again, with warnings, so a plain connection is tried first.
-            socket.create_connection((host, self._addresses[0].port), timeout=5.0).close()
-            return TCPStore(host, self._addresses[0].port, is_master=False, timeout=_STORE_TIMEOUT)
-        except (OSError, DistError, RuntimeError) as error:
-            raise PeerLost(f"{self._names[0]}: nothing listens there") from error
+        return joined_store(self._addresses[0], self._names[0], key="stages")
 
     # -- who lives ------------------------------------------------------------------------------------------------------
 
@@ -253,28 +241,6 @@ class Meeting(Closing):
             if self._stage and time.monotonic() - seen[0] > self._silence_seconds:
                 ranks.end(f"{self._names[0]}: shows no sign of life for {self._silence_seconds:g} s")
                 return
-
-
-def _listening(address: Address) -> TCPStore:
-    host = address.number(key="stages")
-    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, address.port))
-    except OSError as error:
-        listening.close()
-        raise ConfigError(
-            f"stages: {address}: cannot be listened at ({error.strerror}); name a free port of this machine"
-        ) from error
-    listening.listen()
-    return TCPStore(
-        host,
-        address.port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_STORE_TIMEOUT,
-        master_listen_fd=listening.detach(),
-    )
 
 
 def own_stage(addresses: Sequence[Address], asked: int | None) -> int:

@@ -1,7 +1,6 @@
 """A worker's side of membership: it finds the node, proves that it knows the secret, and waits to be invited."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,10 +16,10 @@ from headrace.peers.meet.lane import has_keys
 from headrace.peers.meet.link import VISITOR, MeasuredLink, measure_link, visitors_lane
 from headrace.peers.meet.listener import AWAY, BEATS, ENDED, GONE, LOOK_SECONDS, OVER, SPARE
 from headrace.peers.meet.proof import nonce
+from headrace.peers.meet.stores import joined_store
 from headrace.peers.meet.watchman import Watchman
 from headrace.terms.errors import ConfigError, PeerLost
 
-_CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 # A hello without an answer is said again so often. A challenge without a proof is looked at again for so long: a node that has
 # the secret writes its own again at once.
@@ -123,7 +122,12 @@ class Member:
             raise PeerLost(f"node {self._address}: not every worker accepted; it will invite again")
         rank = int(invitation["rank"])
         generation = Generation(
-            self._board.lanes(), number, host=self._own_host(), rank=rank, names=names, piece_seconds=self._silence_seconds
+            self._board.lanes(),
+            number,
+            host=self._address.own_number(key="node"),
+            rank=rank,
+            names=names,
+            piece_seconds=self._silence_seconds,
         )
         self._generation = generation
         if self._lost is not None:  # meanwhile: it would not be said again
@@ -154,7 +158,11 @@ class Member:
         """
         with self._plainly():
             lane = visitors_lane(
-                self._board.lanes(), self._ticket, host=self._own_host(), rank=VISITOR, piece_seconds=self._silence_seconds
+                self._board.lanes(),
+                self._ticket,
+                host=self._address.own_number(key="node"),
+                rank=VISITOR,
+                piece_seconds=self._silence_seconds,
             )
         try:
             return measure_link(lane)
@@ -229,20 +237,8 @@ class Member:
         if self._generation is not None:
             self._generation.end(words)
 
-    def _own_host(self) -> str:
-        """Return the IPv4 number of this machine's interface that leads to the node."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self._address.number(key="node"), self._address.port or 1))
-            return str(probe.getsockname()[0])
-
     def _connect(self) -> TCPStore:
-        host = self._address.number(key="node")
-        # The library would try again and again, with warnings, so a plain connection is tried first.
-        try:
-            socket.create_connection((host, self._address.port), timeout=_CONNECT_SECONDS).close()
-            return TCPStore(host, self._address.port, is_master=False, timeout=timedelta(seconds=_ANSWER_SECONDS))
-        except (OSError, DistError, RuntimeError) as error:
-            raise PeerLost(f"node {self._address}: nothing listens there") from error
+        return joined_store(self._address, f"node {self._address}", key="node", timeout=timedelta(seconds=_ANSWER_SECONDS))
 
     @contextlib.contextmanager
     def _plainly(self) -> Any:

@@ -34,6 +34,15 @@ def is_proof(given: str, secret: bytes, *words: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), proof(secret, *words).encode())
 
 
+def why_refused(is_proven: bool, version: str, own: str) -> str | None:
+    """Return why somebody of a `version` is not let in, with or without a proof of the secret; None if they are."""
+    if not is_proven:
+        return "it does not have the secret; give all the same --secret FILE"
+    if version != own:
+        return f"it is headrace {version[:40]}, this is {own}; install the same version on all machines"
+    return None
+
+
 def read_secret(path: Path | None) -> bytes | None:
     """Return the content of the file with the secret.
 

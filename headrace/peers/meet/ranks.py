@@ -5,19 +5,18 @@ unit go each way: the pattern of a node's workers, without the node. Sums are ta
 Where the ranks of a machine have one copy together, nothing is sent within it, and each part comes to it once.
 """
 
-import gc
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from headrace.machine.host_memory import Bytes
+from headrace.peers.meet.address import Address
 from headrace.peers.meet.exchange import PIECE_ELEMENTS, add_in_order
-from headrace.peers.meet.lane import PIECE_BYTES, Channel, PieceTransfer, finish_all, has_keys, sort_of
-from headrace.terms.closing import Closing
+from headrace.peers.meet.generation import Lanes
+from headrace.peers.meet.lane import PIECE_BYTES, Channel, PieceTransfer, finish_all, sort_of
+from headrace.peers.meet.talk import agree
 from headrace.terms.errors import ConfigError, PeerLost
 from headrace.terms.launch import Launch
 from headrace.terms.options.summing import Order
@@ -28,7 +27,7 @@ _LANES = ("gather", "scatter", "norm", "commit", "control", "clear")
 _JOIN_SECONDS = 600.0
 
 
-class Ranks(Closing):
+class Ranks(Lanes):
     """Rank `rank` of `size`, which all meet at `store`. `host` is the IPv4 number of this machine that others reach.
 
     `names` are those of the peers, `lanes` those of the lanes between them. `machine` are the ranks of this machine.
@@ -49,14 +48,10 @@ class Ranks(Closing):
         lanes: Sequence[str] = _LANES,
         machine: Sequence[int] = (),
     ) -> None:
-        self.rank, self.size = rank, size
         names = tuple(names) or tuple(f"rank {each}" for each in range(size))
-        self._reason: str | None = None
+        super().__init__(store, "ranks", lanes, host=host, rank=rank, names=names, piece_seconds=piece_seconds)
+        self.size = size
         self._store = store  # lives as long as its connections are wanted
-        self.lanes = {
-            name: Channel(store, f"ranks/{name}", host=host, rank=rank, names=names, why=self._why, piece_seconds=piece_seconds)
-            for name in lanes
-        }
         self.machine = tuple(machine) or (rank,)
         self.sharing: list[tuple[int, ...]] = [(each,) for each in range(size)]
 
@@ -84,9 +79,7 @@ class Ranks(Closing):
             )
         except (DistError, RuntimeError) as error:
             raise PeerLost(f"ranks: no store at {address}:{port}; start all of them by one torchrun command") from error
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port or 1))
-            host = str(probe.getsockname()[0])
+        host = Address(address, port).own_number(key="ranks")
         return cls(PrefixStore(f"headrace/{prefix}", store), rank, size, host=host, machine=machine)
 
     @classmethod
@@ -108,23 +101,10 @@ class Ranks(Closing):
             ConfigError: some have not; all are told.
             PeerLost: a rank is gone.
         """
-        found = self._told_by_all({"version": version}, {"version": str})
-        others = [f"{self.control.names[rank]} is headrace {each['version'][:40]}" for rank, each in enumerate(found)]
+        found = agree(self.control, {"version": version}, {"version": str})
+        others = [f"{self.names[rank]} is headrace {each['version'][:40]}" for rank, each in enumerate(found)]
         if len({each["version"] for each in found}) > 1:
             raise ConfigError(f"ranks: {', '.join(others)}; install the same version on all machines")
-
-    def _told_by_all(self, words: Mapping[str, Any], keys: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return by rank what each tells all others: objects with these `keys`."""
-        if self.rank:
-            self.control.send_message(words, 0)
-            found = self.control.receive_message(0, {"all": list})["all"]
-            if len(found) != self.size or not all(has_keys(each, keys) for each in found):
-                raise PeerLost(f"{self.control.names[0]}: tells what makes no sense; is it the same version?")
-            return list(found)
-        found = [dict(words), *(self.control.receive_message(rank, keys) for rank in self.others)]
-        for rank in self.others:
-            self.control.send_message({"all": found}, rank)
-        return found
 
     @property
     def others(self) -> list[int]:
@@ -145,7 +125,7 @@ class Ranks(Closing):
         """Tell all ranks whether this one has memory with its neighbours, and hear of all: `sharing` has the ranks that have a
         copy together.
         """
-        found = self._told_by_all({"machine": self.machine if can else (self.rank,)}, {"machine": list | tuple})
+        found = agree(self.control, {"machine": self.machine if can else (self.rank,)}, {"machine": list | tuple})
         self.sharing = sorted({tuple(each["machine"]) for each in found})
 
     def gather(self, whole: Bytes, parts: Sequence[slice], lane: str = "gather", *, shared: bool = False) -> None:
@@ -205,21 +185,6 @@ class Ranks(Closing):
             if own is not None:
                 total = add_in_order(order, came | {self.rank + 1: gradient[own]})
                 gradient[own] = total.to(dtype).to(torch.float32)
-
-    def end(self, reason: str) -> None:
-        """Break all lanes, because of `reason`: who waits on one, here or elsewhere, is told."""
-        self._reason = self._reason or reason
-        for lane in self.lanes.values():
-            lane.end()
-
-    def close(self) -> None:
-        """Let all connections go. A second call does nothing."""
-        for lane in self.lanes.values():
-            lane.close()
-        gc.collect()  # a caught exception may hold a transfer, and that holds its connection
-
-    def _why(self) -> str | None:
-        return self._reason
 
 
 def _piece(part: slice, start: int, size: int) -> slice | None:

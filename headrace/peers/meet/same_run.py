@@ -1,16 +1,18 @@
 """Whether a command that is given again names the run that lies in its `output`: then it goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError
+from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError, StepFailed
 from headrace.terms.options.border import APART
 from headrace.terms.options.data_source import DataSource, source_of
 from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import RunOptions
+
+_Found = TypeVar("_Found")
 
 # Options that belong to each process: where things lie on its machine, and how much of it may be used.
 WORKERS_OWN = frozenset({"ssd", "host_memory", "device_memory", "machine"})
@@ -65,3 +67,15 @@ def lost_peer(error: BaseException) -> PeerLost | None:
     while cause is not None and not isinstance(cause, PeerLost):
         cause = cause.__cause__
     return cause
+
+
+def until_done(work: Callable[[], _Found], on_loss: Callable[[str], None]) -> _Found:
+    """Return what `work` returns; where a peer is lost meanwhile, tell `on_loss` why, and call it again."""
+    while True:
+        try:
+            return work()
+        except (PeerLost, StepFailed) as error:
+            if not (words := str(lost_peer(error) or "")):
+                raise
+        # Outside of the handler, because the caught error holds transfers, and these hold their connections.
+        on_loss(words)

@@ -6,6 +6,7 @@ the machine has done with what lay there (`clear`). None reads what was written 
 
 import threading
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.peers.meet.lane import END_SECONDS, Channel
 from headrace.peers.meet.ranks import Ranks
 from headrace.peers.meet.shared_memory import SharedMemory
+from headrace.peers.meet.talk import agree
 from headrace.terms.closing import Closing
 from headrace.terms.errors import PeerLost, StorageError
 
@@ -54,27 +56,16 @@ class SharedCopy(Closing):
 
     def _open(self, num_bytes: int) -> SharedMemory | None:
         """Return memory that the first rank of the machine makes, and all others can reach; None if one of them cannot."""
-        control, first = self._ranks.control, self._ranks.machine[0]
-        try:
-            if self._ranks.rank == first:
-                self._memory = SharedMemory.make(num_bytes)
-            address = self._memory.address if self._memory else None
-        except OSError:
-            address = None
-        if self._ranks.rank == first:
-            for rank in self._ranks.neighbours:
-                control.send_message({"memory": address}, rank)
-            can = [control.receive_message(rank)["can"] for rank in self._ranks.neighbours]
-            for rank in self._ranks.neighbours:
-                control.send_message({"can": all(can)}, rank)
-            return self._memory if all(can) else None
-        address = control.receive_message(first)["memory"]
-        try:
-            self._memory = SharedMemory.at(address, num_bytes) if address else None
-        except OSError:
-            self._memory = None
-        control.send_message({"can": self._memory is not None}, first)
-        return self._memory if control.receive_message(first)["can"] else None
+        control, machine = self._ranks.control, self._ranks.machine
+        is_first = self._ranks.rank == machine[0]
+        with suppress(OSError):
+            self._memory = SharedMemory.make(num_bytes) if is_first else None
+        address = agree(control, {"memory": self._memory.address if self._memory else None}, {}, machine)[0]["memory"]
+        with suppress(OSError):
+            if address and not is_first:
+                self._memory = SharedMemory.at(address, num_bytes)
+        can = agree(control, {"can": self._memory is not None}, {"can": bool}, machine)
+        return self._memory if all(each["can"] for each in can) else None
 
     def holds(self, part: Bytes) -> bool:
         """Return whether `part` lies in the memory of all."""

@@ -17,6 +17,7 @@ from headrace.peers.node.links import Link, Network, Pattern
 from headrace.peers.node.programs import build_serving, turns_of
 from headrace.plan.clock.bound import least_seconds
 from headrace.plan.clock.rates import Rates
+from headrace.plan.clock.simulate import union_seconds
 from headrace.plan.forecast.forecast import SEARCH_OPERATIONS, programs_of, simulated_plan, under
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.value.plan import Plan
@@ -310,7 +311,7 @@ def _phase(network: Network, spans: dict[tuple[int, Lane], list[_Span]], start: 
     shares = {}
     for thing, seats in _SEATS.items():
         parts = [(max(first, start), min(last, stop)) for seat in seats for first, last, _ in spans.get(seat, [])]
-        shares[thing] = _union(parts) / seconds if seconds > 0 else 0.0
+        shares[thing] = union_seconds(parts) / seconds if seconds > 0 else 0.0
     # A link that another one slows is not full all the time that something crosses it, so its bytes are counted.
     moved = {
         lane: sum(rate * max(0.0, min(last, stop) - max(first, start)) for first, last, rate in spans.get((WORKER, lane), []))
@@ -336,11 +337,3 @@ def _folded(start: float, stop: float, begin: float, end: float) -> Iterator[tup
     yield start, min(stop, end)
     if stop > end:
         yield begin, min(end, stop - period)
-
-
-def _union(spans: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total

@@ -8,7 +8,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from headrace.peers.meet.generation import Generation
 from headrace.peers.meet.lane import has_keys
 from headrace.peers.meet.lane_diary import ops_of
 from headrace.peers.meet.listener import Listener
+from headrace.peers.meet.talk import hear, tell
 from headrace.peers.node.programs import Turn
 from headrace.terms.errors import ConfigError, DataError, PeerLost
 from headrace.terms.events import OpDone
@@ -57,32 +58,14 @@ class Setup:
 
     def send(self, generation: Generation, rank: int) -> None:
         """Send it to a worker."""
-        words = {
-            "config": dict(self.config),
-            "options": dict(self.options),
-            "sequences": self.sequences,
-            "length": self.length,
-            "grouping": self.grouping.to_json() if self.grouping else None,
-            "layouts": self.layouts,
-            "total_steps": self.total_steps,
-            "most": self.most,
-            "spares": self.spares,
-            "buffers": [
-                [name, str(each.dtype).removeprefix("torch."), list(each.shape)] for name, each in self.buffers.items()
-            ],
-        }
-        generation.down.send_message(words, rank)
-        for each in self.buffers.values():
-            generation.down.send(each.contiguous(), rank)
+        words = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "buffers"}
+        words["grouping"] = self.grouping.to_json() if self.grouping else None
+        tell(generation.down, words, rank, self.buffers)
 
     @classmethod
     def receive(cls, generation: Generation) -> "Setup":
         """Return what the node sent."""
-        words = generation.down.receive_message(NODE)
-        buffers = {}
-        for name, dtype, shape in words["buffers"]:
-            buffers[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-            generation.down.receive(buffers[name], NODE)
+        words, buffers = hear(generation.down, NODE)
         grouping = Grouping.from_json(words["grouping"]) if words["grouping"] else None
         return cls(**{**words, "grouping": grouping, "buffers": buffers})
 
@@ -183,7 +166,7 @@ class Crowd:
         if self._generation is not None:
             for rank in range(1, self._generation.num_workers + 1):
                 with suppress(PeerLost):
-                    self._generation.down.send_message({"end": True}, rank)
+                    tell(self._generation.down, {"end": True}, rank)
                     self._generation.up.receive_message(rank)
         self.listener.dismiss()
 
@@ -205,9 +188,8 @@ class Crowd:
         order = self._dealt(num_micro)
         self._step, self._shares = task.step, shares_of(num_micro, order, self._way)
         for rank, micros in sorted(self._shares.items()):
-            words, tensors = task_message(task, micros, len(task.batch.micro_batches[0].input_ids))
-            generation.down.send_message({**words, "order": order}, rank)
-            generation.down.send(tensors, rank)
+            words, rows = task_message(task, micros)
+            tell(generation.down, {**words, "order": order}, rank, rows)
             self._told_seconds[rank] = time.perf_counter()
 
     def _dealt(self, num_micro: int) -> Order:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from operator import attrgetter
 
 from headrace.peers.node.links import Network
-from headrace.plan.clock.clock import NOTHING, Clock, admit_until_settled, settled_period
+from headrace.plan.clock.clock import NOTHING, Clock, LaneUse, settle, uses_of
 from headrace.plan.clock.rates import Rates
 from headrace.plan.clock.simulate import Timed
 from headrace.terms.errors import StepFailed
@@ -44,16 +44,6 @@ _values_of = attrgetter(*_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankUse:
-    """What a lane of one machine did in the measured step."""
-
-    busy_seconds: float
-    alone_seconds: float
-    bytes: int
-    flops: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class JointTimeline:
     """What a simulation of several machines found: seconds of a step in the steady state, and what each lane of each did.
 
@@ -63,7 +53,7 @@ class JointTimeline:
     step_seconds: float
     settled: bool
     ops: tuple[Timed, ...] = field(repr=False)
-    uses: dict[tuple[int, Lane], RankUse] = field(repr=False)
+    uses: dict[tuple[int, Lane], LaneUse] = field(repr=False)
 
     def of_rank(self, rank: int) -> tuple[Timed, ...]:
         """Return the measured operations of one machine."""
@@ -91,10 +81,15 @@ def simulate_joint(
         programs.append(joined[key])
         before = _firsts(step)
     clock = _JointClock(rates, network, transfer_seconds, programs)
-    repeats = admit_until_settled(clock, programs)
-    while clock.run_until_complete():
-        pass
-    return _timeline(clock, len(clock.programs) - (2 if repeats else 1), repeats=repeats, given=len(programs))
+    measured, settled, period = settle(clock, programs)
+    step_seconds, uses = uses_of(clock, measured, period)
+    spans = zip(clock.programs[measured].ops, clock.start[measured], clock.stop[measured], strict=True)
+    return JointTimeline(
+        step_seconds=step_seconds,
+        settled=settled,
+        ops=tuple(Timed(measured, *each) for each in spans),
+        uses=dict(zip(clock.seats, uses, strict=True)),
+    )
 
 
 def joint_program(programs: Sequence[Program], before: Sequence[int] = ()) -> Program:
@@ -195,21 +190,3 @@ def _speeds_among(
 
 def _rank(op: Op) -> int:
     return op.rank if isinstance(op, RankedOp) else 0
-
-
-def _timeline(clock: _JointClock, measured: int, *, repeats: bool, given: int) -> JointTimeline:
-    settled, period = settled_period(clock, measured, repeats=repeats, given=given)
-    ops, work = clock.programs[measured].ops, clock.work[measured]
-    timed = tuple(Timed(measured, *each) for each in zip(ops, clock.start[measured], clock.stop[measured], strict=True))
-    sums: dict[tuple[int, Lane], list[float]] = {seat: [0.0, 0.0, 0.0, 0.0] for seat in clock.seats}
-    for each, alone in zip(timed, work, strict=True):
-        found = sums[_rank(each.op), each.op.lane]
-        for index, value in enumerate((each.stop_seconds - each.start_seconds, alone, each.op.bytes, each.op.flops)):
-            found[index] += value
-    uses = {
-        seat: RankUse(busy_seconds=busy, alone_seconds=alone, bytes=round(moved), flops=flops)
-        for seat, (busy, alone, moved, flops) in sums.items()
-    }
-    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can do that.
-    seconds = max(period, *(use.busy_seconds for use in uses.values()), *(use.alone_seconds for use in uses.values()))
-    return JointTimeline(step_seconds=seconds, settled=settled, ops=timed, uses=uses)

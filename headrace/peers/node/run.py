@@ -6,17 +6,18 @@ does but in this process, once another worker is there. Invariant: a worker hold
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import headrace
 from headrace.peers.meet.address import Address
 from headrace.peers.meet.listener import APART, TOGETHER, Listener
 from headrace.peers.meet.proof import read_secret
-from headrace.peers.meet.same_run import lost_peer, refuse_another_run
+from headrace.peers.meet.same_run import refuse_another_run, until_done
 from headrace.runs.loop import Finished, resume, train
-from headrace.runs.protocols import Display, Engines, NoDisplay
+from headrace.runs.protocols import Display, NoDisplay
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.errors import ConfigError, PeerLost, RunDirectoryError, StepFailed
+from headrace.terms.errors import ConfigError, RunDirectoryError
 from headrace.terms.options.run_options import NodeOptions
 
 if TYPE_CHECKING:
@@ -64,28 +65,22 @@ def _run(config: NodeOptions, crowd: "Crowd", display: Display) -> Finished:
     from headrace.runs.engines import engines_of
     from headrace.runs.job import directory_of
 
-    def engines_with(*, verify: bool) -> Engines:
-        return replace(engines_of(NodeEngine, Seams(workers=crowd), verify=verify), heed=crowd.heed)
-
-    directory = directory_of(config)
-    engines = engines_with(verify=True)
-    first = not directory.config.exists()
-    if not first:
+    directory, verify = directory_of(config), chain([True], repeat(False))  # of a start: all that is stored
+    if directory.config.exists():
         refuse_another(directory, config)
-    while True:
-        try:
-            if first:
-                return train(config, display=display, engines=engines)
+
+    def work() -> Finished:
+        engines = engines_of(NodeEngine, Seams(workers=crowd), verify=next(verify))
+        engines = replace(engines, heed=crowd.heed)
+        if directory.config.exists():
             return resume(directory.path, display=display, engines=engines)
-        except (PeerLost, StepFailed) as error:
-            lost = lost_peer(error)
-            if lost is None:
-                raise
-            words = str(lost)
-        # Outside of the handler, because the caught error holds transfers, and these hold their connections.
+        return train(config, display=display, engines=engines)
+
+    def on_loss(words: str) -> None:
         display.say(f"{words}; going on from the last committed step")
         crowd.part(words)
-        engines, first = engines_with(verify=False), False
+
+    return until_done(work, on_loss)
 
 
 def refuse_another(directory: RunDirectory, config: NodeOptions) -> None:

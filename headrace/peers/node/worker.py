@@ -32,6 +32,7 @@ from headrace.peers.meet.exchange import NODE
 from headrace.peers.meet.generation import Generation
 from headrace.peers.meet.lane_diary import LaneDiary
 from headrace.peers.meet.same_run import refuse_other_options
+from headrace.peers.meet.talk import hear
 from headrace.peers.node.crowd import Setup, layouts_digest
 from headrace.peers.node.programs import turns_of
 from headrace.peers.node.site import NodeSite
@@ -211,16 +212,13 @@ class Worker(Closing):
         Raises:
             PeerLost, StepFailed: the node is gone, or a step failed; nothing that is committed is lost.
         """
-        while "end" not in (words := self._generation.down.receive_message(NODE)):
-            self._step(words)
+        while "end" not in (told := hear(self._generation.down, NODE))[0]:
+            self._step(*told)
         self._generation.up.send_message({"end": True}, NODE)
 
-    def _step(self, words: dict[str, Any]) -> None:
+    def _step(self, words: Mapping[str, Any], batch: Mapping[str, torch.Tensor]) -> None:
         started = time.perf_counter()
         self._diary.begin()
-        tensors = torch.empty(words["shape"], dtype=torch.int64)
-        self._generation.down.receive(tensors, NODE)
-        batch = dict(zip(words["keys"], tensors, strict=True))
         data = step_batch(batch, int(words["rows"]), self.machine.device)
         own_tokens, data = data.trained_tokens, replace(data, trained_tokens=int(words["trained_tokens"]))
         self._site.order = order_from(words["order"])

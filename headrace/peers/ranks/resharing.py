@@ -14,8 +14,7 @@ from headrace.ask.planner import RunPlanner
 from headrace.engine.subject import Subject
 from headrace.engine.tuning import tune
 from headrace.machine.host_memory import huge_page_buffer
-from headrace.peers.meet.talk import VERSIONS, Talk
-from headrace.peers.ranks.sharing import introduce, share_of_step
+from headrace.peers.ranks.fleet import VERSIONS, Fleet
 from headrace.plan.search.serving import grouping_of
 from headrace.plan.value.plan import Plan
 from headrace.store import StateStore, discard_store, finish_replacing, place_of_new, replace_store
@@ -27,7 +26,7 @@ from headrace.terms.shards import Share
 
 
 def taken_up(
-    fleet: Talk,
+    fleet: Fleet,
     run_directory: Path,
     subject: Subject,
     planner: RunPlanner,
@@ -43,7 +42,7 @@ def taken_up(
         _discard_attempt(run_directory, fleet, store, options)
         if _shared_by(store) != fleet.size:
             return _reshare(fleet, run_directory, subject, planner, store, options, plan, sink)
-    introduce(fleet, subject, store, options, plan)
+    fleet.introduce(subject, store, options, plan)
     return store, plan
 
 
@@ -53,7 +52,7 @@ def _shared_by(store: StateStore) -> int:
 
 
 def _reshare(
-    fleet: Talk,
+    fleet: Fleet,
     run_directory: Path,
     subject: Subject,
     planner: RunPlanner,
@@ -89,7 +88,7 @@ def _reshare(
             undo.callback(made.remove)
             record = {**store.record, "plan": new.to_json()}
             record.pop(VERSIONS)
-            introduce(fleet, subject, made, options, new, record=record)
+            fleet.introduce(subject, made, options, new, record=record)
             with fleet.reaching(made, importing=True):
                 _copy(old, made, size)
                 made.commit(record)
@@ -106,14 +105,14 @@ def _reshare(
     return found, new
 
 
-def _new_plan(planner: RunPlanner, fleet: Talk, store: StateStore, options: Options, plan: Plan) -> Plan:
+def _new_plan(planner: RunPlanner, fleet: Fleet, store: StateStore, options: Options, plan: Plan) -> Plan:
     """Return the plan of the largest new share of a step: other rows, the same sums, chunks and length."""
     grouping = grouping_of(plan)
     assert grouping is not None, "a plan that computes groups sums"
     assert options.tokens_per_step is not None, "ranks share out steps of a known size"
     planner.group(grouping)
     step = options.tokens_per_step, plan.batch.sequence_length
-    share = share_of_step(planner, fleet, step, options.gradient_sum, state=(), beside=None)
+    share = fleet.share_of_step(planner, step, options.gradient_sum, state=(), beside=None)
     return planner.plan(*share, state=store.manifest)
 
 
@@ -137,7 +136,7 @@ def _opened(folder: Path, version: int, sink: Sink, closers: ExitStack, size: in
     return found
 
 
-def _discard_attempt(run_directory: Path, fleet: Talk, store: StateStore, options: Options) -> None:
+def _discard_attempt(run_directory: Path, fleet: Fleet, store: StateStore, options: Options) -> None:
     """Remove what an attempt to share out the run in `store` anew has left, if one was killed.
 
     Raises:

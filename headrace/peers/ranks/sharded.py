@@ -25,7 +25,7 @@ from headrace.flow.step.step_state import StepState
 from headrace.flow.step.steps import ProgramBuilders, Steps
 from headrace.peers.meet.lane_diary import LaneDiary, ops_of
 from headrace.peers.ranks.fleet import Fleet
-from headrace.peers.ranks.sharing import Introduction, be_introduced, own_part, planned_options
+from headrace.peers.ranks.sharing import Introduction, be_introduced, own_part
 from headrace.plan.schedules.forward import build_forward
 from headrace.plan.schedules.train import build_program, build_tail
 from headrace.plan.value.plan import Plan
@@ -247,9 +247,9 @@ def join_as_rank(
     told = replace(told, options=on_machine(replace(told.options, **own))[0])
     with contextlib.ExitStack() as closers:
         seams = replace(seams_of(told.options, told.wire), fleet=fleet)
-        subject = Subject(told.model, planned_options(told.options, fleet), seams)
+        subject = Subject(told.model, fleet.planned_options(told.options), seams)
         closers.callback(subject.close)
-        planner = RunPlanner(planned_options(told.options, fleet), subject.planned, WaysToPlan())
+        planner = RunPlanner(fleet.planned_options(told.options), subject.planned, WaysToPlan())
         fleet.follow_plan(planner, told.plan, subject.chain)
         store = _begun(fleet, told, subject, planner, sink) if told.at is None else _resumed(fleet, told, sink)
         closers.callback(store.close)

@@ -5,6 +5,20 @@ from collections.abc import Sequence
 from headrace.terms.errors import ConfigError
 
 
+def checked_cuts(cuts: Sequence[int], num_stages: int, num_blocks: int) -> tuple[int, ...]:
+    """Return the cuts.
+
+    Raises:
+        ConfigError: there are not as many as stages need, or a stage would have no block.
+    """
+    if len(cuts) != num_stages - 1 or not all(0 < cut < num_blocks for cut in cuts):
+        raise ConfigError(
+            f"cuts: {list(cuts)} make {len(cuts) + 1} stages of the {num_stages} in --stages, of blocks 0 to {num_blocks - 1}; "
+            "give the first block of each stage after the first"
+        )
+    return tuple(cuts)
+
+
 def even_cuts(work: Sequence[float], num_stages: int, speeds: Sequence[float] = ()) -> tuple[int, ...]:
     """Return the block with which each stage after the first begins, so that the stage that takes longest takes least.
 

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from headrace.ask.planner import RunPlanner
 from headrace.machine.host_memory import Bytes
 from headrace.model import Chain
+from headrace.peers.meet.lane import bytes_of
 from headrace.peers.meet.ranks import Ranks
 from headrace.peers.meet.relay import Relay
-from headrace.peers.meet.talk import LEADER
-from headrace.peers.ranks.fleet import Fleet
-from headrace.peers.stages.cuts import even_cuts
+from headrace.peers.meet.talk import agree
+from headrace.peers.ranks.fleet import LEADER, Fleet
+from headrace.peers.stages.cuts import checked_cuts, even_cuts
 from headrace.peers.stages.passing_check import refuse_what_passes_more
 from headrace.peers.stages.stage_shares import StageShares
 from headrace.plan.search.serving import grouping_of
@@ -36,7 +36,7 @@ _CUTS = "cuts"
 
 
 class Line(Fleet):
-    """The stages that meet over `ranks`. See `peers.stages.steps.Stages`."""
+    """The stages that meet over `ranks`. `begin_step` comes first; a step ends in all or in none."""
 
     by_stages = True
     peer = Peer.STAGE
@@ -88,11 +88,8 @@ class Line(Fleet):
             return
         num_blocks = chain.num_blocks
         cuts = options.cuts or even_cuts(planner.block_flops(options.sequence_length or options.tokens_per_step), self.size)
-        if len(cuts) != self.size - 1:
-            raise ConfigError(f"cuts: {list(cuts)} make {len(cuts) + 1} stages of the {self.size} in --stages; give one less")
-        if not all(0 < cut < num_blocks for cut in cuts) or len(cuts) >= num_blocks:
-            raise ConfigError(f"cuts: {list(cuts)}: the model has blocks 0 to {num_blocks - 1}, and each stage needs one")
-        self.share = StageShare(self.rank, self.size, tuple(cuts))
+        cuts = checked_cuts(cuts, self.size, num_blocks)
+        self.share = StageShare(self.rank, self.size, cuts)
         planner.be_stage(StagePlace.of(self.rank, cuts, num_blocks, tied=chain.tied))
 
     def follow_plan(self, planner: RunPlanner, leaders: Plan, chain: Chain) -> None:
@@ -110,6 +107,18 @@ class Line(Fleet):
         cuts = tuple(int(cut) for cut in str(terms.get(_CUTS) or "").split("+") if cut)
         if len(cuts) == self.size - 1:  # else the run was begun otherwise, which its seams say
             self.share = StageShare(self.rank, self.size, cuts)
+
+    def planned_options(self, options: Options) -> Options:
+        """See `Fleet.planned_options`: stages add no gradients."""
+        return options
+
+    def share_of_step(self, planner: RunPlanner, step: tuple[int, int], way: str, **at: Any) -> tuple[int, int]:
+        """See `Fleet.share_of_step`: each stage has all of it."""
+        return step
+
+    def shared_plan(self, plan: Plan) -> Plan:
+        """See `Fleet.shared_plan`: a stage has whole units."""
+        return plan
 
     def blocks(self, num_blocks: int) -> range:
         """Return the units of this stage's blocks."""
@@ -150,19 +159,12 @@ class Line(Fleet):
 
     def give(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
         """Send a group's tensors to the neighbour, in the background."""
-        self._relay(kind).give(np.concatenate([self._encoded(tensor) for tensor in tensors]))
+        self._relay(kind).give(torch.cat([self._encoded(tensor) for tensor in tensors]).numpy())
 
     def all_square_sums(self, own: dict[int, float]) -> dict[int, float]:
         """Return the square sums of all stages' units: all to stage 0, and from it to all."""
-        lane, found = self.ranks.lanes["norm"], dict(own)
-        if not self.leads:
-            lane.send_message(list(own.items()), LEADER)
-            return {int(unit): float(total) for unit, total in lane.receive_message(LEADER)}
-        for rank in self.ranks.others:
-            found |= {int(unit): float(total) for unit, total in lane.receive_message(rank)}
-        for rank in self.ranks.others:
-            lane.send_message(list(found.items()), rank)
-        return found
+        found = agree(self.ranks.lanes["norm"], {"sums": list(own.items())}, {"sums": list})
+        return {int(unit): float(total) for each in found for unit, total in each["sums"]}
 
     def say_names(self, names: Sequence[str]) -> None:
         """Tell the first stage of which parameters the next tables are."""
@@ -203,14 +205,14 @@ class Line(Fleet):
             return prod(shape) + 4 * prod(shape[:-1])
         return prod(shape) * self._dtype.itemsize
 
-    def _encoded(self, tensor: torch.Tensor) -> Bytes:
+    def _encoded(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._in_8_bits:
-            return _bytes_of(tensor)
-        rows = tensor.float()
+            return bytes_of(tensor.detach().cpu())
+        rows = tensor.detach().float()
         scales = rows.abs().amax(dim=-1, keepdim=True) / _INT8_TOP
         codes = (rows / torch.where(scales > 0, scales, 1.0)).round().to(torch.int8)
         # What is not finite stays so: its row's scale is not finite either.
-        return np.concatenate([_bytes_of(scales), _bytes_of(codes)])
+        return torch.cat([bytes_of(each.cpu()) for each in (scales, codes)])
 
     def _decoded(self, data: Bytes, shape: tuple[int, ...]) -> torch.Tensor:
         flat = torch.from_numpy(data)
@@ -219,8 +221,3 @@ class Line(Fleet):
         split = 4 * prod(shape[:-1])
         scales = flat[:split].view(torch.float32).view(*shape[:-1], 1)
         return (flat[split:].view(torch.int8).view(shape).float() * scales).to(self._dtype)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    flat: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat

@@ -1,12 +1,16 @@
-"""The virtual clock of stages (AxoNN): groups of micro-batches go through machines in a row, over links, and back.
+"""Stages on the virtual clock (AxoNN): groups of micro-batches go through machines in a row, over links, and back.
 
 Each stage does one thing at a time, and takes what has come first, backward before forward. A link carries one group at a time
-each way. Invariant: what is known of a group's arrival is known before anything that starts later is chosen.
+each way.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from headrace.plan.clock.clock import Clock
+from headrace.terms.lanes import Lane
+from headrace.terms.program import Op, Program, Verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,80 +52,64 @@ def most_busy_share(group_seconds: Sequence[float], transfer_seconds: float, gro
     return groups * max(group_seconds) / shortest
 
 
-def run(
-    stations: Sequence[Station],
-    transfers: Sequence[float],
-    groups: int,
-    *,
-    times: Times | None = None,
-    in_order: bool = False,
-) -> StepOfStages:
-    """Run a step of so many groups through `stations`; `transfers` are the seconds of a group on each link, one way.
+def run(stations: Sequence[Station], transfers: Sequence[float], groups: int) -> StepOfStages:
+    """Run a step of so many groups through `stations`; `transfers` are the seconds of a group on each link, one way."""
 
-    `in_order`: each stage follows a table made beforehand (1F1B): it waits for what comes next there, whatever has arrived.
+    def seconds(stage: int, group: int, *, back: bool) -> float:
+        return stations[stage].back if back else stations[stage].onward
+
+    return Row([each.in_flight for each in stations], transfers, groups, seconds).step()
+
+
+class Row(Clock):
+    """S stages in a row; stage k may have `most[k]` groups in flight, and takes so many `seconds` for each.
+
+    Lane k and lane S + k are its backward and its forward, of which it does one at a time. The other lanes are links. The last
+    stage has a forward alone, with its backward in it.
     """
-    clock = _Row(stations, transfers, groups, times, in_order=in_order)
-    while clock.advance():
-        pass
-    step_seconds = max(clock.free)
-    return StepOfStages(step_seconds=step_seconds, busy_shares=tuple(busy / step_seconds for busy in clock.busy))
 
+    def __init__(self, most: Sequence[int], transfers: Sequence[float], groups: int, seconds: Times) -> None:
+        count = self.count = len(most)
+        super().__init__(4 * count, lambda places: tuple([(place, 1.0) for place in places]))
+        self.groups, self.most, self._alone, self._busy = groups, most, list[float](), [0.0] * count
+        ops, backs, last = list[Op](), [list[int]() for _ in most], count - 1
 
-class _Row:
-    """Stages in a row. `came[kind][stage]` are the times at which its groups can be taken, as far as they are known."""
+        def add(place: int, alone: float, after: Sequence[int]) -> list[int]:
+            """Append what waits for `after`, and return it; a link that takes no time is none."""
+            if place >= 2 * count and not alone:
+                return list(after)
+            ops.append(Op(len(ops), Verb.FORWARD, Lane.COMPUTE, place, after=tuple(after)))
+            self._alone.append(alone)
+            return [len(ops) - 1]
 
-    def __init__(
-        self, stations: Sequence[Station], transfers: Sequence[float], groups: int, times: Times | None, *, in_order: bool
-    ) -> None:
-        self._stations, self._transfers, self._groups = stations, transfers, groups
-        self._times, self._in_order = times, in_order
-        count = len(stations)
-        self.free, self.busy = [0.0] * count, [0.0] * count
-        self._came = {"onward": [[0.0] * groups, *([] for _ in range(count - 1))], "back": [list[float]() for _ in stations]}
-        self._gone = {"onward": [0] * count, "back": [0] * count}
-        self._link_free = {"onward": [0.0] * count, "back": [0.0] * count}
+        for group in range(groups):
+            came = list[int]()
+            ways = [[seconds(stage, group, back=back) for back in (False, True)] for stage in range(count)]
+            for stage in range(last):
+                one_less = backs[stage][group - most[stage] :][:1] if group >= most[stage] else []  # is in flight then
+                came = add(count + stage, ways[stage][0], came + one_less)
+                came = add(2 * count + stage, transfers[stage], came)
+            came = add(count + last, sum(ways[last]), came)
+            for stage in reversed(range(last)):
+                came = add(stage, ways[stage][1], add(3 * count + stage, transfers[stage], came))
+                backs[stage] += came
+            self._busy = [busy + sum(each) for busy, each in zip(self._busy, ways, strict=True)]
+        self.admit(Program(tuple(ops)))
 
-    def advance(self) -> bool:
-        """Do what can start next; return whether there was anything."""
-        starts = [(start, stage, kind) for stage in range(len(self._stations)) for start, kind in self._next_of(stage)]
-        if not starts:
-            return False
-        # At the same time backward comes first, which frees what waits for it.
-        start, stage, kind = min(starts, key=lambda each: (each[0], each[2] != "back", each[1]))
-        self._do(start, stage, kind)
-        return True
+    def step(self) -> StepOfStages:
+        """Return what the step takes."""
+        self.run_until_complete()
+        (seconds,) = self.finish
+        return StepOfStages(step_seconds=seconds, busy_shares=tuple(busy / seconds for busy in self._busy))
 
-    def _next_of(self, stage: int) -> list[tuple[float, str]]:
-        """Return what a stage may do next, and when."""
-        onward, back, last = self._gone["onward"][stage], self._gone["back"][stage], stage == len(self._stations) - 1
-        in_flight = len(self._stations) - stage if self._in_order else self._stations[stage].in_flight
-        kinds = {"onward": onward - back < in_flight and onward < self._groups, "back": not last and back < onward}
-        if self._in_order and kinds["onward"]:  # first as many as there are stages behind, then backward and forward in turn
-            kinds["back"] = False
-        found = []
-        for kind, may in kinds.items():
-            came, gone = self._came[kind][stage], self._gone[kind][stage]
-            if may and gone < len(came):
-                found.append((max(self.free[stage], came[gone]), kind))
-        return found
+    def place_of(self, op: Op) -> int:
+        """See `Clock`."""
+        return op.unit
 
-    def _do(self, start: float, stage: int, kind: str) -> None:
-        group, last = self._gone[kind][stage], stage == len(self._stations) - 1
-        taken = self._seconds(stage, group, back=kind == "back")
-        self._gone[kind][stage] += 1
-        if last:
-            taken += self._seconds(stage, group, back=True)
-            self._gone["back"][stage] += 1
-            kind = "back"
-        self.free[stage] = stop = start + taken
-        self.busy[stage] += taken
-        to, link = (stage + 1, stage) if kind == "onward" else (stage - 1, stage - 1)
-        if to >= 0:
-            arrives = max(stop, self._link_free[kind][link]) + self._transfers[link]
-            self._link_free[kind][link] = arrives
-            self._came[kind][to].append(arrives)
+    def alone_seconds(self, op: Op) -> float:
+        """See `Clock`."""
+        return self._alone[op.index]
 
-    def _seconds(self, stage: int, group: int, *, back: bool) -> float:
-        if self._times is not None:
-            return self._times(stage, group, back=back)
-        return self._stations[stage].back if back else self._stations[stage].onward
+    def _ready(self, place: int) -> bool:
+        other = (place + self.count) % (2 * self.count)
+        return (place >= 2 * self.count or not self.busy >> other & 1) and super()._ready(place)

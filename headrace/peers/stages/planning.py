@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headrace.ask.answer import Opened, machine_of, open_question, step_lengths_of
 from headrace.ask.model_config import read_parts
-from headrace.peers.stages.cuts import even_cuts
+from headrace.peers.stages.cuts import checked_cuts, even_cuts
 from headrace.peers.stages.passing_check import refuse_what_passes_more
 from headrace.peers.stages.pipeline import Station, run
 from headrace.peers.stages.report import StageFigures, StagesReport
@@ -77,13 +77,7 @@ class _Line:
     def __init__(self, machines: Sequence[Opened], options: PlanOptions) -> None:
         self._machines, chain = machines, machines[0].chain
         self._num_blocks, self._tied = chain.num_blocks, chain.tied
-        self._cuts = options.cuts or self._even_cuts(options)
-        rising = all(0 < cut < chain.num_blocks for cut in self._cuts)
-        if len(self._cuts) != len(machines) - 1 or not rising:
-            raise ConfigError(
-                f"cuts: {list(self._cuts)} for {len(machines)} stages of blocks 0 to {chain.num_blocks - 1}; give the first "
-                "block of each stage after the first"
-            )
+        self._cuts = checked_cuts(options.cuts or self._even_cuts(options), len(machines), chain.num_blocks)
         self._link = float(options.link or _LINK_BYTES_PER_SECOND)
         self._token_bytes = chain.hidden_size + 4 if options.stage_dtype else 2 * chain.hidden_size
 

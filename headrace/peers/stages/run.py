@@ -4,28 +4,30 @@ Invariant: stage 0 alone has model, data and `output`, and decides which step is
 and go on from the last commit.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import headrace
 from headrace.files.scratch import remove_tree
 from headrace.peers.meet.address import Address
 from headrace.peers.meet.meeting import Meeting, own_stage
 from headrace.peers.meet.proof import read_secret
-from headrace.peers.meet.ranks import Ranks
-from headrace.peers.meet.same_run import WORKERS_OWN, lost_peer, refuse_another_run
+from headrace.peers.meet.same_run import WORKERS_OWN, refuse_another_run, until_done
 from headrace.runs.loop import Finished, resume, train
 from headrace.runs.protocols import Display, NoDisplay
 from headrace.store.run_directory import RunDirectory
-from headrace.terms.errors import ConfigError, PeerLost, StepFailed
+from headrace.terms.errors import ConfigError
 from headrace.terms.options.options import Options
 from headrace.terms.options.run_options import RunOptions
 from headrace.update.combinations import refuse_in_stages
 
 if TYPE_CHECKING:
     from headrace.peers.stages.line import Line
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,27 +92,19 @@ def resume_in_stages(run_directory: Path, staging: Staging, *, display: Display 
 def _lead(directory: RunDirectory, config: RunOptions | None, staging: Staging, display: Display) -> Finished:
     if staging.stage:
         raise ConfigError(f"stage: this is stage {staging.stage}, and stage 0 has the run; leave its files out")
-    with staging.meeting() as meeting:
-        while True:
-            try:
-                line = _meet(meeting, display)
-                try:
-                    from headrace.engine.seams import Seams
-                    from headrace.peers.stages.staged import StagedEngine
-                    from headrace.runs.engines import engines_of
 
-                    engines = engines_of(StagedEngine, Seams(fleet=line))
-                    if config is None or directory.config.exists():
-                        return _with_shares(resume(directory.path, display=display, engines=engines), line)
-                    return _with_shares(train(config, display=display, engines=engines), line)
-                finally:
-                    line.ranks.close()
-            except (PeerLost, StepFailed) as error:
-                if (lost := lost_peer(error)) is None:
-                    raise
-                words = str(lost)
-            # Outside of the handler, because the caught error holds transfers, and these hold their connections.
-            display.say(f"{words}; going on from the last committed step once it is back")
+    def lead(meeting: Meeting) -> Finished:
+        with _met(meeting, display) as line:
+            from headrace.engine.seams import Seams
+            from headrace.peers.stages.staged import StagedEngine
+            from headrace.runs.engines import engines_of
+
+            engines = engines_of(StagedEngine, Seams(fleet=line))
+            if config is None or directory.config.exists():
+                return _with_shares(resume(directory.path, display=display, engines=engines), line)
+            return _with_shares(train(config, display=display, engines=engines), line)
+
+    return _until_done(staging, lead, display)
 
 
 def _with_shares(finished: Finished, line: "Line") -> Finished:
@@ -128,20 +122,18 @@ def follow_as_stage(options: Options, staging: Staging, *, display: Display | No
         InputError, DiskFull: the run cannot be done here.
     """
     display = display or NoDisplay()
+    _until_done(staging, lambda meeting: _follow_once(options, staging, meeting, display), display)
+
+
+def _until_done(staging: Staging, work: Callable[[Meeting], _Found], display: Display) -> _Found:
+    """Return what `work` returns; where a stage is lost meanwhile, meet again."""
     with staging.meeting() as meeting:
-        while True:
-            try:
-                if _follow_once(options, staging, meeting, display):
-                    return
-            except (PeerLost, StepFailed) as error:
-                if (lost := lost_peer(error)) is None:
-                    raise
-                words = str(lost)
-                display.say(f"{words}; going on from the last committed step once it is back")
+        words = "going on from the last committed step once it is back"
+        return until_done(lambda: work(meeting), lambda lost: display.say(f"{lost}; {words}"))
 
 
-def _follow_once(options: Options, staging: Staging, meeting: Meeting, display: Display) -> bool:
-    """Follow stage 0 until the run ends, which is returned."""
+def _follow_once(options: Options, staging: Staging, meeting: Meeting, display: Display) -> None:
+    """Follow stage 0 until the run ends."""
     from headrace.peers.ranks.sharded import join_as_rank
     from headrace.peers.stages.staged import StagedEngine
 
@@ -151,26 +143,25 @@ def _follow_once(options: Options, staging: Staging, meeting: Meeting, display: 
         folders.append(options.budget.ssd[0] / f"headrace-stage-{staging.stage}-{told['run_id']}")
         return folders[0]
 
-    line = _meet(meeting, display)
-    try:
-        own = {key: getattr(options, key) for key in WORKERS_OWN}
-        with join_as_rank(line, place, lambda event: None, StagedEngine, own) as engine:
-            blocks, plan = line.blocks(engine.chain.num_blocks), engine.plan
-            assert plan is not None, "stages begin with a plan"
-            display.say(f"stage {staging.stage}: blocks {blocks[0] - 1} to {blocks[-1] - 1} of {engine.chain.num_blocks}")
-            for line_of_plan in plan.results.explain_peaks():
-                display.say(line_of_plan)
-            is_over = engine.follow()
-    finally:
-        line.ranks.close()
+    own = {key: getattr(options, key) for key in WORKERS_OWN}
+    with _met(meeting, display) as line, join_as_rank(line, place, lambda event: None, StagedEngine, own) as engine:
+        blocks, plan = line.blocks(engine.chain.num_blocks), engine.plan
+        assert plan is not None, "stages begin with a plan"
+        display.say(f"stage {staging.stage}: blocks {blocks[0] - 1} to {blocks[-1] - 1} of {engine.chain.num_blocks}")
+        for line_of_plan in plan.results.explain_peaks():
+            display.say(line_of_plan)
+        is_over = engine.follow()
     if is_over:
         remove_tree(folders[0])
     display.say("done" if is_over else "stage 0 has ended; start both again to go on")
-    return True
 
 
-def _meet(meeting: Meeting, display: Display) -> "Line":
+@contextmanager
+def _met(meeting: Meeting, display: Display) -> Iterator["Line"]:
     from headrace.peers.stages.line import LANES, Line
 
-    ranks: Ranks = meeting.meet(LANES, display.say)
-    return Line(ranks)
+    line = Line(meeting.meet(LANES, display.say))
+    try:
+        yield line
+    finally:
+        line.ranks.close()

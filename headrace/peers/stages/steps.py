@@ -5,7 +5,6 @@ runs, and never how sums are grouped: those of one process.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -13,6 +12,7 @@ from headrace.flow.step.step import run_step
 from headrace.flow.step.step_batch import StepBatch
 from headrace.flow.step.step_state import StepState, Verdict
 from headrace.flow.step.steps import Steps
+from headrace.peers.stages.line import Line
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.plan.schedules.stage import (
     StageGroup,
@@ -30,43 +30,6 @@ from headrace.plan.value.stage_place import StageChoices
 from headrace.terms.forms import AWAY
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Program
-
-
-class Stages(Protocol):
-    """The stages of a run, as one of them sees them. `begin_step` comes first; a step ends in all or in none."""
-
-    rank: int
-    size: int
-
-    def blocks(self, num_blocks: int) -> range:
-        """Return the units of this stage's blocks."""
-
-    def begin_step(self, shapes: Sequence[Sequence[tuple[int, ...]]], dtype: torch.dtype, *, back: bool) -> None:
-        """Prepare for hidden states of these shapes by group and micro-batch; with `back` their gradients return."""
-
-    def next_kind(self, *, onward: bool, back: bool) -> str:
-        """Wait until something that is wanted has come; return "back" or "onward", the first if both have."""
-
-    def take(self, kind: str) -> list[torch.Tensor]:
-        """Return the tensors of the next group that came: hidden states, or their gradients."""
-
-    def give(self, kind: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Send a group's hidden states to the next stage, or their gradients to the one before, in the background."""
-
-    def all_square_sums(self, own: dict[int, float]) -> dict[int, float]:
-        """Return the square sums of all stages' units."""
-
-    def say_names(self, names: Sequence[str]) -> None:
-        """Tell the first stage of which parameters the next tables are."""
-
-    def hear_names(self) -> list[str]:
-        """Return what the last stage says so."""
-
-    def send_table(self, table: torch.Tensor) -> None:
-        """Send what belongs to a tied matrix from the one end to the other."""
-
-    def receive_table(self, table: torch.Tensor) -> None:
-        """Fill `table` with what the other end sends."""
 
 
 class StagedSteps(Steps):
@@ -147,8 +110,8 @@ class StagedSteps(Steps):
             self._interpreter.wait()
         return state
 
-    def _begin_line(self, state: StepState, *, back: bool) -> tuple[Stages, list[StageGroup]]:
-        line: Stages = self.parts.line
+    def _begin_line(self, state: StepState, *, back: bool) -> tuple[Line, list[StageGroup]]:
+        line: Line = self.parts.line
         found = _stage_of(self.parts.plan).groups_of(len(state.batch.micro_batches))
         width, batches = self.parts.chain.hidden_size, state.batch.micro_batches
         shapes = [[(*batches[micro].input_ids.shape, width) for micro in micros] for micros in found]
@@ -198,7 +161,7 @@ class StagedSteps(Steps):
         line.send_table(table) if line.rank == 0 else line.receive_table(table)
 
     @staticmethod
-    def finish(plan: Plan, before: Snapshot, *, line: Stages) -> tuple[Program, Snapshot]:
+    def finish(plan: Plan, before: Snapshot, *, line: Line) -> tuple[Program, Snapshot]:
         """Return the program that finishes what a step left pending (`ProgramBuilders.tail`)."""
         part = StagePart(
             blocks=line.blocks(plan.num_blocks), num_micro=0, is_first=line.rank == 0, is_last=line.rank == line.size - 1

@@ -6,6 +6,7 @@ last but one is complete. No files, no torch.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from headrace.terms.errors import StepFailed
@@ -173,8 +174,12 @@ class Clock:
                 self.busy ^= 1 << place
 
 
-def admit_until_settled(clock: Clock, programs: Sequence[Program]) -> bool:
-    """Give the clock all programs that there will be, and return whether the last one is repeated."""
+def settle(clock: Clock, programs: Sequence[Program], *, whole: bool = True) -> tuple[int, bool, float]:
+    """Run all programs there will be, the last one again and again if it repeats, until steps are equally long.
+
+    Return the number of the measured program, whether steps are equally long, and the seconds from one to the next; their mean
+    where they are not. If not `whole`, nothing runs on after the measured one.
+    """
     if len(programs) < 3:
         raise ValueError(f"simulate: {len(programs)} programs given, at least 3 are needed to find the steady state")
     given, repeats = len(programs), programs[-1] == programs[-2]
@@ -189,16 +194,49 @@ def admit_until_settled(clock: Clock, programs: Sequence[Program]) -> bool:
             clock.admit(programs[-1])
         else:
             break
-    return repeats
-
-
-def settled_period(clock: Clock, measured: int, *, repeats: bool, given: int) -> tuple[bool, float]:
-    """Return whether steps are equally long, and the seconds from one to the next; their mean where they are not."""
-    settled = not repeats or (measured > _ALIKE and _agree([clock.period(measured - back) for back in range(_ALIKE)]))
-    if settled:
-        return True, clock.period(measured)
+    measured = len(clock.programs) - (2 if repeats else 1)  # the last one has no successor
+    while (whole or len(clock.finish) <= measured) and clock.run_until_complete():
+        pass
+    if not repeats or (measured > _ALIKE and _agree([clock.period(measured - back) for back in range(_ALIKE)])):
+        return measured, True, clock.period(measured)
     first = max(1, (given + measured) // 2)
-    return False, (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
+    return measured, False, (clock.finish[measured] - clock.finish[first - 1]) / (measured - first + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneUse:
+    """What one lane did in the measured step. `alone_seconds` is what its work takes if no other lane slows it."""
+
+    busy_seconds: float = 0.0
+    alone_seconds: float = 0.0
+    utilisation: float = 0.0
+    bytes: int = 0
+    flops: float = 0.0
+
+
+def uses_of(clock: Clock, measured: int, period: float) -> tuple[float, list[LaneUse]]:
+    """Return the seconds of a step, where the measured one takes `period`, and by place what each lane did in it."""
+    busy, alone, flops = ([0.0] * len(clock.queue) for _ in range(3))
+    num_bytes = [0] * len(clock.queue)
+    timed = zip(clock.programs[measured].ops, clock.start[measured], clock.stop[measured], clock.work[measured], strict=True)
+    for op, start, stop, work in timed:
+        place = clock.place_of(op)
+        busy[place] += stop - start
+        alone[place] += work
+        flops[place] += op.flops
+        num_bytes[place] += op.bytes
+    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can do that.
+    seconds = max([period, *alone, *busy])
+    return seconds, [
+        LaneUse(
+            busy_seconds=busy[place],
+            alone_seconds=alone[place],
+            utilisation=busy[place] / seconds if seconds else 0.0,
+            bytes=num_bytes[place],
+            flops=flops[place],
+        )
+        for place in range(len(clock.queue))
+    ]
 
 
 def _agree(values: list[float]) -> bool:

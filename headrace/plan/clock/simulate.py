@@ -18,7 +18,7 @@ No clock, no files, no torch.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from headrace.plan.clock.clock import Clock, admit_until_settled, settled_period
+from headrace.plan.clock.clock import Clock, LaneUse, settle, uses_of
 from headrace.plan.clock.rates import Rates
 from headrace.terms.lanes import Lane, sharing_words
 from headrace.terms.machine.ceilings import Ceilings
@@ -36,17 +36,6 @@ class Timed:
     op: Op
     start_seconds: float
     stop_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneUse:
-    """What one lane did in the measured step. `alone_seconds` is what its work takes if no other lane slows it."""
-
-    busy_seconds: float
-    alone_seconds: float
-    utilisation: float
-    bytes: int
-    flops: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,26 +91,32 @@ def simulate(
         ValueError: fewer than three programs.
     """
     clock = _LaneClock(Rates(ceilings, compute_dtype, compute_threads, update_threads), programs)
-    repeats = admit_until_settled(clock, programs)
-    while clock.run_until_complete():
-        pass
-    return _timeline(clock, _measured(clock, repeats), repeats=repeats, given=len(programs))
+    measured, settled, period = settle(clock, programs)
+    step_seconds, uses = uses_of(clock, measured, period)
+    lanes = {lane: uses[clock.place[lane]] if lane in clock.place else LaneUse() for lane in Lane}
+    spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
+    for op, *span in zip(clock.programs[measured].ops, clock.start[measured], clock.stop[measured], strict=True):
+        spans[op.lane].append((span[0], span[1]))
+    bottleneck, explanation = _explain(clock.rates, lanes, spans, step_seconds)
+    return Timeline(
+        step_seconds=step_seconds,
+        finish_seconds=tuple(clock.finish),
+        measured=measured,
+        settled=settled,
+        lanes=lanes,
+        bottleneck=bottleneck,
+        explanation=explanation,
+        rates=clock.rates,
+        programs=tuple(clock.programs),
+        spans=tuple(zip(clock.start, clock.stop, strict=True)),
+    )
 
 
 def step_seconds_of(programs: Sequence[Program], rates: Rates) -> float:
     """Return the seconds per step that `simulate` finds at these `rates`, without running on after the measured step."""
     clock = _LaneClock(rates, programs)
-    repeats = admit_until_settled(clock, programs)
-    measured = _measured(clock, repeats)
-    while len(clock.finish) <= measured:
-        clock.run_until_complete()
-    alone, busy = (dict.fromkeys(Lane, 0.0) for _ in range(2))
-    ops, works = clock.programs[measured].ops, clock.work[measured]
-    for op, start, stop, work in zip(ops, clock.start[measured], clock.stop[measured], works, strict=True):
-        busy[op.lane] += stop - start
-        alone[op.lane] += work
-    _, period = settled_period(clock, measured, repeats=repeats, given=len(programs))
-    return max(period, *alone.values(), *busy.values())
+    measured, _, period = settle(clock, programs, whole=False)
+    return uses_of(clock, measured, period)[0]
 
 
 def seconds_of(programs: Sequence[Program], rates: Rates) -> list[float]:
@@ -156,51 +151,6 @@ class _LaneClock(Clock):
         return self.rates.alone_seconds(op)
 
 
-def _measured(clock: Clock, repeats: bool) -> int:
-    """Return the number of the program to measure: if it repeats, the last but one, because the last has no successor."""
-    return len(clock.programs) - (2 if repeats else 1)
-
-
-def _timeline(clock: _LaneClock, measured: int, *, repeats: bool, given: int) -> Timeline:
-    settled, period = settled_period(clock, measured, repeats=repeats, given=given)
-    spans: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in Lane}
-    alone, busy, flops = (dict.fromkeys(Lane, 0.0) for _ in range(3))
-    num_bytes = dict.fromkeys(Lane, 0)
-    timed = zip(clock.programs[measured].ops, clock.start[measured], clock.stop[measured], clock.work[measured], strict=True)
-    for op, start, stop, work in timed:
-        lane = op.lane
-        spans[lane].append((start, stop))
-        busy[lane] += stop - start
-        alone[lane] += work
-        flops[lane] += op.flops
-        num_bytes[lane] += op.bytes
-    # While a backlog of the cold start drains, steps end faster than their work takes; no later step can do that.
-    step_seconds = max(period, *alone.values(), *busy.values())
-    lanes = {
-        lane: LaneUse(
-            busy_seconds=busy[lane],
-            alone_seconds=alone[lane],
-            utilisation=busy[lane] / step_seconds if step_seconds else 0.0,
-            bytes=num_bytes[lane],
-            flops=flops[lane],
-        )
-        for lane in Lane
-    }
-    bottleneck, explanation = _explain(clock.rates, lanes, spans, step_seconds)
-    return Timeline(
-        step_seconds=step_seconds,
-        finish_seconds=tuple(clock.finish),
-        measured=measured,
-        settled=settled,
-        lanes=lanes,
-        bottleneck=bottleneck,
-        explanation=explanation,
-        rates=clock.rates,
-        programs=tuple(clock.programs),
-        spans=tuple(zip(clock.start, clock.stop, strict=True)),
-    )
-
-
 def _explain(
     rates: Rates, lanes: dict[Lane, LaneUse], spans: dict[Lane, list[tuple[float, float]]], step_seconds: float
 ) -> tuple[Lane, str]:
@@ -226,7 +176,6 @@ def union_seconds(spans: Iterable[tuple[float, float]]) -> float:
     """Return the seconds that at least one of the spans (start, stop) covers."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
-        if stop > reached:
-            total += stop - max(start, reached)
-            reached = stop
+        total += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
     return total

@@ -56,15 +56,6 @@ def test_links_that_take_half_a_groups_time_are_hidden() -> None:
     assert found.busy_shares[0] >= 0.9 * most_busy_share([4.0] * count, 2.0, groups)
 
 
-def test_whatever_comes_first_beats_a_fixed_order_where_times_vary() -> None:
-    def times(stage: int, group: int, *, back: bool) -> float:
-        return (3.0 if back else 1.0) * (1 + 0.3 * (-1) ** (stage + group * (1 + stage)))
-
-    by_arrival = run(alike(4), [1.0] * 3, 16, times=times)
-    fixed = run(alike(4), [1.0] * 3, 16, times=times, in_order=True)
-    assert by_arrival.step_seconds < fixed.step_seconds
-
-
 def test_cuts_give_the_slowest_stage_least() -> None:
     assert even_cuts([1, 1, 1, 5], 2) == (3,)
     assert even_cuts([2, 1, 1, 1, 1], 3) == (1, 3)
