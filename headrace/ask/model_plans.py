@@ -13,7 +13,7 @@ from typing import Any
 from headrace.ask.plan_report import Alternative
 from headrace.ask.question import ModelToPlan, Question
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
-from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
+from headrace.flow.weights.parted_base import PartedUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters.adapters import Adapters
 from headrace.model.by_rows.block_tables import block_tables_of, by_rows, is_large, take_as, take_tables, trained_tables_of
@@ -169,13 +169,12 @@ class ModelPlans:
             raise NotStoredSingly(f"{wire.name} takes whole blocks")
         chain = self._another_chain(question)
         take_as(self._chain, chain, self._weights)
-        base: PartedBase | TrainedUnits
         if beside:
             on_cpu = not question.allowance.device_overhead_bytes
-            base = PartedBase.of(chain, self._weights, on_cpu=on_cpu)
+            base = PartedUnits.frozen(chain, self._weights, on_cpu=on_cpu)
         else:
             refuse_trained_parts(self.forms(question), question.workload.gradient_sum)
-            base = TrainedUnits.of(chain, separate=question.allowance.device_bytes is not None)
+            base = PartedUnits.trained(chain, separate=question.allowance.device_bytes is not None)
         base.install(chain)
         return self._plans_of(chain, replace(question, wire=wire), base)
 

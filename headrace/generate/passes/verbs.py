@@ -197,8 +197,8 @@ HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
     Verb.TURN: _turn,
 }
 EXPERT_HANDLERS: Mapping[Verb, Callable[[ExpertFlow, Op], None]] = {
-    Verb.FETCH: ExpertFlow.fetch,
-    Verb.UPLOAD: lambda experts, op: experts.loads.upload(op),
-    Verb.MAKE: lambda experts, op: experts.loads.make(op),
+    Verb.FETCH: lambda flow, op: flow.loads.fetch(op),
+    Verb.UPLOAD: lambda flow, op: flow.loads.upload(op),
+    Verb.MAKE: lambda flow, op: flow.loads.make(op),
     Verb.FORWARD: _go_on,
 }

@@ -31,14 +31,14 @@ class BringExperts:
         host = _EXPERTS + slot
         stored = int(experts * plan.figures.stored_bytes)
         common: dict[str, Any] = {"unit": unit, "part": number, "micro": micro}
-        missing = int(stored * (1 - plan.cached_share))
+        missing, sent = int(stored * (1 - max(plan.cached_share, plan.device_share))), 1 - plan.device_share
         op(Verb.FETCH, Lane.SSD_READ, reads, (host,), num_bytes=missing, **common)
         source = host
         if self._separate:
             source = _SOURCES + self._turn % SOURCE_SLOTS if made else _COMPUTED + slot
-            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), num_bytes=stored, **common)
+            op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, (host,), (source,), num_bytes=int(stored * sent), **common)
         if made:
-            num_bytes = int(experts * plan.figures.moved_bytes(self._expert_bytes))
+            num_bytes = int(experts * sent * plan.figures.moved_bytes(self._expert_bytes))
             op(Verb.MAKE, Lane.MAKE, (source,), (_COMPUTED + slot,), num_bytes=num_bytes, **common)
             source = _COMPUTED + slot
         self._turn += 1
