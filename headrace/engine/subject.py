@@ -29,7 +29,7 @@ from headrace.flow.weights.expert_source import ExpertSource
 from headrace.flow.weights.experts import Experts
 from headrace.flow.weights.load import UnitReader, import_model
 from headrace.flow.weights.make import Maker
-from headrace.flow.weights.parted_base import PartedUnits, refuse_dense, refuse_trained_parts
+from headrace.flow.weights.parted_base import ExpertUnits, refuse_dense, refuse_trained_parts
 from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
@@ -120,7 +120,7 @@ class Subject:
         alone = seams.fleet is None and seams.site is None and seams.workers is None
         self.embedding = Embedding(self.chain, self.weights, alone=alone)
         self.block_tables = Tables(self.chain, self.weights, seams.wire, alone=alone, every=read_rows)
-        self.parted: PartedUnits | None = None
+        self.parted: ExpertUnits | None = None
         self.experts: ExpertSource | None = None
         self.own_updater: Updater | None = None
         files = [tensor.path for tensor in self.checkpoint.tensors.values()]
@@ -154,10 +154,10 @@ class Subject:
         if self.chain.runs_by_samples(self._sequence_length or 0):
             raise NotStoredSingly("rows are run sample by sample")
         if isinstance(self.chain.adapters, Adapters):
-            self.parted = PartedUnits.frozen(self.chain, self.weights, on_cpu=not separate)
+            self.parted = ExpertUnits.frozen(self.chain, self.weights, on_cpu=not separate)
         else:
             refuse_trained_parts(self.forms, self._gradient_sum)
-            self.parted = PartedUnits.trained(self.chain, separate=separate)
+            self.parted = ExpertUnits.trained(self.chain, separate=separate)
         self.parted.install(self.chain)
         self._find_forms()
 
@@ -362,7 +362,7 @@ class Subject:
         return store
 
     @property
-    def _parted_base(self) -> PartedUnits | None:
+    def _parted_base(self) -> ExpertUnits | None:
         """Frozen experts that are parts, which the run reads in the model's files."""
         return self.parted if self.parted and not self.parted.experts.is_trained else None
 

@@ -86,7 +86,7 @@ class ExpertSource(FileSource):
     def make_expert(self, unit: int, number: int, read: torch.Tensor, into: torch.Tensor) -> None:
         """Fill an expert's flat slot `into` from what was read of it."""
         stored = self.expert(unit, number)
-        into = into[: stored.layout.num_elements]
+        read, into = read[: stored.num_bytes], into[: stored.layout.num_elements]
         if stored.is_made:
             stored.put(read, into)
         else:

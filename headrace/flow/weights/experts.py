@@ -7,7 +7,7 @@ their units in host memory, and come from there.
 Invariants: an expert is read only if it is wanted and on neither shelf; what shelves hold never decides bits.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,10 +36,10 @@ class ExpertCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """An expert of a round: its bytes as they are stored, or the weights of its unit; its `place` on the shelf of compute."""
+    """An expert of a round: where it lies in a tier, or the weights of its unit; its `place` on the shelf of compute."""
 
     number: int
-    stored: Tensor
+    flat: Tensor
     place: Place | None
 
 
@@ -63,8 +63,7 @@ class Experts:
         self.on_device = Shelf(len(buffers.kept_device_experts), plan.device_policy)
         self.wanted: dict[tuple[int, int], tuple[int, ...]] = {}
         self._held: dict[tuple[Shelf, int], list[Part]] = {}  # by shelf and slot of a round: what it reads there
-        self._here: dict[tuple[Pool, int], list[_Coming]] = {}  # by slot of a round
-        self._ready: dict[int, list[tuple[int, Tensor]]] = {}  # by slot where compute reads: experts, and their flat slots
+        self._here: dict[tuple[Pool, int], list[_Coming]] = {}  # by slot of a round, in host memory, on the way, for compute
 
     def of_round(self, op: Op, among: Sequence[int] | None = None) -> list[int]:
         """Return the experts of a round that are wanted, or those `among` others. Trained ones come in certain rounds, as their
@@ -122,29 +121,22 @@ class Experts:
 
     def upload(self, op: Op) -> None:
         """Copy the experts of a round to the device; for experts that are made, copy their sources."""
-        if (sent := op.slot(Pool.EXPERT_SOURCES)) < 0:
-            self._fill(op, self._on_host(op), self._copy)
-            return
-        here = []
-        for number, each in enumerate(self._on_host(op)):
-            into = self._buffers.expert_sources[sent * self.plan.in_round + number][: each.stored.numel()]
-            if each.place is None or not each.place.is_there:
-                self._machine.copy(into, each.stored)
-            here.append(_Coming(each.number, into, each.place))
-        self._here[Pool.EXPERT_SOURCES, sent] = here
+        self._bring(op, Pool.EXPERT_SOURCES if op.slot(Pool.EXPERT_SOURCES) >= 0 else Pool.DEVICE_EXPERTS, self._copy)
 
     def make(self, op: Op) -> None:
         """Make the slots of a round's experts from what was read."""
         assert self._source is not None, "experts of files are made"
-        sent = op.slot(Pool.EXPERT_SOURCES)
-        here = self._here[Pool.EXPERT_SOURCES, sent] if sent >= 0 else self._on_host(op)
-        self._fill(op, here, self._source.make_expert)
+        self._bring(op, Pool.DEVICE_EXPERTS, self._source.make_expert)
 
     def weights(self, op: Op) -> dict[int, Weights]:
         """Return the weights of a round's experts, by number and attribute, as views of what `op` reads."""
-        if (slot := op.slot(Pool.DEVICE_EXPERTS)) >= 0:
-            return {expert: self.places.views(op.unit, expert, flat) for expert, flat in self._ready[slot]}
-        return {each.number: self._as_stored(op.unit, each.number, each.stored) for each in self._on_host(op)}
+        slot = op.slot(Pool.DEVICE_EXPERTS)
+        if slot >= 0:
+            return {
+                each.number: self.places.views(op.unit, each.number, each.flat)
+                for each in self._here[Pool.DEVICE_EXPERTS, slot]
+            }
+        return {each.number: self._as_stored(op.unit, each.number, each.flat) for each in self._on_host(op)}
 
     def _on_host(self, op: Op) -> list[_Coming]:
         if self._source is not None:
@@ -155,21 +147,24 @@ class Experts:
     def _as_stored(self, unit: int, expert: int, stored: Tensor) -> Weights:
         return self.places.views(unit, expert, stored.view(self._buffers.dtype), whole=self.are_trained)
 
-    def _fill(self, op: Op, here: Iterable[_Coming], fill: Callable[[int, int, Tensor, Tensor], None]) -> None:
-        """Fill the slots where compute reads a round's experts, but for those that are there."""
-        slot, ready, held = op.slot(Pool.DEVICE_EXPERTS), [], []
-        self._release(self.on_device, slot)  # compute has done with the round before
-        for number, each in enumerate(here):
-            if each.place is None:
-                into = self._buffers.device_experts[slot * self.plan.in_round + number]
-            else:
-                held.append(_part(op.unit, each.number))
+    def _bring(self, op: Op, pool: Pool, fill: Callable[[int, int, Tensor, Tensor], None]) -> None:
+        """Fill the slots of `pool` with a round, but for experts that compute has: from their sources, or from the host."""
+        slot, found, computes = op.slot(pool), list[_Coming](), pool is Pool.DEVICE_EXPERTS
+        slots = self._buffers.device_experts if computes else self._buffers.expert_sources
+        sent = op.slot(Pool.EXPERT_SOURCES) if computes else -1
+        for number, each in enumerate(self._here[Pool.EXPERT_SOURCES, sent] if sent >= 0 else self._on_host(op)):
+            into = slots[slot * self.plan.in_round + number]
+            if computes and each.place is not None:
                 into = self._buffers.kept_device_experts[each.place.slot]
             if each.place is None or not each.place.is_there:
-                fill(op.unit, each.number, each.stored, into)
-            ready.append((each.number, into))
-        self.on_device.arrived(held)
-        self._ready[slot], self._held[self.on_device, slot] = ready, held
+                fill(op.unit, each.number, each.flat, into)
+            found.append(_Coming(each.number, into, each.place))
+        self._here[pool, slot] = found
+        if computes:
+            self._release(self.on_device, slot)  # compute has done with the round before
+            held = [_part(op.unit, each.number) for each in found if each.place is not None]
+            self.on_device.arrived(held)
+            self._held[self.on_device, slot] = held
 
     def _copy(self, unit: int, expert: int, stored: Tensor, into: Tensor) -> None:
         if self._source is not None:

@@ -25,7 +25,7 @@ from headrace.terms.options.summing import SEQUENTIAL
 
 
 @dataclass(frozen=True)
-class PartedUnits:
+class ExpertUnits:
     """The experts of a chain's blocks. `layouts` are those of whole units, `commons` those that compute has, without experts;
     `stored` is how frozen experts lie in files.
     """
@@ -37,7 +37,7 @@ class PartedUnits:
     experts: ExpertParts
 
     @classmethod
-    def trained(cls, chain: Chain, *, separate: bool) -> "PartedUnits":
+    def trained(cls, chain: Chain, *, separate: bool) -> "ExpertUnits":
         """Return the experts of `chain`, all of which is trained in place. On a separate device the rest has a slot of its own.
 
         Raises:
@@ -54,7 +54,7 @@ class PartedUnits:
         return replace(found, commons=tuple(commons), experts=experts)
 
     @classmethod
-    def frozen(cls, chain: Chain, weights: WeightMap | None, *, on_cpu: bool) -> "PartedUnits":
+    def frozen(cls, chain: Chain, weights: WeightMap | None, *, on_cpu: bool) -> "ExpertUnits":
         """Return the experts of `chain` in the files of `weights`, if there are some; on_cpu: the CPU computes.
 
         Raises:
@@ -63,7 +63,7 @@ class PartedUnits:
         return cls._of(chain, weights, trained=False, on_cpu=on_cpu)
 
     @classmethod
-    def _of(cls, chain: Chain, weights: WeightMap | None, *, trained: bool, on_cpu: bool) -> "PartedUnits":
+    def _of(cls, chain: Chain, weights: WeightMap | None, *, trained: bool, on_cpu: bool) -> "ExpertUnits":
         blocks = find_experts(chain.model, chain.runner.blocks)
         if not any(blocks):
             raise NotStoredSingly("it has no stacked experts")

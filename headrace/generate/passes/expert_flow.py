@@ -64,10 +64,6 @@ class ExpertFlow:
         most = max(self.plan.figures.num_experts)
         return self.plan.is_ahead(tokens), min(tokens * self.plan.choices, most)
 
-    def has(self, unit: int) -> bool:
-        """Return whether a unit has experts."""
-        return self.plan.figures.num_experts[unit] > 0
-
     def enter(self, unit: int, seat: Seat) -> None:
         """Run a seat into a block, as far as its router. The block's other weights are bound."""
         visit = _Visit(self, unit, seat)

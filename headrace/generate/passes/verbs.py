@@ -110,7 +110,7 @@ def _forward(state: Pass, op: Op) -> None:
     assert seat.hidden is not None, "a seat of a pass is parked"
     block = chain.runner.blocks[op.unit - 1]
     chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
-    if state.experts is not None and state.experts.has(op.unit):
+    if state.experts is not None and state.experts.plan.has(op.unit):
         assert isinstance(seat, Seat), "it can wait within a block"
         with cache.lent(op, block) if cache is not None else nullcontext():  # attention comes before experts
             state.experts.enter(op.unit, seat)

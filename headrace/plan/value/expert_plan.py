@@ -71,6 +71,10 @@ class ExpertPlan:
     device_policy: str = "last-used"
     ahead_share: float = 0.6
 
+    def has(self, unit: int) -> bool:
+        """Return whether a unit has experts."""
+        return self.figures.num_experts[unit] > 0
+
     def touched(self, unit: int, tokens: int) -> float:
         """Return how many experts of a unit `tokens` tokens are expected to want."""
         return touched(self.figures.num_experts[unit], self.choices, tokens)
