@@ -155,7 +155,7 @@ def our_run(directory: Path, sizes: Sizes, room: int, tokens: int) -> Row:
             passes.append(event)
             experts = generator._pass.experts  # nothing else tells which experts a pass has used
             assert experts is not None
-            policy = experts.loads.shelf.policy
+            policy = experts.loads.on_host.policy
             assert isinstance(policy, MostWanted)
             used.append(sorted((part.unit - 1, part.spans[0][0]) for part in policy.times - before))
             before.update(policy.times - before)

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.ask.plan_report import Alternative
 from headrace.ask.question import ModelToPlan, Question
 from headrace.ask.variants import Variant, other_rules, other_wires, smaller_states
-from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
+from headrace.flow.weights.parted_base import ExpertUnits, refuse_dense, refuse_trained_parts
 from headrace.model import Chain, Profiles, WeightMap, import_workspace_bytes
 from headrace.model.adapters.adapters import Adapters
 from headrace.model.by_rows.block_tables import block_tables_of, by_rows, is_large, take_as, take_tables, trained_tables_of
@@ -71,7 +71,7 @@ class ModelPlans:
         *,
         here: bool,
         weights: WeightMap | None = None,
-        parted: PartedUnits | None = None,
+        parted: ExpertUnits | None = None,
         like: ModelCosts | None = None,
     ) -> None:
         self._chain, self._stored, self._weights, self._here = chain, stored, weights, here
@@ -169,13 +169,12 @@ class ModelPlans:
             raise NotStoredSingly(f"{wire.name} takes whole blocks")
         chain = self._another_chain(question)
         take_as(self._chain, chain, self._weights)
-        base: PartedBase | TrainedUnits
         if beside:
             on_cpu = not question.allowance.device_overhead_bytes
-            base = PartedBase.of(chain, self._weights, on_cpu=on_cpu)
+            base = ExpertUnits.frozen(chain, self._weights, on_cpu=on_cpu)
         else:
             refuse_trained_parts(self.forms(question), question.workload.gradient_sum)
-            base = TrainedUnits.of(chain, separate=question.allowance.device_bytes is not None)
+            base = ExpertUnits.trained(chain, separate=question.allowance.device_bytes is not None)
         base.install(chain)
         return self._plans_of(chain, replace(question, wire=wire), base)
 
@@ -208,7 +207,7 @@ class ModelPlans:
             chain.multiply_wide()
         return chain
 
-    def _plans_of(self, chain: Chain, question: Question, base: PartedUnits | None) -> "tuple[ModelPlans, Question]":
+    def _plans_of(self, chain: Chain, question: Question, base: ExpertUnits | None) -> "tuple[ModelPlans, Question]":
         """Return plans for another chain, whose experts may be parts, and the question for them."""
         importing = import_workspace_bytes((base.kept(chain) if base else chain).layouts)
         question = replace(question, allowance=replace(question.allowance, import_workspace_bytes=importing))

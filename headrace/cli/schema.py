@@ -33,10 +33,7 @@ def schema(
 
 
 def run_schema() -> Schema:
-    """Return the schema (draft 7, which editors read best). A node's file has more keys, which a run's may not use.
-
-    It is made from the declarations, so it has every key, help and limit that `headrace train` has.
-    """
+    """Return the schema (draft 7, which editors read best). A node's file has more keys, which a run's may not use."""
     declared = NodeOptions.declarations()
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -22,6 +22,7 @@ from headrace.flow.step.shards import SharedSource
 from headrace.flow.step.step_state import PartedUnits, Parts
 from headrace.flow.step.update import device_updater
 from headrace.flow.weights.buffers import Buffers
+from headrace.flow.weights.expert_sums import ExpertSums
 from headrace.flow.weights.ranged_head import RangedHead
 from headrace.flow.weights.weights import StoreSource
 from headrace.machine.host_memory import Bytes, keep_freed_memory
@@ -106,6 +107,7 @@ class Run:
         if self.rows is not None:
             self.rows.most_held = most_rows_of(plan, [form.table for form in subject.forms if form.table])
         buffers, source = Buffers(plan, subject.machine, self._shared), self._source
+        experts = subject.experts_of(plan, buffers)
         return Parts(
             plan=plan,
             chain=subject.chain,
@@ -126,7 +128,8 @@ class Run:
             rows=self.rows,
             device_updater=device_updater(plan, subject.machine, subject.updater.rule),
             parted=PartedUnits(
-                experts=subject.expert_loads(plan, buffers),
+                experts=experts,
+                sums=ExpertSums(experts, buffers, subject.machine) if experts and experts.are_trained else None,
                 cut=cut_blocks(subject.chain, plan.parts),
                 head=RangedHead(plan, subject.chain, subject.machine, buffers, source) if plan.head_slot_bytes else None,
             ),

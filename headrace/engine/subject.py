@@ -25,12 +25,11 @@ from headrace.flow.step.settle import PROPOSED, changed, settle
 from headrace.flow.step.step_state import Verdict
 from headrace.flow.weights.buffers import GRADIENT_VIEWS, Buffers
 from headrace.flow.weights.completing import read_trained
-from headrace.flow.weights.expert_loads import ExpertLoads
 from headrace.flow.weights.expert_source import ExpertSource
+from headrace.flow.weights.experts import Experts
 from headrace.flow.weights.load import UnitReader, import_model
 from headrace.flow.weights.make import Maker
-from headrace.flow.weights.parted_base import PartedBase, PartedUnits, TrainedUnits, refuse_dense, refuse_trained_parts
-from headrace.flow.weights.trained_experts import TrainedExperts
+from headrace.flow.weights.parted_base import ExpertUnits, refuse_dense, refuse_trained_parts
 from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.here import this_machine
@@ -121,7 +120,7 @@ class Subject:
         alone = seams.fleet is None and seams.site is None and seams.workers is None
         self.embedding = Embedding(self.chain, self.weights, alone=alone)
         self.block_tables = Tables(self.chain, self.weights, seams.wire, alone=alone, every=read_rows)
-        self.parted: PartedUnits | None = None
+        self.parted: ExpertUnits | None = None
         self.experts: ExpertSource | None = None
         self.own_updater: Updater | None = None
         files = [tensor.path for tensor in self.checkpoint.tensors.values()]
@@ -155,14 +154,11 @@ class Subject:
         if self.chain.runs_by_samples(self._sequence_length or 0):
             raise NotStoredSingly("rows are run sample by sample")
         if isinstance(self.chain.adapters, Adapters):
-            base = PartedBase.of(self.chain, self.weights, on_cpu=not separate)
-            base.install(self.chain)
-            self.parted = base
+            self.parted = ExpertUnits.frozen(self.chain, self.weights, on_cpu=not separate)
         else:
             refuse_trained_parts(self.forms, self._gradient_sum)
-            units = TrainedUnits.of(self.chain, separate=separate)
-            units.install(self.chain)
-            self.parted = units
+            self.parted = ExpertUnits.trained(self.chain, separate=separate)
+        self.parted.install(self.chain)
         self._find_forms()
 
     def take_tables(self) -> bool:
@@ -313,7 +309,7 @@ class Subject:
 
     def _files(self, plan: Plan | None) -> dict[str, Any]:
         """The files that the run reads: of lent units, of experts that are parts, of rows of tables."""
-        parts = {PARTED: marks_of(self.parted.paths)} if isinstance(self.parted, PartedBase) else {}
+        parts = {PARTED: marks_of(self._parted_base.paths)} if self._parted_base else {}
         return {**self.lent.identity, **parts, **self.embedding.identity(plan), **self.block_tables.identity}
 
     @property
@@ -357,7 +353,7 @@ class Subject:
 
     def use_lent(self, store: StateStore, sink: Sink) -> StateStore:
         """Have `store` read what lies in the model's files, and return it."""
-        base = self.parted if isinstance(self.parted, PartedBase) else None
+        base = self._parted_base
         if self.lent.units or base:
             reader = self.lent.open(sink, base.paths if base else ())
             store.lend(reader)
@@ -365,13 +361,16 @@ class Subject:
                 self.experts = base.source(self.chain, self.weights, reader.reader)
         return store
 
-    def expert_loads(self, plan: Plan, buffers: Buffers) -> ExpertLoads | TrainedExperts | None:
+    @property
+    def _parted_base(self) -> ExpertUnits | None:
+        """Frozen experts that are parts, which the run reads in the model's files."""
+        return self.parted if self.parted and not self.parted.experts.is_trained else None
+
+    def experts_of(self, plan: Plan, buffers: Buffers) -> Experts | None:
         """Return what brings experts that are parts of `plan`; None where there are none."""
-        if plan.experts is None or self.parted is None:
+        if plan.experts is None or self.parted is None or (self.experts is None and not plan.experts.is_trained):
             return None
-        if plan.experts.is_trained:
-            return TrainedExperts(plan.experts, self.parted.layouts, self.parted.blocks, buffers, self.machine)
-        return ExpertLoads(plan.experts, self.experts, buffers, self.machine) if self.experts else None
+        return Experts(plan.experts, self.parted.places, buffers, self.machine, self.experts)
 
     def check_layouts(self, store: StateStore) -> None:
         """Refuse to read one model's state as that of another.

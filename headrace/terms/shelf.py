@@ -128,13 +128,14 @@ POLICIES: dict[str, Callable[[int], Policy]] = {
 
 
 class Shelf:
-    """Slots 0 to `num_slots` - 1 for parts, which come and leave by `policy`. Several threads may use it."""
+    """Slots 0 to `num_slots` - 1 for parts, which come and leave by a policy of this name. Several threads may use it."""
 
-    def __init__(self, num_slots: int, policy: Policy) -> None:
-        self.policy, self._lock = policy, threading.Lock()
+    def __init__(self, num_slots: int, policy: str) -> None:
+        self.policy, self._lock = POLICIES[policy](num_slots), threading.Lock()
         self._free = list(range(num_slots))
         self._slots: dict[Part, int] = {}
         self._coming: set[Part] = set()
+        self._leaving: set[Part] = set()  # as soon as nobody holds them
         self._pins: Counter[Part] = Counter()
 
     @property
@@ -174,6 +175,8 @@ class Shelf:
                 assert self._pins[part] > 0, "it is held"
                 self._pins[part] -= 1
                 self.policy.used(part)
+                if part in self._leaving:
+                    self._leave(part)
 
     def want(self, part: Part, times: int) -> None:
         """Note that a part is wanted so many times."""
@@ -181,11 +184,11 @@ class Shelf:
             self.policy.wanted(part, times)
 
     def after_pass(self) -> None:
-        """End a pass, in which nothing is held any more: some parts leave."""
+        """End a pass: some parts leave, those that are held as soon as they are not."""
         with self._lock:
+            self._leaving.clear()
             for part in list(self.policy.after_pass(tuple(self._slots))):
-                assert not self._pins[part], "nothing is held between passes"
-                self._free.append(self._slots.pop(part))
+                self._leave(part)
 
     def clear(self) -> None:
         """Forget all parts, of which none is held: what they are made of may change."""
@@ -193,6 +196,14 @@ class Shelf:
             assert not +self._pins, "a part is held"
             self._free += self._slots.values()
             self._slots.clear()
+            self._leaving.clear()
+
+    def _leave(self, part: Part) -> None:
+        if self._pins[part]:
+            self._leaving.add(part)
+            return
+        self._leaving.discard(part)
+        self._free.append(self._slots.pop(part))
 
     def _slot_for(self, part: Part) -> int | None:
         if self._free:

@@ -1,7 +1,8 @@
 """Frozen experts that come one at a time give the bits of whole blocks, wherever things live."""
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from headrace.engine.trainer import Engine
 from headrace.flow.step import parted as parted_flow
 from headrace.flow.step.step_state import AtExperts
 from headrace.flow.weights.expert_source import ExpertSource
+from headrace.flow.weights.experts import ExpertCounts, Experts
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
 from headrace.model.parts.parted_experts import Visit
@@ -32,14 +34,14 @@ def parted(adapter: str) -> Seams:
     return replace(seams_of(headrace.Options(adapter=adapter)), parted=True)
 
 
-def together(count: int, in_round: int = 1, cached: int = 0, *, remakes: bool = False) -> Callable[[Plan], Any]:
+def together(count: int, in_round: int = 1, cached: int = 0, **how: Any) -> Callable[[Plan], Any]:
     """Return a change of plans: so many micro-batches are at a block's experts together, and so many experts stay in memory.
-    With `remakes` no graph waits there.
+    `how` are other fields of `ExpertParts`.
     """
 
     def change(plan: Plan) -> Any:
         assert plan.experts is not None, "its experts are parts"
-        return replace(plan.experts, together=count, in_round=in_round, cached=cached, remakes=remakes)
+        return replace(plan.experts, together=count, in_round=in_round, cached=cached, **how)
 
     return change
 
@@ -171,7 +173,7 @@ def test_an_expert_comes_once_in_a_run_or_for_a_group_and_not_if_nobody_wants_it
     stays: bool, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[int, int]] = []
-    wanted: list[tuple[int, int]] = []
+    groups: dict[tuple[int, int], Sequence[int]] = {}
     own = ExpertSource.read_expert
 
     def noting(source: ExpertSource, unit: int, number: int, into: Any) -> Any:
@@ -180,19 +182,20 @@ def test_an_expert_comes_once_in_a_run_or_for_a_group_and_not_if_nobody_wants_it
 
     monkeypatch.setattr(ExpertSource, "read_expert", noting)
 
-    close = AtExperts.close
+    ended = Experts.end_pass
 
-    def closing(waiting: AtExperts) -> None:
-        wanted.extend((unit, expert) for (unit, _), experts in waiting.wanted.items() for expert in experts)
-        close(waiting)
+    def ending(experts: Experts, *, idle: bool) -> None:
+        groups.update(experts.wanted)
+        ended(experts, idle=idle)
 
-    monkeypatch.setattr(AtExperts, "close", closing)
+    monkeypatch.setattr(Experts, "end_pass", ending)
     few = {**batch_of(1, 4, 0)}
     options = headrace.Options(output=tmp_path / "run", adapter=EXPERTS, tokens_per_step=4, sequence_length=4)
     seams, change = parted(EXPERTS), together(1)
     adjust = None if stays else lambda plan: replace(plan, experts=change(plan))
     with Engine.open(model_dir("many-experts"), options, seams=seams, adjust_plan=adjust) as engine:
         engine.step(few)
+    wanted = [(unit, expert) for (unit, _), experts in groups.items() for expert in experts]
     assert sorted(read) == sorted(set(wanted) if stays else 2 * wanted), "once in a run, or once forward and once backward"
     assert len(set(read)) <= 3 * 4 * 2, "of 48 experts, four tokens of three blocks choose at most two each"
 
@@ -222,6 +225,33 @@ def test_experts_that_stay_in_host_memory_are_read_once_in_a_run(
     assert len(times) == 4 * 4, "each expert is wanted by some token"
     assert times.count(1) == 11
     assert min(times[11:]) >= 2 * STEPS, "the others are read in each pass"
+
+
+@pytest.mark.parametrize("policy", sampled(("last-used", "most-wanted", "keep-all"), ("last-used",)))
+def test_experts_that_stay_on_the_device_by_a_policy_change_no_bits(
+    policy: str, model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Counter[str]()
+    own = ExpertSource.make_expert
+
+    def noting(source: ExpertSource, *more: Any) -> None:
+        counts["made"] += 1
+        own(source, *more)
+
+    ended = Experts.end_pass
+
+    def ending(experts: Experts, *, idle: bool) -> None:
+        counts.update(wanted=experts.counts.wanted, found=experts.counts.found)
+        ended(experts, idle=idle)
+        experts.counts = ExpertCounts()
+
+    monkeypatch.setattr(ExpertSource, "make_expert", noting)
+    monkeypatch.setattr(Experts, "end_pass", ending)
+    change = together(1, 2, cached=5, policy=policy, on_device=7, device_policy=policy)
+    options = {"compute_dtype": "bfloat16", "device_memory": "1GiB"}
+    runs(model_dir("mixtral-aux", "bfloat16"), tmp_path, EXPERTS, {"experts": change}, **options)
+    assert 0 < counts["made"] < counts["wanted"], "some are there"
+    assert 0 < counts["found"] < counts["wanted"], "these are not read, either"
 
 
 @pytest.mark.deep

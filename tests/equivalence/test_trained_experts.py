@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import headrace
 from headrace.engine.seams import Seams
 from headrace.engine.trainer import Engine
-from headrace.flow.weights.trained_experts import TrainedExperts
+from headrace.flow.weights.experts import Experts
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.opened import GenerationModel
 from headrace.plan.value.plan import Plan
@@ -107,13 +107,13 @@ def test_an_expert_goes_to_the_device_once_for_a_group_and_not_if_nobody_wants_i
     model_dir: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[tuple[int, int]] = []
-    own = TrainedExperts.upload
+    own = Experts.upload
 
-    def noting(experts: TrainedExperts, op: Any, wanted: Any) -> None:
-        sent.extend((op.unit, expert) for expert in experts.of_round(op, wanted))
-        own(experts, op, wanted)
+    def noting(experts: Experts, op: Any) -> None:
+        sent.extend((op.unit, expert) for expert in experts.of_round(op))
+        own(experts, op)
 
-    monkeypatch.setattr(TrainedExperts, "upload", noting)
+    monkeypatch.setattr(Experts, "upload", noting)
     options = headrace.Options(output=tmp_path / "run", tokens_per_step=4, sequence_length=4, device_memory="1GiB")
     with Engine.open(model_dir("many-experts"), options, seams=PARTED) as engine:
         engine.step({**batch_of(1, 4, 0)})

@@ -26,6 +26,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "two at a time, half of them kept": {"ahead_share": 1.0, "in_round": 2, "cached": 6},
     "few kept, those used last": {"ahead_share": 1.0, "in_round": 2, "cached": 3, "policy": "last-used"},
     "device": {"ahead_share": 1.0, "device": "64MiB"},
+    "few kept there, those used last": {"ahead_share": 1.0, "in_round": 2, "cached": 3, "on_device": 5, "device": "64MiB"},
     "device, ahead, plain": {"ahead_share": 0.0, "cached": 3, "device": "64MiB", "interpreter": "plain"},
 }
 WAYS: dict[str, dict[str, Any]] = {
@@ -54,6 +55,7 @@ NAMES = ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "nemotron-h", "granit
 QUICK = (
     ("mixtral", "two at a time, half of them kept", "sampled"),
     ("mixtral", "few kept, those used last", "greedy"),
+    ("mixtral", "few kept there, those used last", "greedy"),
     ("gpt-oss", "device", "greedy"),
 )
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from extending import apply, run
 
 RUN = """
-from headrace.terms.shelf import POLICIES, Part, Shelf
+from headrace.terms.shelf import Part, Shelf
 
 parts = [Part(1, ((number, number + 1),)) for number in range(3)]
-shelf = Shelf(2, POLICIES["least-wanted"](2))
+shelf = Shelf(2, "least-wanted")
 for part, times in ((parts[0], 5), (parts[1], 2), (parts[2], 3), (parts[0], 1)):
     shelf.want(part, times)
     place = shelf.hold(part)

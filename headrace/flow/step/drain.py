@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from headrace.flow.step.shards import add_norms, own_elements
 from headrace.flow.step.step_state import StepState
-from headrace.flow.weights.trained_experts import TrainedExperts
 from headrace.plan.value.buffer_sizes import held_gradient_bytes, held_gradient_offset
 from headrace.terms.program import Op, Pool
 from headrace.update import clip_factor, square_sum
@@ -36,9 +35,8 @@ def drain(state: StepState, op: Op) -> None:
         event = parts.machine.record(op.lane) if plan.separate_device else None
         if event is not None:
             event.synchronize()  # the square sum below reads it on the host
-    if isinstance(parts.parted.experts, TrainedExperts):
-        parts.parted.experts.finish(op, len(state.batch.micro_batches))
-        state.sums.delivered[op.unit] |= parts.parted.experts.names(op.unit)
+    if parts.parted.sums is not None:
+        state.sums.delivered[op.unit] |= parts.parted.sums.finish(op, len(state.batch.micro_batches))
     _zero_the_rest(state, op.unit, gradient)
     rows, form = parts.rows, parts.forms[op.unit]
     with_table = rows.square_sum_with(op.unit, form.layout, gradient) if rows is not None and form.in_place else None

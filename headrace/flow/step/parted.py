@@ -18,9 +18,8 @@ import torch
 
 from headrace.flow.step.compute import OF_EXPERTS, bound, seed
 from headrace.flow.step.step_state import Package, StepState
-from headrace.flow.weights.expert_loads import ExpertLoads
-from headrace.flow.weights.trained_experts import TrainedExperts
-from headrace.model.parts.banks import Weights
+from headrace.flow.weights.expert_sums import ExpertSums
+from headrace.flow.weights.experts import Experts
 from headrace.model.parts.parted_experts import PartedExperts, Recompute, Visit, Walk, stacked_alone
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import ParameterSpec
@@ -77,13 +76,16 @@ def enter(state: StepState, op: Op) -> None:
 
 def route(state: StepState, op: Op) -> None:
     """Note which experts of a block the micro-batches that wait there want, ascending."""
-    wanted = {expert for walk in state.at_experts.walks.values() for expert in walk.visit.route()}
-    state.at_experts.wanted[op.unit, op.micro] = tuple(sorted(wanted))
+    experts, wanted = _experts(state), set[int]()
+    for walk in state.at_experts.walks.values():
+        experts.want(op.unit, tokens := walk.visit.route())
+        wanted |= tokens.keys()
+    experts.wanted[op.unit, op.micro] = tuple(sorted(wanted))
 
 
 def visit(state: StepState, op: Op) -> None:
     """Take all micro-batches that wait through some experts."""
-    for expert, weights in _weights(state, op).items():
+    for expert, weights in _experts(state).weights(op).items():
         for walk in state.at_experts.walks.values():
             walk.visit.forward(expert, stacked_alone(weights))
 
@@ -129,40 +131,11 @@ def revisit(state: StepState, op: Op) -> None:
     """Take all recomputed micro-batches back through some experts. What is trained of these is summed, in the order of
     micro-batches.
     """
-    for expert, weights in _weights(state, op).items():
+    for expert, weights in _experts(state).weights(op).items():
         for each in state.at_experts.recomputed.values():
             gradients = each.visit.backward(expert, stacked_alone(weights))
             if gradients:
-                _trained(state).add(op, expert, gradients)
-
-
-def drain_experts(state: StepState, op: Op) -> None:
-    """Bring the gradients of a round of experts into the drained gradient of their unit."""
-    _trained(state).drain(op, _wanted(state, op))
-
-
-def _weights(state: StepState, op: Op) -> dict[int, Weights]:
-    experts = state.parts.parted.experts
-    if isinstance(experts, TrainedExperts):
-        return experts.weights(op, _wanted(state, op))
-    return _loads(state).weights(op)
-
-
-def _wanted(state: StepState, op: Op) -> tuple[int, ...]:
-    return state.at_experts.wanted[op.unit, op.micro]
-
-
-def _fetch(state: StepState, op: Op) -> None:
-    """Read the experts of a round, of those that a group wants."""
-    _loads(state).fetch(op, _wanted(state, op))
-
-
-def _upload(state: StepState, op: Op) -> None:
-    experts = state.parts.parted.experts
-    if isinstance(experts, TrainedExperts):
-        experts.upload(op, _wanted(state, op))
-    else:
-        _loads(state).upload(op)
+                _sums(state).add(op, expert, gradients)
 
 
 def _parts(state: StepState) -> PartedExperts:
@@ -170,22 +143,22 @@ def _parts(state: StepState) -> PartedExperts:
     return state.parts.chain.parts
 
 
-def _loads(state: StepState) -> ExpertLoads:
-    assert isinstance(state.parts.parted.experts, ExpertLoads), "frozen experts of the plan are parts"
+def _experts(state: StepState) -> Experts:
+    assert state.parts.parted.experts is not None, "experts of the plan are parts"
     return state.parts.parted.experts
 
 
-def _trained(state: StepState) -> TrainedExperts:
-    assert isinstance(state.parts.parted.experts, TrainedExperts), "trained experts of the plan are parts"
-    return state.parts.parted.experts
+def _sums(state: StepState) -> ExpertSums:
+    assert state.parts.parted.sums is not None, "experts of the plan are trained"
+    return state.parts.parted.sums
 
 
 # What brings rounds of experts, and takes their gradients away.
 OF_ROUNDS: Mapping[Verb, Callable[[StepState, Op], None]] = {
-    Verb.FETCH: _fetch,
-    Verb.UPLOAD: _upload,
-    Verb.MAKE: lambda state, op: _loads(state).make(op),
-    Verb.OUT: lambda state, op: _trained(state).to_host(op, _wanted(state, op)),
-    Verb.IN: lambda state, op: _trained(state).to_device(op),
-    Verb.DRAIN: drain_experts,
+    Verb.FETCH: lambda state, op: _experts(state).fetch(op),
+    Verb.UPLOAD: lambda state, op: _experts(state).upload(op),
+    Verb.MAKE: lambda state, op: _experts(state).make(op),
+    Verb.OUT: lambda state, op: _sums(state).to_host(op),
+    Verb.IN: lambda state, op: _sums(state).to_device(op),
+    Verb.DRAIN: lambda state, op: _sums(state).drain(op),
 }

@@ -86,3 +86,5 @@ def run_step(program: Program, state: StepState, interpreter: Interpreter) -> Pr
         return interpreter.run(program, perform, state.verdict.step if state.learns else NO_STEP)
     finally:
         state.at_experts.close()
+        if state.parts.parted.experts is not None:
+            state.parts.parted.experts.end_pass(idle=False)

@@ -10,11 +10,11 @@ import torch
 
 from headrace.flow.step.step_batch import StepBatch
 from headrace.flow.weights.buffers import Buffers
-from headrace.flow.weights.expert_loads import ExpertLoads
+from headrace.flow.weights.expert_sums import ExpertSums
+from headrace.flow.weights.experts import Experts
 from headrace.flow.weights.gradient_sums import SequentialSums, sums_of
 from headrace.flow.weights.places import TensorPlace
 from headrace.flow.weights.ranged_head import RangedHead
-from headrace.flow.weights.trained_experts import TrainedExperts
 from headrace.flow.weights.weights import WeightSource
 from headrace.losses import Outcome, TokenLoss
 from headrace.machine.protocol import Machine
@@ -38,7 +38,8 @@ from headrace.update.wires.wire import Proposal, Wire
 class PartedUnits:
     """What brings units of which compute has a part at a time; None for those that come whole."""
 
-    experts: ExpertLoads | TrainedExperts | None = None
+    experts: Experts | None = None
+    sums: ExpertSums | None = None  # of gradients, where experts are trained
     cut: CutBlocks | None = None  # blocks whose weights come in parts
     head: RangedHead | None = None  # one that comes range by range
 
@@ -144,8 +145,6 @@ class AtExperts:
 
     walks: dict[int, Walk] = field(default_factory=dict)
     recomputed: dict[int, Any] = field(default_factory=dict)
-    # By unit and the first micro-batch of a group, which experts it wants.
-    wanted: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     _beside: tuple[int, torch.Tensor] | None = None
 
     def beside(self, unit: int, trained: torch.Tensor, device: torch.device) -> torch.Tensor:

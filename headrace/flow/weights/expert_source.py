@@ -48,7 +48,7 @@ class FileSource:
 
 class ExpertSource(FileSource):
     """A `GenerationSource` of units without experts, and of experts by unit and number. `blocks` say which attributes are
-    experts.
+    experts; `places` say where.
 
     `figures` are those of the units without experts, `expert_figures` those of the experts. It uses the reader of another
     source, which closes it.
@@ -58,14 +58,15 @@ class ExpertSource(FileSource):
         self,
         stored: StoredExperts,
         figures: tuple[UnitFigures, ...],
-        blocks: tuple[BlockExperts | None, ...],
+        blocks: Sequence[BlockExperts | None],
         reader: Reader,
         weights: WeightMap,
         plane: Plane,
         figures_of_experts: ExpertFigures,
     ) -> None:
         super().__init__(stored.commons, reader, weights, plane)
-        self._experts, self.blocks = stored.experts, blocks
+        self._experts = stored.experts
+        self.places = stored.places(blocks)
         self.figures = figures
         self.by_experts: ExpertSource | None = None
         self.expert_figures = figures_of_experts
@@ -85,6 +86,7 @@ class ExpertSource(FileSource):
     def make_expert(self, unit: int, number: int, read: torch.Tensor, into: torch.Tensor) -> None:
         """Fill an expert's flat slot `into` from what was read of it."""
         stored = self.expert(unit, number)
+        read, into = read[: stored.num_bytes], into[: stored.layout.num_elements]
         if stored.is_made:
             stored.put(read, into)
         else:

@@ -35,7 +35,7 @@ class WeightBuffers:
     `host_weights[slot]` and `trained[unit]` (followed by its basis) are uint8 arrays; `sources[slot]`, from which weights are
     made on the device, are uint8 tensors. `residents[unit]` are weights that stay where compute reads them; `head_on_host` is a
     head that visits the device (None: there is none), `head_slots` are for ranges of its rows. Buffers for single
-    experts hold one each, `in_round` of them for a slot (`expert_loads.py`). Where ranks of one machine have one copy,
+    experts hold one each, `in_round` of them for a slot (`experts.py`). Where ranks of one machine have one copy,
     `shared` gives its memory.
     """
 
@@ -63,6 +63,7 @@ class WeightBuffers:
         self.head_slots = [tensor.view(self.dtype) for tensor in self.take_compute("head_slots")]
         self.experts, self.cached_experts = self.take_host("experts"), self.take_host("cached_experts")
         self.device_experts = [tensor.view(self.dtype) for tensor in self.take_compute("device_experts")]
+        self.kept_device_experts = [tensor.view(self.dtype) for tensor in self.take_compute("kept_device_experts")]
         self.expert_sources = self.take_compute("expert_sources")
         self.residents: dict[int, torch.Tensor] = {}
         resident, start = self.take_compute("resident_weights"), 0

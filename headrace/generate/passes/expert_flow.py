@@ -8,10 +8,9 @@ Invariant: an expert is read once for all seats of a pass, and only if some seat
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from headrace.flow.weights.expert_loads import ExpertLoads, part_of
 from headrace.flow.weights.expert_source import ExpertSource
+from headrace.flow.weights.experts import Experts
 from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
@@ -20,18 +19,6 @@ from headrace.model.seats.seats import Seat
 from headrace.plan.value.expert_plan import ExpertPlan
 from headrace.terms.errors import StepFailed
 from headrace.terms.program import Op
-
-
-@dataclass(slots=True)
-class ExpertCounts:
-    """How many experts a pass `wanted`, and how many of these it `found` in memory.
-
-    `router_seconds` pass between the routers of a block and the first experts that they chose.
-    """
-
-    wanted: int = 0
-    found: int = 0
-    router_seconds: float = 0.0
 
 
 class _Visit(Walker):
@@ -44,8 +31,7 @@ class _Visit(Walker):
     def announce(self, experts: Mapping[int, int]) -> None:
         """See `Walker`. At this point the seat has been to its router."""
         super().announce(experts)
-        for expert, tokens in experts.items():
-            self._flow.loads.shelf.want(part_of(self._unit, expert), tokens)
+        self._flow.loads.want(self._unit, experts)
         if experts:
             self.wait_for(self.needs[0])
 
@@ -57,12 +43,10 @@ class ExpertFlow:
         self, plan: ExpertPlan, chain: Chain, source: ExpertSource, buffers: GenerationBuffers, machine: Machine
     ) -> None:
         self.plan, self._chain = plan, chain
-        self.loads = ExpertLoads(plan, source, buffers, machine)
-        self._banks = Banks(source.blocks, chain.dtype, chain.device)
-        self.counts = ExpertCounts()
+        self.loads = Experts(plan, source.places, buffers, machine, source)
+        self._banks = Banks(source.places.blocks, chain.dtype, chain.device)
         self._ahead, self._routed_at = False, 0.0
         self._waiting: list[_Visit] = []
-        self._routed: dict[int, tuple[int, ...]] = {}
         self._banks.install()
 
     def close(self) -> None:
@@ -73,17 +57,12 @@ class ExpertFlow:
         """Prepare for a pass over so many tokens. Everything before it is complete."""
         self._ahead = self.plan.is_ahead(tokens)
         self._waiting.clear()
-        self._routed.clear()
-        self.counts = ExpertCounts()
+        self.loads.begin_pass()
 
     def pass_key(self, tokens: int) -> tuple[bool, int]:
         """Return a key that is equal for passes with equal programs."""
         most = max(self.plan.figures.num_experts)
         return self.plan.is_ahead(tokens), min(tokens * self.plan.choices, most)
-
-    def has(self, unit: int) -> bool:
-        """Return whether a unit has experts."""
-        return self.plan.figures.num_experts[unit] > 0
 
     def enter(self, unit: int, seat: Seat) -> None:
         """Run a seat into a block, as far as its router. The block's other weights are bound."""
@@ -102,20 +81,13 @@ class ExpertFlow:
 
     def route(self, op: Op) -> None:
         """Note which experts of a block the seats want, in ascending order."""
-        self._routed[op.unit] = needed_by(self._waiting)
+        self.loads.wanted[op.unit, op.micro] = needed_by(self._waiting)
         self._routed_at = time.perf_counter()
-
-    def fetch(self, op: Op) -> None:
-        """Read those experts of a round that are not in host memory."""
-        wanted = range(self.plan.figures.num_experts[op.unit]) if self._ahead else self._routed[op.unit]
-        found = self.loads.fetch(op, wanted)  # before what it adds to is read: another round may be counted meanwhile
-        self.counts.found += found
-        self.counts.wanted += len(wanted[op.part * self.plan.in_round :][: self.plan.in_round])
 
     def go_on(self, op: Op) -> None:
         """Let seats continue with the experts of a round."""
         if op.part == 0 and not self._ahead:
-            self.counts.router_seconds += time.perf_counter() - self._routed_at
+            self.loads.counts.router_seconds += time.perf_counter() - self._routed_at
         self._waiting = self._banks.let_pass(self.loads.weights(op), self._waiting, lambda visit: visit.seat.go_on())
 
     def leave(self, op: Op) -> None:

@@ -305,7 +305,7 @@ class Generator(Closing):
             self._interpreter.fail(failure)
             raise
         if experts is not None:
-            experts.loads.end_pass()
+            experts.loads.end_pass(idle=True)
         self._number += 1
         if self._sink is not None:
             self._sink(
@@ -319,7 +319,7 @@ class Generator(Closing):
                     bytes_read=self.model.source.bytes_read - weights + cached,
                     entering=entering,
                     begun=begun,
-                    **({} if experts is None else asdict(experts.counts)),
+                    **({} if experts is None else asdict(experts.loads.counts)),
                 )
             )
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from headrace.ask.model_config import refuse_other_dtypes
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
+from headrace.flow.weights.expert_source import expert_figures
 from headrace.generate.passes.sources import ShardSource
 from headrace.model import Chain, Checkpoint
 from headrace.model.parts.banks import find_experts
 from headrace.model.seats.bank_check import why_no_banks
-from headrace.model.streams.stored_experts import expert_layout, without
+from headrace.model.streams.stored_experts import experts_as_computed
 from headrace.plan.value.expert_plan import ExpertFigures
 from headrace.terms.coding import as_matrix
 from headrace.terms.events import Event
@@ -145,19 +146,5 @@ def _experts_of(chain: Chain) -> ExpertFigures | None:
     blocks = find_experts(chain.model, chain.runner.blocks)
     if not any(blocks) or why_no_banks(chain.config):
         return None
-    layouts, own = list(chain.layouts), []
-    for unit, block in enumerate(blocks, start=1):
-        if block is not None:
-            names = frozenset(block.names.values())
-            own.append(expert_layout(layouts[unit], names, 0))
-            layouts[unit] = without(layouts[unit], names)
-    counts = [0, *(block.num_experts if block else 0 for block in blocks)]
-    return ExpertFigures(
-        units=_frozen(layouts, chain.num_blocks),
-        num_experts=tuple(counts + [0] * (len(layouts) - len(counts))),
-        elements=max(layout.num_elements for layout in own),
-        stored_bytes=max(layout.num_elements for layout in own) * chain.dtype.itemsize,
-        is_made=False,
-        making_bytes=0,
-        num_parameters=max(layout.num_parameters for layout in own),
-    )
+    found = experts_as_computed(chain.layouts, blocks, chain.dtype)
+    return expert_figures(found, _frozen([unit.layout for unit in found.commons], chain.num_blocks), chain.dtype, on_cpu=True)

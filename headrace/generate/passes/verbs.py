@@ -110,7 +110,7 @@ def _forward(state: Pass, op: Op) -> None:
     assert seat.hidden is not None, "a seat of a pass is parked"
     block = chain.runner.blocks[op.unit - 1]
     chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
-    if state.experts is not None and state.experts.has(op.unit):
+    if state.experts is not None and state.experts.plan.has(op.unit):
         assert isinstance(seat, Seat), "it can wait within a block"
         with cache.lent(op, block) if cache is not None else nullcontext():  # attention comes before experts
             state.experts.enter(op.unit, seat)
@@ -197,8 +197,8 @@ HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
     Verb.TURN: _turn,
 }
 EXPERT_HANDLERS: Mapping[Verb, Callable[[ExpertFlow, Op], None]] = {
-    Verb.FETCH: ExpertFlow.fetch,
-    Verb.UPLOAD: lambda experts, op: experts.loads.upload(op),
-    Verb.MAKE: lambda experts, op: experts.loads.make(op),
+    Verb.FETCH: lambda flow, op: flow.loads.fetch(op),
+    Verb.UPLOAD: lambda flow, op: flow.loads.upload(op),
+    Verb.MAKE: lambda flow, op: flow.loads.make(op),
     Verb.FORWARD: _go_on,
 }

@@ -30,15 +30,11 @@ class ExpertRounds:
     """
 
     def __init__(self, plan: ExpertPlan, ledger: Ledger, weight: Plane, *, separate: bool, tokens: int, expected: bool) -> None:
-        self._plan, self._ledger = plan, ledger
+        self.plan, self._ledger = plan, ledger
         self._tokens, self._expected = tokens, expected
         self._ahead = plan.is_ahead(tokens)
         self._expert_bytes = weight.num_bytes(plan.figures.elements)
         self._bringing = BringExperts(plan, ledger, weight, separate=separate)
-
-    def has(self, unit: int) -> bool:
-        """Return whether a unit has experts."""
-        return self._plan.figures.num_experts[unit] > 0
 
     def block(
         self,
@@ -55,7 +51,7 @@ class ExpertRounds:
         """Emit a block whose other weights lie in `weights`; `flops`, `num_bytes` and `calls` are those of
         one seat in the block.
         """
-        plan, op = self._plan, self._ledger.op
+        plan, op = self.plan, self._ledger.op
         experts = plan.figures.num_experts[unit]
         per_token = 2.0 * plan.figures.num_parameters * min(plan.choices, experts)
         of_experts = min(flops, per_token * self._tokens / seats)
@@ -97,7 +93,7 @@ class ExpertRounds:
         op(Verb.FORWARD, Lane.COMPUTE, weights, unit=unit, part=rounds)
 
     def _rounds(self, unit: int, wanted: float) -> int:
-        plan = self._plan
+        plan = self.plan
         if self._expected:
             return min(_FORECAST_ROUNDS, max(1, plan.rounds(unit, plan.figures.num_experts[unit] if self._ahead else wanted)))
         return plan.rounds(unit, plan.figures.num_experts[unit]) if self._ahead else plan.most_rounds(unit, self._tokens)

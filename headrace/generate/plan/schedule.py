@@ -75,7 +75,7 @@ class _Pass(PagedWeights):
             weights = (self.acquired.pop(block)[1],)
             weight_bytes = plan.block_bytes(block, self.rows) + self.waited_bytes[block - 1]
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
-            if self.experts is not None and self.experts.has(block):
+            if self.experts is not None and self.experts.plan.has(block):
                 touched = weight_bytes + caches.touched_bytes(block, 0)
                 self.experts.block(
                     block, weights, seats=num_seats, flops=flops, num_bytes=touched, calls=calls, caches=caches, pages=self

@@ -19,6 +19,7 @@ from torch import nn
 
 from headrace.model.blocks.binding import parameter_owners
 from headrace.terms.errors import ModelError
+from headrace.terms.layout import UnitLayout
 
 Weights = Mapping[str, torch.Tensor]
 
@@ -30,6 +31,33 @@ class BlockExperts:
     module: nn.Module
     names: Mapping[str, str]
     num_experts: int
+
+
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """Where weights of experts lie: in a slot by an expert's `own` layout, by unit and number, in their whole unit by that of
+    `units`. `blocks` (from unit 1) name them.
+    """
+
+    blocks: Sequence[BlockExperts | None]
+    own: Sequence[Sequence[UnitLayout]]
+    units: Sequence[UnitLayout] = ()
+
+    def names(self, unit: int) -> frozenset[str]:
+        """Return the names of a unit's parameters that are experts."""
+        return frozenset(spec.name for own in self.own[unit][:1] for spec in own.parameters)
+
+    def views(self, unit: int, expert: int, flat: torch.Tensor, *, whole: bool = False) -> dict[str, torch.Tensor]:
+        """Return an expert's weights by attribute, as views of its own slot, or of a plane of the whole unit."""
+        block = self.blocks[unit - 1]
+        assert block is not None, "the unit has experts"
+        stacks = {spec.name: spec.offset for spec in self.units[unit].parameters} if whole else {}
+        specs, found = {spec.name: spec for spec in self.own[unit][expert].parameters}, {}
+        for attribute, name in block.names.items():
+            spec = specs[name]
+            start = stacks[name] + expert * spec.num_elements if whole else spec.offset
+            found[attribute] = flat[start : start + spec.num_elements].view(spec.shape)
+        return found
 
 
 class Visitor(Protocol):

@@ -21,7 +21,7 @@ from headrace.model.blocks.binding import GradientSink, hand_over
 from headrace.terms.errors import StepFailed
 from headrace.terms.lanes import Lane
 from headrace.terms.layout import ParameterSpec
-from headrace.terms.shelf import LastUsed, Part, Shelf
+from headrace.terms.shelf import Part, Shelf
 from headrace.terms.sizes import round_up
 
 # Parameters begin at multiples of so many elements of a slot.
@@ -91,7 +91,7 @@ class PartSlots:
     """
 
     def __init__(self, slots: Sequence[Tensor], machine: Machine) -> None:
-        self._slots, self._shelf = [Slot(memory) for memory in slots], Shelf(len(slots), LastUsed(len(slots)))
+        self._slots, self._shelf = [Slot(memory) for memory in slots], Shelf(len(slots), "last-used")
         self._machine = machine
         self._next: dict[tuple[str, ModulePart], ModulePart] = {}  # which part followed another, when it was in this phase
         self._latest: tuple[str, ModulePart, Tensor] | None = None

@@ -67,14 +67,14 @@ class Visit:
         self._of_weights: Tensor | None = None
         self._of_beside: list[Tensor] = []
 
-    def route(self) -> tuple[int, ...]:
-        """Return the experts that are wanted, ascending. It waits for the router."""
-        start = 0
-        for expert, count in enumerate(self._counts.tolist()):
+    def route(self) -> dict[int, int]:
+        """Return the experts that are wanted, ascending, and how often each. It waits for the router."""
+        counts, start = self._counts.tolist(), 0
+        for expert, count in enumerate(counts):
             if count:
                 self._places[expert] = slice(start, start + count)
             start += count
-        return tuple(self._places)
+        return {expert: counts[expert] for expert in self._places}
 
     def route_all(self) -> None:
         """Act as if each token chose the first expert: the most that one can get."""

@@ -14,7 +14,7 @@ import torch
 from headrace.codec.bf16x12 import Bf16x12
 from headrace.model.directory.in_place import StoredUnit, alignment_of, stored_unit
 from headrace.model.directory.matching import Piece, WeightMap
-from headrace.model.parts.banks import BlockExperts
+from headrace.model.parts.banks import BlockExperts, ExpertPlaces
 from headrace.model.stored.coded import CodedSource, read_tensor
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.terms.coding import as_matrix
@@ -30,6 +30,10 @@ class StoredExperts:
 
     commons: tuple[StoredUnit, ...]
     experts: tuple[tuple[StoredUnit, ...], ...]
+
+    def places(self, blocks: Sequence[BlockExperts | None], units: Sequence[UnitLayout] = ()) -> ExpertPlaces:
+        """Return where weights of these experts lie in slots of their own, and in whole `units`."""
+        return ExpertPlaces(blocks, [[each.layout for each in own] for own in self.experts], units)
 
 
 class NotStoredSingly(Exception):
@@ -73,6 +77,20 @@ def stored_experts(
             own, parts = _of_expert(layout, places, tensors, expert)
             found.append(stored_unit(layout, own, parts, dtype, alignment_bytes))
         experts[unit] = tuple(found)
+    return StoredExperts(tuple(commons), tuple(experts))
+
+
+def experts_as_computed(
+    layouts: Sequence[UnitLayout], blocks: Sequence[BlockExperts | None], dtype: torch.dtype
+) -> StoredExperts:
+    """Return experts that lie nowhere yet, and the rest of units of these layouts: each with the bytes of its slot."""
+    commons, experts = list[StoredUnit](), list[tuple[StoredUnit, ...]]()
+    for layout, block in zip(layouts, (None, *blocks, None), strict=False):
+        names = frozenset(block.names.values()) if block else frozenset[str]()
+        common, own = without(layout, names) if block else layout, expert_layout(layout, names, 0)
+        commons.append(StoredUnit(common, common.num_elements * dtype.itemsize))
+        each = StoredUnit(own, own.num_elements * dtype.itemsize)
+        experts.append((each,) * block.num_experts if block else ())
     return StoredExperts(tuple(commons), tuple(experts))
 
 

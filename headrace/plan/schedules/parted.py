@@ -10,14 +10,14 @@ from typing import Any
 
 from headrace.plan.schedules.experts import ROUTED, BringExperts
 from headrace.plan.schedules.ledger import Ledger
-from headrace.plan.value.expert_plan import ROUNDS_IN_MEMORY, ROUNDS_SUMMED
+from headrace.plan.value.expert_plan import ROUNDS_SUMMED
 from headrace.plan.value.plan import Plan
 from headrace.terms.lanes import Lane
 from headrace.terms.program import PIECE_SHIFT, Pool, Verb, Waiting, buffer
 
 _CHOICES = buffer(Pool.CHOICES)
 PIECE = 1 << PIECE_SHIFT
-_COMPUTED, _SUMS, PARKED = buffer(Pool.DEVICE_EXPERTS), buffer(Pool.EXPERT_SUMS), buffer(Pool.PARKED)
+_SUMS, PARKED = buffer(Pool.EXPERT_SUMS), buffer(Pool.PARKED)
 
 
 class PartedBlocks:
@@ -28,14 +28,13 @@ class PartedBlocks:
         weight = plan.planes.weight
         self.trains = experts is not None and experts.is_trained
         self.remakes = experts is not None and experts.remakes
-        frozen = experts if not self.trains else None
-        self._bringing = BringExperts(frozen, ledger, weight, separate=plan.separate_device) if frozen else None
+        self._bringing = BringExperts(experts, ledger, weight, separate=plan.separate_device) if experts else None
         self._turn = 0
         self._expert_bytes = weight.num_bytes(experts.figures.elements) if experts else 0
 
     def has(self, block: int) -> bool:
         """Return whether the experts of a block are parts."""
-        return self._plan.experts is not None and self._plan.experts.figures.num_experts[block] > 0
+        return self._plan.experts is not None and self._plan.experts.has(block)
 
     def groups(self, block: int) -> list[range]:
         """Return the groups of micro-batches that are in a block together: of those that come whole, each alone."""
@@ -62,52 +61,40 @@ class PartedBlocks:
             flops = self.common_flops(block)
             op(Verb.ENTER, Lane.COMPUTE, (*weights, *inputs[micro]), (_CHOICES,), unit=block, micro=micro, flops=flops)
         op(Verb.ROUTE, Lane.ROUTER, (_CHOICES,), (ROUTED,), unit=block, micro=group[0])
-        if self.trains:
-            for number in self._rounds(block):
-                self._work(Verb.VISIT, block, group, number, (self._come(block, group, number, (host, ROUTED)), ROUTED))
-            return
-        self._visit(Verb.VISIT, block, group, (ROUTED,))
+        for number in self._rounds(block):
+            ready = self._bring(block, group, number, (host, ROUTED) if self.trains else (ROUTED,))
+            self._work(Verb.VISIT, block, group, number, (ready, ROUTED) if self.trains else (ready,))
 
     def backward(self, block: int, group: range, host: int, made: Sequence[int], gradient: int) -> None:
         """Take a group, whose blocks are recomputed, back through the experts. Where these are trained, their gradients go to
         `made`; from a separate device to `gradient`, or to where they wait for the next group.
         """
-        if not self.trains:
-            self._visit(Verb.REVISIT, block, group, ())
-            return
         parks = self.parks(block)
         for number in self._rounds(block):
             what: dict[str, Any] = {"unit": block, "part": number, "micro": group[0]}
-            reads, sums = (self._come(block, group, number, (host,)),), made
+            reads, sums = (self._bring(block, group, number, (host,) if self.trains else ()),), made if self.trains else ()
             what["num_bytes"] = int(self._share(block, group) * self._expert_bytes)
-            if self._plan.separate_device:
+            if leaves := self.trains and self._plan.separate_device:
+                self._turn += 1
                 sums = (_SUMS + self._turn % ROUNDS_SUMMED,)
                 if parks and group[0]:
                     kept = (PARKED + (number + 1) * PIECE,)
                     self._ledger.op(Verb.IN, Lane.HOST_TO_DEVICE, kept, sums, waiting=Waiting.SUM, **what)
             self._work(Verb.REVISIT, block, group, number, reads, sums)
-            if self._plan.separate_device:
-                if parks:
-                    to, what["waiting"] = (PARKED + (number + 1) * PIECE,), Waiting.SUM
-                    self._ledger.op(Verb.OUT, Lane.DEVICE_TO_HOST, sums, to, **what)
-                else:
-                    self._ledger.op(Verb.DRAIN, Lane.DEVICE_TO_HOST, sums, (gradient,), **what)
+            if parks:
+                to, what["waiting"] = (PARKED + (number + 1) * PIECE,), Waiting.SUM
+                self._ledger.op(Verb.OUT, Lane.DEVICE_TO_HOST, sums, to, **what)
+            elif leaves:
+                self._ledger.op(Verb.DRAIN, Lane.DEVICE_TO_HOST, sums, (gradient,), **what)
 
     def _rounds(self, block: int) -> range:
         experts = self._plan.experts
         assert experts is not None, "experts are parts"
         return range(experts.rounds(block, experts.figures.num_experts[block]))
 
-    def _come(self, block: int, group: range, number: int, reads: Sequence[int]) -> int:
-        """Bring a round of trained experts from host memory; return the buffer that compute reads."""
-        if not self._plan.separate_device:
-            return reads[0]
-        self._turn += 1
-        slot = _COMPUTED + self._turn % ROUNDS_IN_MEMORY
-        num_bytes = int(self._share(block, group) * self._expert_bytes)
-        what: dict[str, Any] = {"unit": block, "part": number, "micro": group[0], "num_bytes": num_bytes}
-        self._ledger.op(Verb.UPLOAD, Lane.HOST_TO_DEVICE, reads, (slot,), **what)
-        return slot
+    def _bring(self, block: int, group: range, number: int, reads: Sequence[int]) -> int:
+        assert self._bringing is not None, "experts are parts"
+        return self._bringing.bring(block, number, self._share(block, group), reads, micro=group[0])
 
     def _share(self, block: int, group: range) -> float:
         """Return how many experts of a round a group is expected to want."""
@@ -122,12 +109,6 @@ class PartedBlocks:
         flops = self._plan.results.forward_flops[block] if self._plan.results.forward_flops else 0.0
         tokens = batch.tokens_per_step / max(1, batch.num_micro_batches)
         return min(flops, 2.0 * tokens * experts.choices * experts.figures.num_parameters)
-
-    def _visit(self, verb: Verb, block: int, group: range, after: Sequence[int]) -> None:
-        assert self._bringing is not None, "frozen experts are parts"
-        for number in self._rounds(block):
-            ready = self._bringing.bring(block, number, self._share(block, group), after, micro=group[0])
-            self._work(verb, block, group, number, (ready,))
 
     def _work(self, verb: Verb, block: int, group: range, number: int, reads: Sequence[int], sums: Sequence[int] = ()) -> None:
         """Emit the computation of a round: backward computes the experts again, and gradients of hidden states; of weights."""

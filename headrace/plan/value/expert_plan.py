@@ -57,8 +57,9 @@ class ExpertFigures:
 class ExpertPlan:
     """How experts come. `choices` is how many experts a token is sent to, `in_round` how many experts come together.
 
-    `cached` experts stay in host memory, those that the `policy` says (`terms/shelf.py`). A pass prefetches all experts if its
-    tokens are expected to use more than `ahead_share` of them. Otherwise it waits for the routers.
+    `cached` experts stay in host memory, those that the `policy` says (`terms/shelf.py`). By the `device_policy`, `on_device`
+    stay where compute reads them: on the device, or as they are made. A pass prefetches all experts if its tokens are expected
+    to use more than `ahead_share` of them. Otherwise it waits for the routers.
     """
 
     figures: ExpertFigures
@@ -66,7 +67,13 @@ class ExpertPlan:
     in_round: int
     cached: int = 0
     policy: str = "most-wanted"
+    on_device: int = 0
+    device_policy: str = "last-used"
     ahead_share: float = 0.6
+
+    def has(self, unit: int) -> bool:
+        """Return whether a unit has experts."""
+        return self.figures.num_experts[unit] > 0
 
     def touched(self, unit: int, tokens: int) -> float:
         """Return how many experts of a unit `tokens` tokens are expected to want."""
@@ -118,6 +125,11 @@ class ExpertPlan:
         return min(1.0, self.cached / max(1, sum(self.figures.num_experts)))
 
     @property
+    def device_share(self) -> float:
+        """The share of all experts that stays where compute reads them."""
+        return min(1.0, self.on_device / max(1, sum(self.figures.num_experts)))
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of an expert as it is read, in whole pages."""
         return round_up(self.figures.stored_bytes, PAGE_BYTES)
@@ -156,6 +168,7 @@ def expert_buffers(plan: ExpertPlan, weight: Plane, *, separate: bool) -> dict[s
     if separate or figures.is_made:
         tier = "device" if separate else "host"
         groups["device_experts"] = BufferGroup(tier, "weights", ROUNDS_IN_MEMORY * count, slot_bytes)
+        groups |= {"kept_device_experts": BufferGroup(tier, "weights", plan.on_device, slot_bytes)} if plan.on_device else {}
     if separate and figures.is_made:
         groups["expert_sources"] = BufferGroup("device", "weights", SOURCE_SLOTS * count, plan.slot_bytes)
     return groups
