@@ -17,7 +17,7 @@ import torch
 from headrace.codec.table import code_to_write
 from headrace.codec.targets import DirectTarget
 from headrace.compress.coded_files import CodedFiles, Spool, Written
-from headrace.compress.work import MODEL, appear, identity_of, left_lines, opened, unfinished, working
+from headrace.compress.work import MODEL, appear, ends_of, identity_of, left_lines, unfinished, working
 from headrace.model import Chain, Checkpoint
 from headrace.model.stored.coded import read_tensor
 from headrace.model.stored.safetensors_file import StoredTensor
@@ -68,7 +68,7 @@ def recode(options: CompressOptions, *, say: Callable[[str], None] = lambda text
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
     target = _target_of(options)
-    output, checkpoint, chain = opened(options)
+    output, checkpoint, chain = ends_of(options)
     work = unfinished(output)
     codes = max(sum(spec.num_elements for spec in layout.parameters) for layout in chain.layouts)  # of one file
     with working(work, export_bytes(checkpoint) + 2 * codes):

@@ -17,7 +17,7 @@ from headrace.compress.calibration import CalibrationData, open_calibration
 from headrace.compress.coded_files import CodedFiles, quantisation_config
 from headrace.compress.quantiser import Quantiser
 from headrace.compress.rounding import BlockCode, ParameterReport
-from headrace.compress.work import MODEL, appear, identity_of, left_lines, listed, opened, unfinished, working
+from headrace.compress.work import MODEL, appear, ends_of, identity_of, left_lines, listed, unfinished, working
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.machine.limits import usual_host_bytes
 from headrace.model import Chain
@@ -52,7 +52,7 @@ def compress_model(options: CompressOptions, *, say: Callable[[str], None] = lam
         StorageError: a disk is full, or fails; the same command goes on once the cause is removed.
     """
     target_of(options)  # refused before anything is read
-    output, checkpoint, chain = opened(options)
+    output, checkpoint, chain = ends_of(options)
     work = unfinished(output)
     options = replace(options, template_date=options.template_date or day_begun(work))
     data = open_calibration(options, chain, say)

@@ -28,7 +28,7 @@ _FORM = 4
 _FREE = {"output", "cache", "most_loss", "host_memory"}
 
 
-def opened(options: CompressOptions) -> tuple[Path, Checkpoint, Chain]:
+def ends_of(options: CompressOptions) -> tuple[Path, Checkpoint, Chain]:
     """Return where the result will be, and the model: as it is stored, and as units.
 
     Raises:
