@@ -1,8 +1,8 @@
 """What data are read as for a loss of the whole step, and without one; and which of their samples come two and two.
 
 With TRL's columns: a row of preferences becomes two completions of one prompt, chosen and rejected. A labelled row becomes two:
-it, and its prompt with another's completion. As in TRL, completions move on by one within a step's share of the data, so each of
-them occurs in both roles.
+it, and its prompt with another's completion. As in TRL, completions move on by one within a step's share of the data, so each
+of them occurs in both roles.
 Invariant: both of two are in the data, one after the other, or neither is.
 """
 
