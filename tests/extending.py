@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_BLOCK = re.compile(r"```python\n# ([\w/]+\.py), (new in|in|above) ([\w/]+)\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```python\n# ([\w/]+\.py), (new in|in|above) ([\w/ ]+)\n(.*?)```", re.DOTALL)
 
 
 def apply(section: str, folder: Path) -> set[str]:

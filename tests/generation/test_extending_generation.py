@@ -45,7 +45,7 @@ def test_an_option_of_generation_is_one_file(model: Path, tmp_path: Path) -> Non
     assert answers == [without, with_it]
 
 
-@pytest.mark.deep
+@pytest.mark.wide
 def test_a_kind_of_run_is_three_files(model: Path, tmp_path: Path) -> None:
     assert apply("A kind of run", tmp_path) == {
         f"headrace/{name}.py" for name in ("cli/app", "cli/embedding", "generate/uses/embedding")
