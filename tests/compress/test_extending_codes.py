@@ -31,7 +31,7 @@ def test_three_files_are_touched(extended: Path, touched: set[str]) -> None:
     assert found.split() == ["int8", "10"]
 
 
-@pytest.mark.deep
+@pytest.mark.wide
 def test_every_command_knows_it(extended: Path, dense: Path, tmp_path: Path) -> None:
     headrace, data = ("-m", "headrace"), write_data(tmp_path / "data.jsonl")
     assert "int8 or int4 or ternary or sparse50 or bf16x12" in " ".join(run(extended, *headrace, "compress", "--help").split())

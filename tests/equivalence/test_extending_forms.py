@@ -64,7 +64,7 @@ def test_the_wire_and_the_code(model_dir: Callable[..., Path], tmp_path: Path) -
             assert torch.equal(weights[name], upper if in_block else before), f"{name} is not trained"
 
 
-@pytest.mark.deep
+@pytest.mark.wide
 def test_a_wire_is_one_file(model_dir: Callable[..., Path], tmp_path: Path) -> None:
     (touched,) = apply("A wire", tmp_path)
     assert touched.startswith("headrace/update/wires/")
