@@ -63,7 +63,7 @@ def working(work: Path, needed_bytes: int) -> Iterator[None]:
             f"{work}: compressing needs up to {format_bytes(needed_bytes)} there, free are {format_bytes(free)}; free some "
             "space, or name another directory"
         )
-    with held(work, useless=(ConfigError, ModelError)):
+    with held(work, useless=(ConfigError, ModelError), lock_needed=True):
         yield
 
 

@@ -27,28 +27,30 @@ _ERRORS = (OSError, ValueError, KeyError, TypeError)
 
 
 @contextmanager
-def held(folder: Path, useless: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def held(folder: Path, useless: tuple[type[BaseException], ...] = (), *, lock_needed: bool = False) -> Iterator[None]:
     """Make and hold the folder of some work. It is removed at the end, after a `useless` error, and where nothing has begun.
+    One that was there without a record may hold something of its owner's: the end alone removes it.
 
     Raises:
-        RunDirectoryError: another process holds it.
+        RunDirectoryError: another process holds it; or, where a lock is needed, its drive has none.
         StorageError: it cannot be made.
     """
+    ours = not folder.exists() or (folder / RECORD).exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise unwritten(folder, error, "give the same command again") from error
-    lock = RunLock(folder, needed=False)
+    lock = RunLock(folder, needed=lock_needed)
     removed = False
     try:
         yield
         removed = True
     except useless:
-        removed = True
+        removed = ours
         raise
     finally:
         lock.release()
-        if removed or not (folder / RECORD).exists():
+        if removed or (ours and not (folder / RECORD).exists()):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -65,10 +67,15 @@ class Work:
         """Return the work in `folder`. A record without one of the `defaults` stands for that. Nothing is written.
 
         Raises:
-            RunDirectoryError: the work was begun otherwise, or by another version; or its record is damaged.
+            RunDirectoryError: the work was begun otherwise, or by another version; or its record is damaged or lost.
         """
-        path = folder / RECORD
+        path, done = folder / RECORD, folder / DONE
         if not path.exists():
+            if done.exists() and done.stat().st_size:
+                raise RunDirectoryError(
+                    f"{done}: has items of unfinished work, and no {RECORD} says of which; an earlier version left them: go on "
+                    f"with that, or remove {folder} to begin anew"
+                )
             return cls(folder, {"identity": dict(identity)}, has_begun=False)
         try:
             record = parse_json(path.read_text(encoding="utf-8"))

@@ -56,6 +56,29 @@ def test_what_is_asked_otherwise_is_refused_and_what_a_record_does_not_know_has_
             Work.open(tmp_path, ASKED)
 
 
+def test_items_without_a_record_are_of_nobody_knows_what_and_stay(tmp_path: Path) -> None:
+    """As an earlier version left them, or damage: they are neither taken into other work nor removed."""
+    folder = tmp_path / "out.job"
+    begun(folder)
+    (folder / RECORD).rename(folder / "job.json")
+    kept = (folder / DONE).read_bytes()
+    with pytest.raises(RunDirectoryError, match=rf"{DONE}: .* no {RECORD}"), held(folder):
+        Work.open(folder, ASKED)
+    assert (folder / DONE).read_bytes() == kept
+    assert (folder / "job.json").exists()
+
+
+def test_a_folder_that_was_there_is_removed_by_success_alone(tmp_path: Path) -> None:
+    """Something of its owner's may lie in it."""
+    folder = tmp_path / "out.job"
+    folder.mkdir()
+    (folder / "notes.txt").touch()
+    for error in (KeyboardInterrupt, ConfigError):
+        with pytest.raises(error):
+            fail(folder, error, begins=False)
+        assert (folder / "notes.txt").exists()
+
+
 def fail(folder: Path, error: type[BaseException], *, begins: bool) -> None:
     with held(folder, useless=(ConfigError,)):
         if begins:
