@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from headrace.codec.cache_codes import CACHE_CODES, CacheCode
 from headrace.generate.passes.generator import Generator
-from headrace.model.seats.tiered_cache import TieredLayer
+from headrace.model.caches.tiered_cache import TieredLayer
 from headrace.terms.options.budget import Budget
 from headrace.terms.sizes import parse_bytes
 

@@ -16,7 +16,7 @@ from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.plan.cache_plan import SSD, CachePlan, with_inputs
 from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
 from headrace.generate.plan.seconds import seconds_of_all_tokens, with_forecast
-from headrace.model.seats.stored_layer import StoredLayer
+from headrace.model.caches.stored_layer import StoredLayer
 from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.clock.rates import Rates
 from headrace.terms.costs import GenerationCosts, RecomputeCosts

@@ -191,7 +191,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "data": ("values", "chat", "read", "pairs", "tokens", "batches"),
     "model": (
         *("blocks", "stored", "directory", "parts", "kernels", "gguf", "trials", "chain", "written", "adapters", "streams"),
-        *("costs", "by_rows", "seats"),
+        *("costs", "by_rows", "caches", "seats"),
     ),
     "plan": ("value", "clock", "schedules", "forecast", "search"),
     "update": ("rules", "tables", "sites", "projectors", "wires", ""),

@@ -19,11 +19,11 @@ from headrace.generate.plan.plan import GenerationPlan
 from headrace.machine.host_memory import Bytes
 from headrace.machine.protocol import Machine
 from headrace.model.blocks.taps import BlockCall
+from headrace.model.caches.stored_layer import RunBlock, StoredLayer
+from headrace.model.caches.tiered_cache import tier_layers
 from headrace.model.seats.attention_errors import AttentionErrors
 from headrace.model.seats.host_attention import Away, attending_here, named, using
 from headrace.model.seats.seats import Seat
-from headrace.model.seats.stored_layer import RunBlock, StoredLayer
-from headrace.model.seats.tiered_cache import tier_layers
 from headrace.terms.errors import ConfigError, StepFailed
 from headrace.terms.events import Sink
 from headrace.terms.program import Op, Pool

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from headrace.model.caches.tiered_cache import Pair, TieredLayer
 from headrace.model.seats.host_attention import AttentionCall, named, using
-from headrace.model.seats.tiered_cache import Pair, TieredLayer
 
 
 class AttentionErrors:

@@ -12,12 +12,12 @@ import torch
 
 from headrace.model.blocks.find_blocks import check_architecture
 from headrace.model.blocks.taps import BlockCall
+from headrace.model.caches.stored_layer import StoredLayer
+from headrace.model.caches.tiered_cache import tier_layers
 from headrace.model.kernels.narrow import NarrowProducts
 from headrace.model.parts.runner import Runner, left_as_found
 from headrace.model.seats.host_attention import attending_here
 from headrace.model.seats.seats import Seat, SeatTaps
-from headrace.model.seats.stored_layer import StoredLayer
-from headrace.model.seats.tiered_cache import tier_layers
 from headrace.model.trials.trial import Found, furthest, tried, why_other
 from headrace.terms.errors import ModelError
 

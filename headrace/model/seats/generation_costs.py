@@ -17,14 +17,14 @@ from headrace.codec.cache_codes import CacheCode
 from headrace.model.blocks.call_tensors import call_bytes, tensors_of
 from headrace.model.blocks.on_shapes import either_answer
 from headrace.model.blocks.taps import BlockCall, Kept, Taps
+from headrace.model.caches.stored_layer import can_be_called_again, keys_and_values, without_mask
+from headrace.model.caches.tiered_cache import TieredLayer, can_be_tiered, tier_layers, token_bytes_of
 from headrace.model.chain.chain import Chain
 from headrace.model.costs.cost_meter import CostMeter
 from headrace.model.parts.banks import chosen_among, find_experts
 from headrace.model.parts.runner import left_as_found
 from headrace.model.parts.stored_rows import rows_within
 from headrace.model.seats.host_attention import Noting, named, using
-from headrace.model.seats.stored_layer import can_be_called_again, keys_and_values, without_mask
-from headrace.model.seats.tiered_cache import TieredLayer, can_be_tiered, tier_layers, token_bytes_of
 from headrace.terms.collector import without_collection
 from headrace.terms.costs import CALLS_OF_EXPERT, CodedCaches, GenerationCosts, PassCosts, RecomputeCosts, touched
 from headrace.terms.embedding_rows import BlockRows

@@ -27,8 +27,8 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from headrace.model.caches.tiered_cache import TieredLayer
 from headrace.model.kernels.attention_loops import BFLOAT16, FLOAT16, FLOAT32, attend
-from headrace.model.seats.tiered_cache import TieredLayer
 from headrace.terms.costs import CARRIED_ALIGNMENT
 from headrace.terms.errors import ModelError
 from headrace.terms.sizes import round_up

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headrace.model.blocks.taps import BlockCall
-from headrace.model.seats.tiered_cache import TieredLayer, cache_of
+from headrace.model.caches.tiered_cache import TieredLayer, cache_of
 from headrace.terms.errors import ModelError
 from headrace.terms.sizes import PAGE_BYTES, round_up
 
