@@ -5,8 +5,8 @@ by `TieredLayer`. Before a block runs, its layer is *lent* memory that holds the
 rows of one token, then of the next. So new tokens lie behind old ones, and only the new ones have to be brought back. Attention
 is given copies in the layout that `DynamicLayer` gets by its own concatenation, so it computes the same bits.
 
-Or attention of a new token is computed where the past lies (`host_attention.py`). Then nothing is copied, and the block gets
-stand-ins for keys and values.
+Or attention of a new token is computed where the past lies (`seats/host_attention.py`). Then nothing is copied, and the block
+gets stand-ins for keys and values.
 
 With a code (`codec.cache_codes`) tokens lie coded. Attention is given decoded ones of the past, and a pass's own tokens as they
 are. So what a pass computes depends on the code and on the passes before it, and not on where caches lie.
