@@ -20,7 +20,7 @@ from typing import Any
 from headrace.peers.node.cluster import NODE, WORKER, Thing
 from headrace.peers.node.joint import JointTimeline, simulate_joint
 from headrace.peers.node.links import Link, Network, Pattern
-from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.clock.rates import Rates
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Program, Verb
@@ -130,7 +130,7 @@ def closed_form_seconds(num_parameters: float) -> tuple[float, float]:
 
 def simulate_luwu(point: Point) -> JointTimeline:
     """Return the steady state of LuWu's policy at a point, on the constants above."""
-    worker, node = load_bare_profile("a100-40g"), load_profile("luwu-node-12ssd")
+    worker, node = load_profile("a100-40g"), load_profile("luwu-node-12ssd")
     rates = [Rates(worker, "bfloat16", None, None), Rates(node, "bfloat16", None, None)]
     link = Link.duplex(LINK_BYTES_PER_SECOND)
     network = Network(workers=point.workers, worker_link=link, node_link=link, pattern=Pattern.SWITCH)
@@ -214,7 +214,7 @@ def _order(shape: Shape) -> list[tuple[int, bool]]:
 
 def _worker_program(point: Point) -> Program:
     shape, tokens, out = point.shape, point.tokens, _Emitter()
-    profile = load_bare_profile("a100-40g")
+    profile = load_profile("a100-40g")
     # What is no matrix product stands as the operations of so many seconds, a third of it in forward and recompute each.
     besides = profile.hidden_seconds * tokens * shape.hidden_size * profile.matrix_flops_per_second("bfloat16")
     head = 2.0 * shape.embedding_parameters * tokens

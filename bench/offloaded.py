@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.clock.rates import roofline_seconds
 from headrace.plan.clock.simulate import Timeline, simulate
 from headrace.terms.lanes import Lane
@@ -392,7 +392,7 @@ _STEP_SECONDS = 0.0124
 def flexgen_machine() -> Ceilings:
     """Return the T4 with FlexGen on it."""
     link = {f"{way}_bytes_per_second": _LINK for way in ("host_to_device", "device_to_host")}
-    return replace(load_bare_profile("t4"), attended_bytes_per_second=_ATTENDED, both_ways_bytes_per_second=2 * _LINK, **link)
+    return replace(load_profile("t4"), attended_bytes_per_second=_ATTENDED, both_ways_bytes_per_second=2 * _LINK, **link)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

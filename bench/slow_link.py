@@ -39,7 +39,7 @@ from headrace.peers.node import links  # noqa: E402
 from headrace.peers.node.planning import plan_cluster  # noqa: E402
 from headrace.peers.node.run import serve  # noqa: E402
 from headrace.peers.node.working import work  # noqa: E402
-from headrace.plan.clock.machine_profiles import load_bare_profile  # noqa: E402
+from headrace.plan.clock.machine_profiles import load_profile  # noqa: E402
 from headrace.plan.clock.rates import Rates  # noqa: E402
 from headrace.terms.lanes import Lane, Peer, lane_of_peer  # noqa: E402
 from headrace.terms.machine.ceilings import Ceilings  # noqa: E402
@@ -58,7 +58,7 @@ MEMORY, SECRET = "2GiB", b"of this bench"
 
 def profiles(flops: float) -> tuple[Ceilings, Ceilings]:
     """Return the declared worker, whose matrix rate alone takes time, and the declared node: one core and one drive."""
-    like = load_bare_profile("luwu-node")
+    like = load_profile("luwu-node")
     drive = replace(like.drives[0], read_bytes_per_second=1e9, write_bytes_per_second=7e8, mixed_bytes_per_second=1e9)
     node = replace(
         like, name="declared node", cores=1, drives=(drive,), host_memory_bytes=2 << 30, update_bytes_per_second=5e9,

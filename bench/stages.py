@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 from headrace.peers.stages.pipeline import Row, Station, most_busy_share, run
-from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.machine_profiles import load_profile
 
 _FORWARD, _BACKWARD = 1.0, 3.0
 _SEEDS = range(40)
@@ -73,7 +73,7 @@ def table(jitter: float) -> Iterator[str]:
 
 def small_beside_large(tokens: int, link_bytes_per_second: float) -> tuple[float, float]:
     """Return the tokens per second of 50 RTX 3080 in stages, and of 4 H100 that lose nothing."""
-    small, large = (load_bare_profile(name).matrix_flops_per_second("bfloat16") for name in ("rtx3080", "h100"))
+    small, large = (load_profile(name).matrix_flops_per_second("bfloat16") for name in ("rtx3080", "h100"))
     block = _OPERATIONS * _PARAMETERS / _BLOCKS  # of one token
     sizes = [1 + (at < _BLOCKS - _STAGES) for at in range(_STAGES)]
     groups = tokens // _GROUP_TOKENS

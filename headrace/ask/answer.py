@@ -22,7 +22,7 @@ from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.model.by_rows.block_tables import block_tables_of, is_large, take_tables, trained_tables_of
 from headrace.plan.clock.endurance import endurance
-from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.forecast.forecast import Forecast, forecast
 from headrace.plan.schedules.ranks import sharers_on
 from headrace.plan.search.given import load_plan
@@ -267,7 +267,7 @@ def machine_of(options: PlanOptions, key: str) -> Ceilings:
             f"{key}: a plan needs the machine; name it with --machine, such as rtx4090, or measure this one with "
             "`headrace bench machine`"
         )
-    return load_bare_profile(options.machine) if isinstance(options.machine, str) else options.machine
+    return load_profile(options.machine) if isinstance(options.machine, str) else options.machine
 
 
 def rows_of_each(tokens: int, length: int, count: int, who: str) -> int:

@@ -18,7 +18,7 @@ from headrace.cli.screen import say, tell
 from headrace.files.model_directory import refuse_no_configuration
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.peers import plan_ranks, plan_stages, plan_which, plan_workers
-from headrace.plan.clock.machine_profiles import load_bare_profile, load_profile
+from headrace.plan.clock.machine_profiles import changed, load_profile
 from headrace.plan.search.given import lengths_in_plan
 from headrace.process import cache_directory, machine_profile_path
 from headrace.terms.errors import ConfigError, StorageError
@@ -27,7 +27,7 @@ from headrace.terms.machine.drives import Drive
 from headrace.terms.options.border import usual_border
 from headrace.terms.options.compress_options import CompressOptions
 from headrace.terms.options.generate_options import GenerateOptions
-from headrace.terms.options.plan_options import PlanOptions
+from headrace.terms.options.plan_options import MACHINE_CHANGES, PlanOptions
 from headrace.terms.packed_rows import PackedRows
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 # The longest wait for another process that measures: most take less.
 _WAIT_SECONDS = 100.0
 # Which options of `plan` the plans of generation and of compression use. Data count only if passes do, and not at a node.
-_OF_GENERATION = frozenset(each.key for each in GenerateOptions.declarations() if each.plan)
-_OF_COMPRESSION = frozenset(("machine", "host_memory", "sequence_length"))
+_OF_GENERATION = frozenset((*MACHINE_CHANGES, *(each.key for each in GenerateOptions.declarations() if each.plan)))
+_OF_COMPRESSION = frozenset((*MACHINE_CHANGES, "machine", "host_memory", "sequence_length"))
 _OF_EVALUATIONS = frozenset(("eval_split", "eval_data", "eval_steps"))
 _OF_SAVING = frozenset(("save_steps", "save_total_limit"))
 _OF_DATA = frozenset(("epochs", "packing", "border", "cache", *_OF_EVALUATIONS))
@@ -70,6 +70,10 @@ def answer_plan(
     """
     if is_gguf(options.model):
         options = replace(options, model=model_here(options.model))
+    if changes := {key: getattr(options, key) for key in MACHINE_CHANGES if getattr(options, key) is not None}:
+        assert options.machine is not None, "options refuse changes of nothing"
+        machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
+        options = replace(options, machine=changed(machine, changes))
     report: Report | GenerationPlan
     if generation is not None:
         acting, report = _OF_GENERATION, _generation(options, given, generation, compress)
@@ -120,7 +124,7 @@ def make_report(options: PlanOptions) -> Report:
     options = replace(options, **changes)
     compares = options.link is not None and (options.workers, options.ranks, options.stages) == (None,) * 3
     if (options.local_steps is not None or compares) and isinstance(options.machine, str):
-        options = replace(options, machine=load_bare_profile(options.machine))
+        options = replace(options, machine=load_profile(options.machine))
     packed, between = None, list[BesideSteps]()
     if _reads_data(options):
         options, packed, between = _of_its_passes(options)
@@ -145,7 +149,8 @@ def make_report(options: PlanOptions) -> Report:
 def _generation(options: PlanOptions, given: Collection[str], asked: GenerationAsked, compress: str | None) -> "GenerationPlan":
     from headrace.generate.passes.planner import plan_generation  # late: plans of training do without it
 
-    own = GenerateOptions.of({key: getattr(options, key) for key in given if key in _OF_GENERATION})
+    own_keys = _OF_GENERATION.intersection(given) - set(MACHINE_CHANGES)
+    own = GenerateOptions.of({key: getattr(options, key) for key in own_keys})
     here, machine = own.machine is None, own.machine
     if here:
         machine = _measured_machine(options.budget.ssd, options.compute_dtype)

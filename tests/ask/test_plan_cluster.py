@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig
 from headrace.peers.node.cluster import NODE, WORKER
 from headrace.peers.node.planning import plan_cluster
 from headrace.peers.node.report import ClusterReport
-from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.options.summing import partial_sums
@@ -163,7 +163,7 @@ def test_rates_are_read_in_bits_and_bytes():
 
 @pytest.mark.wide
 def test_a_node_that_is_too_small_is_named(model: Path):
-    small = replace(load_bare_profile("luwu-node"), host_memory_bytes=450 << 20)
+    small = replace(load_profile("luwu-node"), host_memory_bytes=450 << 20)
     refused = report(model, node_machine=small)
     assert not refused.fits
     assert refused.reason.startswith("the node: ")

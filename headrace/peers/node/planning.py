@@ -18,7 +18,7 @@ from headrace.model import Profiles
 from headrace.peers.node.cluster import Cluster, ClusterForecast, forecast_cluster
 from headrace.peers.node.report import ClusterReport, ElasticReport, Purchase
 from headrace.plan.clock.endurance import endurance
-from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.forecast.footprint import with_footprint
 from headrace.plan.search.problem import Problem
 from headrace.plan.search.search import make_plan
@@ -108,7 +108,7 @@ def plan_cluster(model: str | Path, options: PlanOptions, *, here: bool = False)
 def _node(options: PlanOptions) -> Ceilings:
     """Return one node: it has the profile's first drive, as many times as asked for."""
     named = options.node_machine
-    profile = load_bare_profile(named) if isinstance(named, str) else named
+    profile = load_profile(named) if isinstance(named, str) else named
     return replace(profile, drives=profile.drives[:1] * options.node_ssds)
 
 

@@ -13,7 +13,7 @@ from headrace.peers.stages.cuts import checked_cuts, even_cuts
 from headrace.peers.stages.passing_check import refuse_what_passes_more
 from headrace.peers.stages.pipeline import Station, run
 from headrace.peers.stages.report import StageFigures, StagesReport
-from headrace.plan.clock.machine_profiles import load_bare_profile
+from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.search.serving import grouping_of
 from headrace.plan.value.plan import Plan
 from headrace.plan.value.stage_place import GROUPS_PER_STAGE, StagePlace
@@ -63,7 +63,7 @@ def machines_of(options: PlanOptions) -> list[Ceilings]:
     """
     text = str(options.stages)
     if not text.isdecimal():
-        named = [load_bare_profile(name.strip()) for name in text.split(",")]
+        named = [load_profile(name.strip()) for name in text.split(",")]
     else:
         named = [machine_of(options, "stages")] * int(text)
     if len(named) < 2:

@@ -1,12 +1,13 @@
 """Machine profiles by name or from a file.
 
-`machines/<gpu>.json` describes one GPU in a typical host and the drive that goes with it, each figure beside its source.
-`<gpu>-<n>ssd` is that machine with `n` such drives. A file is what `headrace bench machine` writes: `Ceilings.to_json`.
+`machines/NAME.json` describes one GPU in a typical host and the drive that goes with it, each figure beside its source.
+`NAME-<n>ssd` is that machine with `n` such drives, `NAME` with one. A file is what `headrace bench machine`
+writes: `Ceilings.to_json`.
 Invariant: whatever comes from here has passed the checks of `Ceilings.from_json`.
 """
 
 import re
-from dataclasses import replace
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -17,22 +18,25 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.figures import refuse_unknown
 from headrace.terms.json_text import parse_json
 from headrace.terms.machine.ceilings import Ceilings
+from headrace.terms.options.plan_options import MACHINE_CHANGES
+from headrace.terms.sizes import format_bytes
 
-# The numbers of SSDs that are listed; any number up to the limit is understood.
-DRIVE_COUNTS = (1, 4, 12)
 _MOST_DRIVES = 24
-_NAME = re.compile(r"^(?P<base>.+)-(?P<drives>[0-9]{1,3})ssd$")
+_NAME = re.compile(r"^(?P<base>.+?)(-(?P<drives>[0-9]{1,3})ssd)?$")
+_TERABYTE = 1e12
+_LEAST_RATE = 1e7
 
 
 def profile_names() -> tuple[str, ...]:
     """Return the names of the profiles that come with the package."""
-    return tuple(f"{base}-{drives}ssd" for base in sorted(_bases()) for drives in DRIVE_COUNTS)
+    return tuple(sorted(_bases()))
 
 
 def load_profile(name_or_path: str | Path) -> Ceilings:
     """Return the profile that comes with the package under this name, or the one in this JSON file.
 
-    A `Path`, a text that ends in `.json`, or one with a `/` is a file; anything else is a name.
+    A `Path`, a text that ends in `.json`, or one with a `/` is a file; anything else is a name, which has one SSD if it says
+    nothing of them.
 
     Raises:
         ConfigError: there is no such name (the message lists all) or file, it is not JSON, or a figure is missing or absurd.
@@ -41,24 +45,53 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
         return _load_file(Path(name_or_path))
     match = _NAME.match(name_or_path)
     base = _bases().get(match["base"]) if match else None
-    if match is None or base is None or not 1 <= int(match["drives"]) <= _MOST_DRIVES:
+    drives = int(match["drives"] or 1) if match else 0
+    if base is None or not 1 <= drives <= _MOST_DRIVES:
         raise ConfigError(
-            f"machine {name_or_path!r}: no profile of this name. The names are {', '.join(profile_names())} (any number of "
-            f"SSDs from 1 to {_MOST_DRIVES}); or give the path of a JSON file made by 'headrace bench machine'"
+            f"machine {name_or_path!r}: no profile of this name. The names are {', '.join(profile_names())} (-2ssd to "
+            f"-{_MOST_DRIVES}ssd behind one: more of its SSDs); or give the path of a file of 'headrace bench machine'"
         )
-    return _compose(_parse(base.read_bytes(), where=base.name), name=name_or_path, num_drives=int(match["drives"]))
+    return _compose(_parse(base.read_bytes(), where=base.name), name=name_or_path, num_drives=drives)
 
 
-def load_bare_profile(name_or_path: str) -> Ceilings:
-    """Return the profile as `load_profile` does. A name that says nothing of SSDs stands for that machine with one: for
-    machines whose SSDs are counted elsewhere or not at all.
+def changed(machine: Ceilings, given: Mapping[str, float]) -> Ceilings:
+    """Return `machine` with the figures of `given`: some of `MACHINE_CHANGES`, rates in bytes a second, writable bytes in TB.
+
+    What depends on a figure grows with it: the update's rate with memory's, a CPU's products with cores, and the rate of both
+    directions of a drive with those of each.
 
     Raises:
-        ConfigError: as `load_profile`.
+        ConfigError: the machine that this makes cannot be.
     """
-    if name_or_path in _bases():
-        return replace(load_profile(f"{name_or_path}-1ssd"), name=name_or_path)
-    return load_profile(name_or_path)
+    for key in given:
+        if key.endswith("rate") and given[key] < _LEAST_RATE:
+            raise ConfigError(
+                f"{key}: {given[key]:g} bytes a second given, no such part is below 10 MB/s; write it as 7GB or 500MB"
+            )
+    values = machine.to_json()
+    cores, memory = given.get("cores", machine.cores), machine.host_memory_bytes_per_second
+    rate = given.get("ram_rate", memory)
+    values |= {"cores": cores, "host_memory_bytes": given.get("ram", machine.host_memory_bytes)}
+    values["host_memory_bytes_per_second"] = rate
+    for name in ("update_bytes_per_second", "update_bytes_per_second_per_core"):
+        values[name] *= rate / memory
+    if not machine.has_device:
+        values["flops_per_second"] = {dtype: each * cores / machine.cores for dtype, each in machine.flops_per_second.items()}
+    for drive in values["drives"]:
+        before = drive["read_bytes_per_second"] + drive["write_bytes_per_second"]
+        drive["read_bytes_per_second"] = given.get("ssd_rate", drive["read_bytes_per_second"])
+        drive["write_bytes_per_second"] = given.get("ssd_write_rate", drive["write_bytes_per_second"])
+        drive["mixed_bytes_per_second"] *= (drive["read_bytes_per_second"] + drive["write_bytes_per_second"]) / before
+        if "ssd_tbw" in given:
+            drive["rated_endurance_bytes"] = given["ssd_tbw"] * _TERABYTE
+    words = ", ".join(f"{key.replace('_', '-')} {_in_words(key, given[key])}" for key in MACHINE_CHANGES if key in given)
+    return Ceilings.from_json(values | {"name": f"{machine.name} with {words}"})
+
+
+def _in_words(key: str, figure: float) -> str:
+    if key.endswith("rate"):
+        return f"{figure / 1e9:g} GB/s"
+    return format_bytes(int(figure)) if key == "ram" else f"{figure:g}{' TB' if key == 'ssd_tbw' else ''}"
 
 
 def _bases() -> dict[str, Traversable]:

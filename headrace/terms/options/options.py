@@ -95,8 +95,8 @@ class Options(MethodOptions, BudgetOptions):  # fields of the last base come fir
     machine: str | Ceilings | None = option(
         None,
         Either(Ceilings, PlaceOrName()),
-        "Machine profile to plan for: a name such as rtx4090-4ssd, or a file.",
-        row="profile of the machine to plan for: a name such as `rtx4090-4ssd`, or a file",
+        "Machine profile to plan for: a name such as desktop-4090 or rtx4090-4ssd, or a file.",
+        row="profile of the machine to plan for: a name such as `desktop-4090` or `rtx4090-4ssd`, or a file",
         words="what was measured, if anything",
         plan=True,
         fixed=False,

@@ -9,10 +9,11 @@ from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.data_source import DataSource, SourceKind
 from headrace.terms.options.declared import Group, option, option_as
 from headrace.terms.options.local_options import LocalOptions
-from headrace.terms.options.option_kinds import Either, Listed, PathOf, PlaceOrName, Rate, Span, Whole
+from headrace.terms.options.option_kinds import Either, Listed, Number, PathOf, PlaceOrName, Rate, Size, Span, Whole
 from headrace.terms.options.run_options import RunOptions
 
 _cluster = partial(option, plan=True, group=Group.CLUSTER)
+_machine = partial(option, None, plan=True, group=Group.MEMORY, words="the profile's")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,21 @@ class PlanOptions(RunOptions):
 
     model: Path = option_as(RunOptions, "model", default=None, optional=True)
     data: tuple[str | DataSource, ...] = option_as(RunOptions, "data", default=(), kind=Listed(SourceKind()))
+
+    cores: int | None = _machine(Whole(1, 4096), "Cores of --machine, if it has others than its profile.")
+    ram: int | None = _machine(Size(), "Host memory that --machine has, such as 128GiB.")
+    ram_rate: float | None = _machine(Rate(), "What its memory moves a second, such as 60GB.")
+    ssd_rate: float | None = _machine(Rate(), "What each of its SSDs reads a second, such as 7GB.")
+    ssd_write_rate: float | None = _machine(
+        Rate(),
+        "What each of its SSDs writes a second, for long.",
+        row="what each of its SSDs writes a second for long, when its cache is full",
+    )
+    ssd_tbw: float | None = _machine(
+        Number(above=True),
+        "TBW of each of its SSDs, in TB.",
+        row="the TBW in TB that the maker of each of its SSDs warrants, such as 1200",
+    )
 
     workers: int | str | None = _cluster(
         None,
@@ -81,6 +97,10 @@ class PlanOptions(RunOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         given = {each.key for each in self.declarations() if getattr(self, each.key) != each.default}
+        if self.machine is None and (changes := [key for key in MACHINE_CHANGES if key in given]):
+            raise ConfigError(
+                f"{', '.join(changes)}: changes a machine profile, and none is named; add --machine NAME, such as desktop-4090"
+            )
         shapes = sorted(given & {"workers", "local_steps", "ranks", "stages"})
         if len(shapes) > 1:
             raise ConfigError(f"{' and '.join(shapes)}: each is another way to share out a run; give one of them")
@@ -91,4 +111,6 @@ class PlanOptions(RunOptions):
             raise ConfigError("exchange_dtype: given without local_steps; say how many steps learners take alone")
 
 
+# The options that change a machine profile, in the order of their words.
+MACHINE_CHANGES = ("cores", "ram", "ram_rate", "ssd_rate", "ssd_write_rate", "ssd_tbw")
 _OF_NODES = ("link", "node_ssds", "nodes", "node_machine")
