@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from headrace.codec.table import Code
 from headrace.files.hub import HUB_SECONDS, hub_answers
 from headrace.files.model_directory import absent, read_configuration, refuse_no_configuration
-from headrace.model import Checkpoint, text_config
+from headrace.model import Checkpoint, describe, text_config
 from headrace.model.blocks.find_blocks import quantisation_of
 from headrace.model.blocks.text_part import text_part
 from headrace.terms.errors import ConfigError, ModelError, in_one_line
@@ -57,19 +57,18 @@ def as_decoded(config: Any) -> str:
 
 
 def open_coded(model: str | Path, compress: str | None = None) -> Checkpoint:
-    """Return the checkpoint of a model whose weights are coded already.
+    """Return the checkpoint of a model whose weights are coded already: its files, or what its configuration says of them.
 
     Raises:
-        ConfigError: there is only a configuration; or it is to be compressed once more.
+        ConfigError: only its files say how small the weights are, and they are not here; or it is to be compressed once more.
         ModelError: it cannot be read.
     """
     if compress is not None:
         raise ConfigError(f"compress: {model} is coded already; leave --compress out to plan with its own code")
-    if not Path(model).is_dir():
-        raise ConfigError(
-            f"model: the weights of {model} are coded, and only its files say how small they are; give the directory"
-        )
-    return Checkpoint.open(model, decode=True)
+    if has_weights(model):
+        return Checkpoint.open(model, decode=True)
+    path = _config_file(model)
+    return describe(path, AutoConfig.from_pretrained(path, trust_remote_code=False))
 
 
 def refuse_other_dtypes(code: Code, config: Any) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.model.chain.chain import Chain
     from headrace.model.costs.cost_profile import Profiles, profile
     from headrace.model.directory.checkpoint import Checkpoint
+    from headrace.model.directory.described import describe
     from headrace.model.directory.importing import import_unit, import_workspace_bytes
     from headrace.model.directory.matching import WeightMap, load_buffers, match_weights
     from headrace.model.kernels.products import WideProducts

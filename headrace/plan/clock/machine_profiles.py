@@ -1,8 +1,7 @@
 """Machine profiles by name or from a file.
 
-`machines/NAME.json` describes one GPU in a typical host and the drive that goes with it, each figure beside its source.
-`NAME-<n>ssd` is that machine with `n` such drives, `NAME` with one. A file is what `headrace bench machine`
-writes: `Ceilings.to_json`.
+`machines/<gpu>.json` describes one GPU in a typical host and the drive that goes with it, each figure beside its source.
+`<gpu>-<n>ssd` is that machine with `n` such drives, `<gpu>` with one. A file is what `headrace bench machine` writes.
 Invariant: whatever comes from here has passed the checks of `Ceilings.from_json`.
 """
 
@@ -35,8 +34,8 @@ def profile_names() -> tuple[str, ...]:
 def load_profile(name_or_path: str | Path) -> Ceilings:
     """Return the profile that comes with the package under this name, or the one in this JSON file.
 
-    A `Path`, a text that ends in `.json`, or one with a `/` is a file; anything else is a name, which has one SSD if it says
-    nothing of them.
+    A `Path`, a text that ends in `.json`, or one with a `/` is a file; anything else is a name. A name without a number of
+    SSDs has one.
 
     Raises:
         ConfigError: there is no such name (the message lists all) or file, it is not JSON, or a figure is missing or absurd.
@@ -57,8 +56,7 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
 def changed(machine: Ceilings, given: Mapping[str, float]) -> Ceilings:
     """Return `machine` with the figures of `given`: some of `MACHINE_CHANGES`, rates in bytes a second, writable bytes in TB.
 
-    What depends on a figure grows with it: the update's rate with memory's, a CPU's products with cores, and the rate of both
-    directions of a drive with those of each.
+    The update's rate grows with memory's, a CPU's products with its cores. A drive's rate of both directions grows with theirs.
 
     Raises:
         ConfigError: the machine that this makes cannot be.
