@@ -48,8 +48,8 @@ def describe(path: Path, config: Any) -> Checkpoint:
     code_of = make(described, skeleton) if make else None
     if code_of is None:
         raise ConfigError(
-            f"model: its weights are coded by {quantisation_of(config)}, and only its files say how small they are. Sizes follow "
-            "from config.json for mxfp4, fp8 with weight_block_size, and pack-quantized int4 of compressed-tensors; give the "
+            f"model: its weights are coded by {quantisation_of(config)}, and only its files say how small they are. Sizes "
+            "follow from config.json for mxfp4, fp8 with weight_block_size, and pack-quantized int4 of compressed-tensors; give the "
             "directory with the files"
         )
     tensors, offset = dict[str, StoredTensor](), 0
