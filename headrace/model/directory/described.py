@@ -1,6 +1,6 @@
 """The checkpoint that a configuration of a coded model describes, before its files are here: which tensors they would hold.
 
-Stored names are those of transformers' own reversed rules, parts and their sizes those of the codes. Sizes are exact where files
+Stored names are those of transformers' own reversed rules, parts and their sizes those of the codes. Sizes are exact if files
 keep to the format: only data are missing. Invariant: what is described goes through the reader of real files, with its checks.
 """
 
@@ -49,8 +49,8 @@ def describe(path: Path, config: Any) -> Checkpoint:
     if code_of is None:
         raise ConfigError(
             f"model: its weights are coded by {quantisation_of(config)}, and only its files say how small they are. Sizes "
-            "follow from config.json for mxfp4, fp8 with weight_block_size, and pack-quantized int4 of compressed-tensors; give the "
-            "directory with the files"
+            "follow from config.json for mxfp4, fp8 with weight_block_size, and pack-quantized int4 of compressed-tensors; "
+            "give the directory with the files"
         )
     tensors, offset = dict[str, StoredTensor](), 0
     for key, shape, name in _stored(skeleton, dtype, code_of):
