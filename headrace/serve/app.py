@@ -100,7 +100,7 @@ class Service:
         finally:
             self._being_read -= 1
         told, request = self._handed_in(asked)
-        reply = Reply(shape, self._reader.name, request.seed)
+        reply = Reply(shape, self._reader.name, request.seed, asked.speech and asked.speech())
         try:
             found = await _unless_gone(http, told.get)
             if asked.streams and isinstance(found, Begun):
@@ -129,11 +129,12 @@ class Service:
             if not has_text:
                 self._figures.first_text(time.monotonic() - request.came)
             has_text = True
-            yield _event(reply.piece(str(found)))
-        if found.text and not has_text:  # beams come whole
-            yield _event(reply.piece(found.text))
+            for piece in reply.pieces(str(found)):
+                yield _event(piece)
+        rest = [] if has_text or not found.text else reply.pieces(found.text)  # beams come whole
         self._figures.answered(found, time.monotonic() - request.came)
-        yield _event(reply.end(found))
+        for piece in (*rest, *reply.end(found)):
+            yield _event(piece)
         if asked.tells_usage:
             yield _event(reply.usage(found))
         yield "data: [DONE]\n\n"
@@ -201,7 +202,7 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever would hear it
                 loop.call_soon_threadsafe(told.put_nowait, found)
 
-        request = Handed(asked.ids, asked.settings, asked.new_tokens, tell, asked.streams)
+        request = Handed(asked.ids, asked.settings, asked.new_tokens, tell, asked.streams, asked.speech is not None)
         if asked.seed is not None:
             request.seed = asked.seed
         self._desk.hand_in(request)

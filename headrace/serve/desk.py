@@ -49,7 +49,7 @@ class Request:
     """One request: token ids, settings as `GenerateOptions.settings` has them, and the most new tokens.
 
     `tell` is called from the engine's thread, in this order: `Begun`; pieces of text, if it `streams`; then an `Answer`. Or, at
-    any time, an error, which is the last.
+    any time, an error, which is the last. `special`: texts have special tokens.
     """
 
     ids: tuple[int, ...]
@@ -57,6 +57,7 @@ class Request:
     new_tokens: int
     tell: Callable[[Told], None]
     streams: bool = False
+    special: bool = False
     seed: int = field(default_factory=lambda: secrets.randbits(32))
     is_gone: bool = False
     came: float = field(default_factory=time.monotonic)
@@ -191,7 +192,8 @@ class Desk:
         model.check_tokens(request.ids)
         asked = {**self._changes, **request.settings, "max_new_tokens": request.new_tokens}
         settings = model.settings(len(request.ids), None, asked)
-        return watched(settings, (request.ids,), request.tell if request.streams else None, _Gone(request))
+        write = request.tell if request.streams else None
+        return watched(settings, (request.ids,), write, _Gone(request), special=request.special)
 
     def _told(self, done: Generated) -> Told:
         if done.error is not None:

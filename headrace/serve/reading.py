@@ -4,14 +4,17 @@ Invariant: whatever bytes a client sends, the outcome is a request or an `Refuse
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.data.chat.api_bodies import conversation_of, settings_of
+from headrace.data.chat.api_bodies import settings_of
 from headrace.data.chat.prompts import Prompts
-from headrace.data.chat.request_keys import RENAMED, check_keys, is_one_of
+from headrace.data.chat.request_keys import RENAMED, TEMPLATE_KEYS, check_keys, is_one_of
+from headrace.serve.rendering import RENDER_SECONDS, in_time
 from headrace.serve.shapes import CHAT, EndpointShape
+from headrace.serve.tools.asking import CHAT_KEYS, Asking
+from headrace.serve.tools.speech import Speech
 from headrace.terms.errors import HeadraceError, InputError, shortened
 
 _STREAM = ("stream", "stream_options")
@@ -36,7 +39,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a request asks; `seed` None: it names none."""
+    """What a request asks; `seed` None: it names none. `speech` makes what takes its answer apart, None: the answer is text."""
 
     shape: EndpointShape
     ids: tuple[int, ...]
@@ -45,6 +48,7 @@ class GenerationRequest:
     seed: int | None
     streams: bool
     tells_usage: bool
+    speech: Callable[[], Speech] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class RequestReader:
     """Reads the bodies of requests to the model called `name`. It is used by one thread at a time, as its tokenizer is."""
 
     name: str
-    prompts: Prompts
+    asking: Asking
     limits: Limits
 
     def read(self, shape: EndpointShape, content: bytes) -> GenerationRequest:
@@ -67,8 +71,8 @@ class RequestReader:
             raise Refused(f"model {shortened(repr(model))} is not here; this server has {self.name!r}", 404, "model_not_found")
         try:
             streams, tells_usage = _stream_of(body)
-            ids = tuple(conversation_of(body, self.prompts) if shape is CHAT else self._prompt_of(body))
-            check_keys(body, (*_STREAM, *(("messages", "tools") if shape is CHAT else ("prompt",))))
+            ids, speech = self._chat_of(body) if shape is CHAT else (self._prompt_of(body), None)
+            check_keys(body, (*_STREAM, *((*CHAT_KEYS, *TEMPLATE_KEYS) if shape is CHAT else ("prompt",))))
             bounded = {key: value for key, value in body.items() if not (key in RENAMED and is_one_of(value, (-1,)))}
             settings = settings_of(bounded)
         except InputError as error:
@@ -76,14 +80,20 @@ class RequestReader:
         new, seed = settings.pop("max_new_tokens", None), settings.pop("seed", None)
         if len(bounded) < len(body) and new is None:  # -1: as many as there is room for
             new = max(0, self.limits.together - len(ids))
-        return GenerationRequest(shape, ids, settings, self._new_tokens(len(ids), new), seed, streams, tells_usage)
+        count = self._new_tokens(len(ids), new)
+        return GenerationRequest(shape, tuple(ids), settings, count, seed, streams, tells_usage, speech)
+
+    def _chat_of(self, body: Mapping[str, Any]) -> tuple[list[int], Callable[[], Speech] | None]:
+        with in_time(RENDER_SECONDS):
+            asked = self.asking.read(body)
+        return self.asking.prompts.of_rendered(asked.text), asked.speech
 
     def _prompt_of(self, body: Mapping[str, Any]) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
             prompt = prompt[0]
         if isinstance(prompt, str):
-            return Prompts(self.prompts.tokenizer, raw=True).of_text(prompt)
+            return Prompts(self.asking.prompts.tokenizer, raw=True).of_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(each, int) and each is not True for each in prompt):
             return prompt
         raise Refused("prompt must be one text, or one list of tokens; send a request for each prompt")

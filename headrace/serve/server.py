@@ -28,6 +28,7 @@ from headrace.serve.connections import Connection
 from headrace.serve.desk import Desk
 from headrace.serve.figures import ServerFigures
 from headrace.serve.reading import Limits, RequestReader
+from headrace.serve.tools.asking import Asking
 from headrace.terms.errors import ConfigError, PlanInfeasible
 from headrace.terms.events import Event, Sink
 from headrace.terms.options.serve_options import ServeOptions
@@ -81,9 +82,10 @@ def serve(
         figures.watch(desk, plan.seats)
         name = place.resolve().name
         day = options.template_date or generator.model.here.template_date
+        variables = options.generation.template_variables
         reader = RequestReader(
             name,
-            Prompts(generator.model.tokenizer(), False, options.system, day),
+            Asking(Prompts(generator.model.tokenizer(), False, options.system, day, variables), options.tool_dialect),
             limits,
         )
         host, port = listener.getsockname()[:2]

@@ -6,28 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.generate.uses.answering import Answer
-
-Json = dict[str, Any]
+from headrace.generate.uses.answering import STOP, Answer
+from headrace.serve.tools.dialect import Json
+from headrace.serve.tools.speech import Speech, message_of
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointShape:
-    """How an endpoint answers: the names of its objects, and where text stands in a choice, whole or a piece."""
+    """How an endpoint answers: the names of its objects, and whether it speaks in messages."""
 
     prefix: str
     whole: str
     piece: str
     is_chat: bool
-
-    def choice(self, text: str | None, reason: str | None, *, piece: bool) -> Json:
-        """Return the one choice; `text` None: it has no more."""
-        found: Json = {"index": 0, "logprobs": None, "finish_reason": reason}
-        if not self.is_chat:
-            return found | {"text": text or ""}
-        if piece:
-            return found | {"delta": {} if text is None else {"content": text}}
-        return found | {"message": {"role": "assistant", "content": text}}
 
 
 CHAT = EndpointShape("chatcmpl", "chat.completion", "chat.completion.chunk", is_chat=True)
@@ -36,41 +27,61 @@ TEXT = EndpointShape("cmpl", "text_completion", "text_completion", is_chat=False
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The JSON of one request's answer: all its objects have one id. `seed` is what it was drawn with."""
+    """The JSON of one request's answer: all its objects have one id. `seed` is what it was drawn with. `speech` takes the
+    answer apart, None: it is text.
+    """
 
     shape: EndpointShape
     model: str
     seed: int
+    speech: Speech | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, answer: Answer) -> Json:
         """Return the answer."""
-        choice = self.shape.choice(answer.text, answer.finish_reason, piece=False)
-        return self._object(self.shape.whole, [choice]) | {"usage": usage_of(answer)}
+        if self.shape.is_chat:
+            said = {"message": message_of([*self._deltas(answer.text), *self._rest()])}
+        else:
+            said = {"text": answer.text}
+        return self._object(self.shape.whole, said, self._reason(answer)) | {"usage": usage_of(answer)}
 
     def begin(self) -> Json | None:
         """Return what comes before the first piece of text, if anything does."""
         if not self.shape.is_chat:
             return None
-        choice = self.shape.choice(None, None, piece=True) | {"delta": {"role": "assistant", "content": ""}}
-        return self._object(self.shape.piece, [choice])
+        return self._object(self.shape.piece, {"delta": {"role": "assistant", "content": ""}})
 
-    def piece(self, text: str) -> Json:
-        """Return a piece of text."""
-        return self._object(self.shape.piece, [self.shape.choice(text, None, piece=True)])
+    def pieces(self, text: str) -> list[Json]:
+        """Return what a piece of text becomes."""
+        if not self.shape.is_chat:
+            return [self._object(self.shape.piece, {"text": text})]
+        return [self._object(self.shape.piece, {"delta": each}) for each in self._deltas(text)]
 
-    def end(self, answer: Answer) -> Json:
-        """Return what says why the answer ends."""
-        return self._object(self.shape.piece, [self.shape.choice(None, answer.finish_reason, piece=True)])
+    def end(self, answer: Answer) -> list[Json]:
+        """Return what is left of the answer, and what says why it ends."""
+        left = [self._object(self.shape.piece, {"delta": each}) for each in self._rest()]
+        nothing: Json = {"delta": {}} if self.shape.is_chat else {"text": ""}
+        return [*left, self._object(self.shape.piece, nothing, self._reason(answer))]
 
     def usage(self, answer: Answer) -> Json:
         """Return the last object of a stream whose client asked for the numbers of tokens."""
-        return self._object(self.shape.piece, []) | {"usage": usage_of(answer)}
+        return self._object(self.shape.piece, None) | {"usage": usage_of(answer)}
 
-    def _object(self, kind: str, choices: list[Json]) -> Json:
+    def _deltas(self, text: str) -> list[Json]:
+        return [{"content": text}] if self.speech is None else self.speech.feed(text)
+
+    def _rest(self) -> list[Json]:
+        return [] if self.speech is None else self.speech.end()
+
+    def _reason(self, answer: Answer) -> str:
+        is_called = self.speech is not None and self.speech.calls and answer.finish_reason == STOP
+        return "tool_calls" if is_called else answer.finish_reason
+
+    def _object(self, kind: str, said: Json | None, reason: str | None = None) -> Json:
         names = {"id": f"{self.shape.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
-        return names | {"choices": choices, "seed": self.seed}
+        choice: Json = {"index": 0, "logprobs": None, "finish_reason": reason}
+        return names | {"choices": [] if said is None else [choice | said], "seed": self.seed}
 
 
 def usage_of(answer: Answer) -> Json:

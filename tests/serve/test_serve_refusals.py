@@ -22,6 +22,7 @@ from headrace.data.chat.request_keys import NEUTRAL
 from headrace.serve import desk
 from headrace.serve.reading import GenerationRequest, Limits, Refused, RequestReader
 from headrace.serve.shapes import CHAT, TEXT
+from headrace.serve.tools.asking import Asking
 from headrace.terms.errors import ConfigError, PlanInfeasible
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -70,7 +71,7 @@ def test_a_request_is_refused_with_a_reason(server: Server, name: str) -> None:
 
 def test_values_that_change_nothing_are_taken(model: Path) -> None:
     """Each of the table's: what programs always send, whatever they ask for."""
-    reader = RequestReader("tiny", Prompts(_tokenizer(model)), Limits(96, 128, 64))
+    reader = RequestReader("tiny", Asking(Prompts(_tokenizer(model))), Limits(96, 128, 64))
     for shape, body in ((CHAT, {"messages": TALK, "temperature": 0}), (TEXT, {"prompt": "w", "temperature": 0})):
         plain = reader.read(shape, json.dumps(body).encode())
         for key, values in NEUTRAL.items():
@@ -143,7 +144,7 @@ KEYS = ("model", "messages", "prompt", "stop", "seed", "stream", "stream_options
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=ANY | st.dictionaries(st.sampled_from(KEYS), ANY | st.just(TALK), max_size=4), chat=st.booleans())
 def test_any_body_is_read_or_refused(body: Any, chat: bool, model: Path) -> None:
-    reader = RequestReader("tiny", Prompts(_tokenizer(model)), Limits(96, 128, 64))
+    reader = RequestReader("tiny", Asking(Prompts(_tokenizer(model))), Limits(96, 128, 64))
     found: GenerationRequest | None = None
     with contextlib.suppress(Refused):
         found = reader.read(CHAT if chat else TEXT, json.dumps(body).encode())

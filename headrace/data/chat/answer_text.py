@@ -17,10 +17,10 @@ _HALF = "�"
 
 
 class AnswerText:
-    """Decodes one answer. `stops` are the texts that end it; they are no part of it."""
+    """Decodes one answer. `stops` are the texts that end it; they are no part of it. `special`: it shows special tokens."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, tuple(stops)
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), *, special: bool = False) -> None:
+        self._tokenizer, self._stops, self._shows_special = tokenizer, tuple(stops), special
         self._ids: list[int] = []
         self._before, self._overlap = "", 0  # settled text, and how much of the window's text it has already
         self._text, self._certain, self._given = "", 0, 0
@@ -50,7 +50,7 @@ class AnswerText:
         if self._stops and not self.stopped:
             marks = [mark for mark in self._marks if mark[0] <= end]
             shown = self._text[:end]
-            end = min(self._in_text(marks, _before_part(_with(shown, marks), self._stops)), _before_part(shown, self._stops))
+            end = min(self._in_text(marks, before_part(_with(shown, marks), self._stops)), before_part(shown, self._stops))
         return self._taken(end)
 
     def rest(self) -> str:
@@ -88,7 +88,7 @@ class AnswerText:
         return str(self._tokenizer.decode([token], skip_special_tokens=False)) if hidden else ""
 
     def _words(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not self._shows_special))
 
     @staticmethod
     def _in_text(marks: Sequence[tuple[int, str]], place: int) -> int:
@@ -112,7 +112,7 @@ def _with(text: str, marks: Sequence[tuple[int, str]]) -> str:
     return "".join([*parts, text[last:]])
 
 
-def _before_part(text: str, stops: Sequence[str]) -> int:
+def before_part(text: str, stops: Sequence[str]) -> int:
     """Return where the end of `text` begins that may be the beginning of a stop; its length if there is none."""
     most = min(len(text), max(map(len, stops)) - 1)
     lengths = (length for length in range(most, 0, -1) if any(stop.startswith(text[len(text) - length :]) for stop in stops))

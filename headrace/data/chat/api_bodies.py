@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.data.chat.prompts import Prompts
-from headrace.data.chat.request_keys import NEUTRAL, OFF, RENAMED, SETTINGS, is_one_of
-from headrace.terms.errors import DataError
+from headrace.data.chat.request_keys import NEUTRAL, OFF, RENAMED, SETTINGS, TEMPLATE_KEYS, is_one_of
+from headrace.terms.errors import DataError, shortened
 from headrace.terms.options.generate_options import GenerateOptions
 
 
@@ -37,8 +37,29 @@ def conversation_of(body: Mapping[str, Any], prompts: Prompts) -> list[int]:
     Raises:
         InputError: they are no conversation, or the model's template refuses it.
     """
+    return prompts.of_messages(messages_of(body), body.get("tools"), options=template_options_of(body))
+
+
+def messages_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a body's messages, with `system` for its newer name `developer`.
+
+    Raises:
+        DataError: they are no conversation.
+    """
     messages = body.get("messages")
     are_objects = isinstance(messages, list) and all(isinstance(each, dict) for each in messages)
     if not messages or not are_objects or not all(isinstance(each.get("role"), str) for each in messages):
         raise DataError("messages must be a list of objects with role and content")
-    return prompts.of_messages(messages, body.get("tools"))
+    return [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+
+
+def template_options_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that a body sets for the chat template.
+
+    Raises:
+        DataError: they are no object.
+    """
+    options = body.get("chat_template_kwargs") or {}
+    if not isinstance(options, dict):
+        raise DataError(f"chat_template_kwargs must be an object, found {shortened(repr(options))}")
+    return {**options, **{key: body[key] for key in TEMPLATE_KEYS[1:] if body.get(key) is not None}}

@@ -3,6 +3,7 @@
 Invariant: templates are programs of the model's author. What they do is found by rendering, once, and never by their names.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,19 +73,38 @@ class Template:
         """The template itself, or several."""
         return _texts(self.tokenizer.chat_template)
 
-    def render(self, messages: Messages, tools: Any = None, *, prompt: bool = False, opened: bool = False) -> str:
+    def render(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        *,
+        prompt: bool = False,
+        opened: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of `messages`; with `prompt`, the opening of an assistant turn follows them; with `opened`, the last
-        of them does not end.
+        of them does not end. `variables` are the template's own, such as `enable_thinking`.
 
         Raises:
             TemplateRefusal: the template raises.
+            DataError: a variable has the name of an argument: a template of a client's own would be a program of its.
         """
         if not messages:  # which the tokenizer's own method does not take
             return self._render(messages, tools, add_generation_prompt=prompt)[0]
+        if taken := self._arguments & set(variables or ()):
+            raise DataError(f"{min(taken)} is no variable of a chat template; it is set by Headrace. Leave it out")
         with _refusals():
             dated = {} if self.day is None else {"chat_template": self._dated(tools)}
             options = {"tools": tools, "add_generation_prompt": prompt, "continue_final_message": opened, **dated}
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options))
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **options, **(variables or {})))
+
+    @cached_property
+    def _arguments(self) -> set[str]:
+        """What transformers takes beside a template's variables."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        methods = (type(self.tokenizer).apply_chat_template, render_jinja_template)
+        return {"messages", *(name for each in methods for name in inspect.signature(each).parameters)}
 
     def render_tagged(self, messages: Messages, tools: Any = None) -> tuple[str, list[Stretch]]:
         """Return the text of `messages` and the stretches that the template's tags mark.
@@ -176,7 +196,15 @@ class Template:
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             given["tool_calls"] = [self._given_call(call) for call in calls]
+            if content is None and not self._takes_no_content:
+                given["content"] = ""
         return given
+
+    @cached_property
+    def _takes_no_content(self) -> bool:
+        """Whether the assistant may call without a content."""
+        call = {key: value for key, value in _calling({}).items() if key != "content"}
+        return self.try_render([{"role": "user", "content": _ASKED}, call], [_TOOL]) is not None
 
     def _given_call(self, call: Any) -> Any:
         if not isinstance(call, dict):

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.data.chat.api_bodies import conversation_of, settings_of
 from headrace.data.chat.prompts import Prompts
-from headrace.data.chat.request_keys import check_keys
+from headrace.data.chat.request_keys import TEMPLATE_KEYS, check_keys
 from headrace.terms.errors import HeadraceError
 
 _BATCH_URL = "/v1/chat/completions"
@@ -75,7 +75,8 @@ def read_line(number: int, text: str, prompts: Prompts) -> PromptLine:
         is_batch = "custom_id" in values and "body" in values
         body = _batch_body(values) if is_batch else values
         ids = tuple(_ids(body, prompts))
-        check_keys(body, ("messages", "tools") if "messages" in body else ("prompt",), has_columns=not is_batch)
+        read = ("messages", "tools", *TEMPLATE_KEYS) if "messages" in body else ("prompt",)
+        check_keys(body, read, has_columns=not is_batch)
         return PromptLine(number, values, ids, settings_of(body))
     except (_Wrong, HeadraceError) as error:
         return PromptLine(number, values, error=f"line {number}: {error}")

@@ -4,7 +4,7 @@ Invariant: a prompt is tokenised as in transformers' own examples: the template 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Prompts:
-    """Makes token ids of prompts with a tokenizer. `raw`: text is taken as it is; `system` opens conversations without one.
+    """Makes token ids of prompts with a tokenizer. `raw`: text is taken as it is; `system` opens conversations without one;
+    `options` are variables of the chat template.
 
     A chat template that asks for the time gets the beginning of `day` (YYYY-MM-DD); None: it gets the time.
     """
@@ -27,6 +28,7 @@ class Prompts:
     raw: bool = False
     system: str | None = None
     day: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def of_text(self, text: str) -> list[int]:
         """Return the ids of a text. If the tokenizer has a chat template, it is what a user says, unless `raw`.
@@ -43,13 +45,34 @@ class Prompts:
             )
         return self._ids(text)
 
-    def of_messages(self, messages: Messages, tools: Any = None, *, opened: bool = False) -> list[int]:
-        """Return the ids of a conversation, with the opening of the assistant's turn; the template renders `tools`. If the last
-        message is `opened`, it is the assistant's, and its turn does not end.
+    def of_messages(self, messages: Messages, tools: Any = None, **how: Any) -> list[int]:
+        """Return the ids of a conversation; arguments and errors are those of `rendered`."""
+        return self.of_rendered(self.rendered(messages, tools, **how))
+
+    def of_rendered(self, text: str) -> list[int]:
+        """Return the ids of what the template made.
+
+        Raises:
+            DataError: it has no tokens.
+        """
+        return self._ids(text, add_special_tokens=False)
+
+    def rendered(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        *,
+        opened: bool = False,
+        prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation, with the opening of the assistant's turn unless `prompt` is False; the template
+        renders `tools`. If the last message is `opened`, it is the assistant's, and its turn does not end.
 
         Raises:
             ModelError: the tokenizer has no chat template.
-            DataError: the template refuses the conversation, a message has a picture, a sound or a video, or tools are no list.
+            DataError: the template refuses the conversation or an option, a message has a picture, a sound or a video, or tools
+                are no list.
         """
         if not self.tokenizer.chat_template:
             raise ModelError(
@@ -60,9 +83,9 @@ class Prompts:
         if self.system is not None and not (whole and whole[0].get("role") == "system"):
             whole.insert(0, {"role": "system", "content": self.system})
         read = read_messages("the prompt", whole, "messages").messages
-        given, tools = self._template.given(read), read_tools("the prompt", tools)
-        text = self._template.render(given, tools, prompt=not opened, opened=opened)
-        return self._ids(text, add_special_tokens=False)
+        given, tools, template = self.template.given(read), read_tools("the prompt", tools), self.template
+        variables = {**self.options, **(options or {})}
+        return template.render(given, tools, prompt=prompt and not opened, opened=opened, variables=variables)
 
     def to_answer(self, messages: Any) -> list[int]:
         """Return the ids of a conversation that is to be answered: what the assistant said last, the answer goes on with.
@@ -78,7 +101,8 @@ class Prompts:
         return _some(tokens.ids)
 
     @cached_property
-    def _template(self) -> Template:
+    def template(self) -> Template:
+        """The tokenizer's chat template."""
         return Template.of(self.tokenizer, self.day)
 
 

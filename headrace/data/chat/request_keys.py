@@ -13,6 +13,8 @@ from headrace.terms.options.generate_options import GenerateOptions
 SETTINGS = (*(each.key for each in GenerateOptions.declarations() if each.setting and each.setting.by_line), "seed")
 # Keys that are options here by another name.
 RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+# What chat templates are given: an object of variables, or one of them.
+TEMPLATE_KEYS = ("chat_template_kwargs", "enable_thinking", "reasoning_effort")
 # Keys that no value of changes an answer.
 WITHOUT_EFFECT = frozenset(
     ("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")

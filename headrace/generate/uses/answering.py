@@ -44,7 +44,7 @@ class Answerer(Closing):
         self.generator, self._options, self._sink = generator, options, sink
         self._tokenizer = generator.model.tokenizer()
         day = options.template_date or generator.model.here.template_date
-        self._prompts = Prompts(self._tokenizer, options.raw, options.system, day)
+        self._prompts = Prompts(self._tokenizer, options.raw, options.system, day, options.template_variables)
         self._count = 0
 
     def answer(self, prompt: str | Messages, write: Callable[[str], None], plan: Callable[[Any], None] | None = None) -> Answer:

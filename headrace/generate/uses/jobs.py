@@ -79,7 +79,7 @@ def run_job(
     tokenizer = generator.model.tokenizer()
     day = options.template_date or generator.model.here.template_date or _day_of(folder, tokenizer)
     options, changes = replace(options, template_date=day), changes_of(generator, options, tokenizer)
-    lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day))
+    lines, digest = _read(source, Prompts(tokenizer, options.raw, options.system, day, options.template_variables))
     lines = [_fitting(line, generator, changes) for line in lines]
     left = [line for line in lines if not line.error]
     answers: dict[int, dict[str, Any]] = {line.number: line.refused(line.error) for line in lines if line.error}

@@ -6,6 +6,7 @@ ends alone, and says so. Texts are looked for in answers alone; transformers' ow
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
     `failed` has the number of the token whose logits were not finite, by prompt.
     """
 
-    def __init__(self, settings: Mapping[str, Any], rows: int, length: int, write: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], rows: int, length: int, write: Callable[[str], None] | None, special: bool
+    ) -> None:
         config = settings["generation_config"]
         stops = config.stop_strings or ()
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
@@ -31,7 +34,8 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
         self._has_beams = (config.num_beams or 1) > 1
         self._rows, self._length = rows, length
         self._write = None if self._has_beams else write
-        self._texts = [AnswerText(self._tokenizer, self._stops) for _ in range(rows)]
+        self._text = partial(AnswerText, self._tokenizer, self._stops, special=special)
+        self._texts = [self._text() for _ in range(rows)]
         self._over = [False] * rows
         self.failed: dict[int, int] = {}
 
@@ -64,7 +68,7 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
 
     def finish(self, row: int, tokens: tuple[int, ...]) -> AnswerText:
         """Return the answer of a prompt, of which `tokens` are all; the rest of its text is written."""
-        found = AnswerText(self._tokenizer, self._stops) if self._has_beams else self._texts[row]
+        found = self._text() if self._has_beams else self._texts[row]
         found.add(tokens[found.count :])
         if self._write is not None and row not in self.failed and (rest := found.rest()):
             self._write(rest)
@@ -72,7 +76,7 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
 
     def _ended(self, row: int, tokens: list[int]) -> bool:
         if self._has_beams:  # rows change places
-            found = AnswerText(self._tokenizer, self._stops)
+            found = self._text()
             found.add(tokens)
             return found.stopped
         found = self._texts[row]
@@ -103,10 +107,11 @@ def watched(
     rows: tuple[tuple[int, ...], ...],
     write: Callable[[str], None] | None = None,
     *more: StoppingCriteria,
+    special: bool = False,
 ) -> dict[str, Any]:
-    """Return the arguments of `generate` for `rows`, which are watched; `more` end them, too."""
+    """Return the arguments of `generate` for `rows`, which are watched; `more` end them, too. Texts have `special` tokens."""
     config = copy.copy(settings["generation_config"])
-    watch = Watch(settings, len(rows), max(map(len, rows)), write)
+    watch = Watch(settings, len(rows), max(map(len, rows)), write, special)
     config.stop_strings = None
     added = {_WATCH: StoppingCriteriaList([watch, *more]), "logits_processor": LogitsProcessorList([_Finite(watch)])}
     return {**settings, "generation_config": config, **added}

@@ -4,6 +4,7 @@ An option that sets something of transformers' GenerationConfig names it: `setti
 change while a job of a file is under way says `fixed=False`; all others decide its answers.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +101,12 @@ class GenerateOptions(Declared):
         row="the day, YYYY-MM-DD, for chat templates that ask for the date",
         words="a run's own, or now",
         group=Group.PROMPTS,
+    )
+    template_option: tuple[str, ...] = _prompts(
+        (),
+        Listed(Text()),
+        "A variable of the chat template, KEY=VALUE; repeatable.",
+        row="variables of the chat template, `KEY=VALUE`: `enable_thinking=false`. Values are JSON, or texts",
     )
     adapter: str | Path | None = _method(
         None,
@@ -231,8 +238,27 @@ class GenerateOptions(Declared):
             )
         if self.copy_weights and not self.ssd:
             raise ConfigError(NO_PLACE)
+        self.template_variables  # noqa: B018 (checked)
         if any(not text for text in self.stop):
             raise ConfigError("stop: expected a text that ends an answer, found an empty one; leave it out")
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables of the chat template.
+
+        Raises:
+            ConfigError: one is not KEY=VALUE.
+        """
+        found: dict[str, Any] = {}
+        for text in self.template_option:
+            key, equals, value = text.partition("=")
+            if not (key.isidentifier() and equals):
+                raise ConfigError(f"template_option: expected KEY=VALUE, found {text!r}")
+            try:
+                found[key] = json.loads(value)
+            except ValueError:
+                found[key] = value
+        return found
 
     @property
     def budget(self) -> Budget:

@@ -8,11 +8,13 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.declared import Declared, Group, option, option_as
 from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
-from headrace.terms.options.option_kinds import Listed, PathOf, Text, Whole
+from headrace.terms.options.option_kinds import Listed, OneOf, PathOf, Text, Whole
 
 _server = partial(option, group=Group.SERVER)
 
 LOOPBACK = "127.0.0.1"
+# How models call tools (`serve.tools.table`).
+TOOL_DIALECTS = ("deepseek", "gemma", "glm", "harmony", "hermes", "llama3", "mistral", "mistral-args", "qwen", "think")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,16 @@ class ServeOptions(Declared):
         row="names by which clients may call the server, without the port; `*` for all",
         words="on a loopback address those of loopback, else all",
     )
+    tool_dialect: str | None = _server(
+        None,
+        OneOf(TOOL_DIALECTS),
+        f"How the model calls tools: {', '.join(TOOL_DIALECTS)}.",
+        row="how the model calls tools ([dialects](serve.md#tools-and-thoughts)). Where its chat template does not tell of "
+        "tools, a system message does",
+        words="the tokenizer's `response_template`, or what the chat template's marks say",
+    )
     system: str | None = option_as(GenerateOptions, "system")
+    template_option: tuple[str, ...] = option_as(GenerateOptions, "template_option")
     template_date: str | None = option_as(GenerateOptions, "template_date")
     adapter: str | Path | None = option_as(GenerateOptions, "adapter")
     host_memory: str | int | None = option_as(GenerateOptions, "host_memory")

@@ -38,8 +38,6 @@ OTHERS = {
     "tool_choice": "required",
     "parallel_tool_calls": "x",
     "add_generation_prompt": False,
-    "reasoning_effort": "low",
-    "chat_template_kwargs": {"a": 1},
     "system": "Be short.",
     "raw": True,
     "functions": [{}],
@@ -68,6 +66,13 @@ def test_a_neutral_value_changes_nothing(key: str, value: object, batch: bool) -
 def test_another_value_is_refused_by_name(key: str, value: object, batch: bool) -> None:
     error = read({**TALK, key: value}, batch=batch).error
     assert key in error or (key == "prompt" and "messages" in error)
+
+
+def test_variables_of_the_template_are_taken_and_arguments_of_its_rendering_refused() -> None:
+    for batch in (False, True):
+        assert not read({**TALK, "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}, batch=batch).error
+        error = read({**TALK, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, batch=batch).error
+        assert "chat_template is no variable" in error
 
 
 def test_what_follows_from_other_keys() -> None:
