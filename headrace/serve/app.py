@@ -27,7 +27,8 @@ from headrace.serve.desk import Begun, Desk, Full, ServerClosing, Told
 from headrace.serve.desk import Request as Handed
 from headrace.serve.figures import ServerFigures
 from headrace.serve.reading import GenerationRequest, Refused, RequestReader
-from headrace.serve.shapes import CHAT, TEXT, EndpointShape, Json, Reply, error_of, model_entry
+from headrace.serve.shapes import CHAT, TEXT, EndpointShape, Reply, error_of, model_entry
+from headrace.serve.tools.dialect import Json
 from headrace.terms.errors import InputError, in_one_line, shortened
 
 MAX_BODY_SECONDS = 60.0

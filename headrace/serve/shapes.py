@@ -40,10 +40,9 @@ class Reply:
 
     def whole(self, answer: Answer) -> Json:
         """Return the answer."""
+        said: Json = {"text": answer.text}
         if self.shape.is_chat:
             said = {"message": message_of([*self._deltas(answer.text), *self._rest()])}
-        else:
-            said = {"text": answer.text}
         return self._object(self.shape.whole, said, self._reason(answer)) | {"usage": usage_of(answer)}
 
     def begin(self) -> Json | None:
