@@ -19,7 +19,7 @@ from headrace.codec.targets import DirectTarget
 from headrace.compress.coded_files import CodedFiles, Spool, Written
 from headrace.compress.work import MODEL, appear, ends_of, identity_of, left_lines, unfinished, working
 from headrace.model import Chain, Checkpoint
-from headrace.model.stored.coded import read_tensor
+from headrace.model.stored.coded_source import read_tensor
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.model.written.export import export_bytes
 from headrace.store.work import Work

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.codec import Codec, Parts
-from headrace.codec.published import Fp8Blocks, Mxfp4, Nf4, PackQuantized
+from headrace.codec.published import Fp4Blocks, Fp8Blocks, Int8Rows, IntGroups, Mxfp4, Nf4, PackQuantized
 from headrace.testing.codec_contract import CodecContract
 
 
@@ -83,6 +83,120 @@ class TestFp8(CodecContract):
         scales = parts["weight_scale_inv"].double().numpy()
         wide = np.repeat(np.repeat(scales, 16, axis=0)[:rows], 64, axis=1)[:, :columns]
         return (values.astype(np.float32) * wide.astype(np.float32)).astype(np.float64)
+
+
+def fields(words: Tensor, bits: int) -> NDArray[np.int64]:
+    """The numbers of `bits` in each word, the lowest first, along the last axis."""
+    wide = words.numpy().view(np.uint32).astype(np.int64)
+    return np.stack([(wide >> shift) & ((1 << bits) - 1) for shift in range(0, 32, bits)], axis=-1)
+
+
+class IntReference(CodecContract):
+    shapes = ((8, 128), (40, 256), (64, 64))
+    error = 0.6  # of the largest of the row
+    layout = "awq"
+    bits = 4
+
+    def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
+        """Number by number, from where AutoAWQ and AutoGPTQ put them."""
+        if self.layout == "packed":
+            codes = fields(parts["weight_packed"], self.bits).reshape(rows, -1)[:, :columns]
+            scales, zeros = parts["weight_scale"], np.full((rows, 1), 1 << (self.bits - 1))
+        elif self.layout == "awq":
+            order = [0, 2, 4, 6, 1, 3, 5, 7]
+            codes = np.empty((columns, rows // 8, 8), np.int64)
+            points = np.empty((len(parts["scales"]), rows // 8, 8), np.int64)
+            for place, row in enumerate(order):
+                codes[:, :, row] = fields(parts["qweight"], 4)[:, :, place]
+                points[:, :, row] = fields(parts["qzeros"], 4)[:, :, place]
+            codes, scales, zeros = codes.reshape(columns, rows).T, parts["scales"].T, points.reshape(-1, rows).T
+        else:
+            codes = fields(parts["qweight"], self.bits).transpose(0, 2, 1).reshape(columns, rows).T
+            zeros = fields(parts["qzeros"], self.bits).reshape(len(parts["scales"]), rows).T
+            scales, zeros = parts["scales"].T, (zeros + (self.layout == "gptq")) % (1 << self.bits)
+        order = next((parts[name].numpy() for name in ("g_idx", "weight_g_idx") if name in parts), None)
+        if order is None:
+            order = np.arange(columns) // (columns // scales.shape[1])
+        wide = np.broadcast_to(zeros, scales.shape)[:, order]
+        exact = (codes - wide) * scales.double().numpy()[:, order]
+        return torch.from_numpy(exact).to(scales.dtype).double().numpy()
+
+    def test_any_words_decode_to_what_they_stand_for(self) -> None:
+        rows, columns, drawn = 24, 128, torch.Generator().manual_seed(3)
+        parts = dict(self.codec.encode(self.weights(rows, columns)))
+        for name in parts:
+            if parts[name].dtype is torch.int32 and "idx" not in name:
+                parts[name] = torch.randint(-(2**31), 2**31, parts[name].shape, generator=drawn).int()
+        if "g_idx" in parts:
+            parts["g_idx"] = parts["g_idx"][torch.randperm(columns, generator=drawn)]
+        expected = torch.from_numpy(self.reference(parts, rows, columns))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert torch.equal(self.decoded(parts, rows, columns, dtype), expected.float().to(dtype)), dtype
+        if (again := self.codec.repacked(parts)) is not None:
+            code, packed = again
+            found = torch.empty(rows, columns, dtype=torch.float16)
+            code.decode(packed, found, range(rows))
+            assert torch.equal(found, expected.half())
+        else:
+            assert self.bits == 8 or "ordered" in self.codec.name
+
+
+class TestAwq(IntReference):
+    codec = IntGroups("awq", 32)
+
+
+class TestGptq(IntReference):
+    layout, codec = "gptq", IntGroups("gptq", 64)
+
+
+class TestGptqOfEightBits(IntReference):
+    layout, bits, codec = "gptq", 8, IntGroups("gptq", 32, bits=8)
+
+
+class TestGptqInTheOrderOfActivations(IntReference):
+    layout, codec = "gptq_v2", IntGroups("gptq_v2", 32, ordered=True)
+
+
+class TestEightBitsOfCompressedTensors(IntReference):
+    layout, bits, codec = "packed", 8, IntGroups("packed", 64, "bfloat16", 8, symmetric=True)
+
+
+class Fp4Reference(CodecContract):
+    shapes = ((1, 256), (3, 128), (40, 256))
+    error = 1.0
+    whole = ""
+
+    def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
+        table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+        codes = nibbles(parts["weight_packed"].numpy()).reshape(rows, columns)
+        scales = parts["weight_scale"].float().numpy()
+        if self.whole:
+            shared = parts[self.whole].numpy()
+            scales = scales / shared if self.whole == "weight_global_scale" else scales * shared
+        values = np.where(codes & 8, np.float32(-1), np.float32(1)) * table[codes & 7]
+        return (values * np.repeat(scales, columns // scales.shape[1], axis=1)).astype(np.float64)
+
+
+class TestNvfp4(Fp4Reference):
+    whole, codec = "weight_global_scale", Fp4Blocks()
+
+
+class TestNvfp4OfModelOpt(Fp4Reference):
+    whole, codec = "weight_scale_2", Fp4Blocks(whole="weight_scale_2")
+
+
+class TestFp4OfExperts(Fp4Reference):
+    codec = Fp4Blocks(32, "float8_e8m0fnu", "")
+
+
+class TestInt8Rows(CodecContract):
+    codec = Int8Rows()
+    error = 0.01
+
+    def reference(self, parts: Parts, rows: int, columns: int) -> NDArray[np.float64]:
+        """As bitsandbytes: two products in float32."""
+        products = parts["weight"].numpy().astype(np.float32) * parts["SCB"].numpy()[:, None]
+        return (products * np.float32(7.874015718698502e-3)).astype(np.float64)
 
 
 class TestMxfp4(CodecContract):

@@ -29,7 +29,10 @@ def test_what_was_compressed_is_decompressed(dense: Path, dense_int4: Any, tmp_p
     AutoModelForCausalLM.from_pretrained(out)
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, ("fp8", "mxfp4", "nf4", "zero points", "gguf Q4_K")))
+@pytest.mark.parametrize(
+    "kind",
+    sampled(KINDS, ("fp8", "mxfp4", "nf4", "zero points", "gguf Q4_K", "awq", "gptq by activations", "nvfp4", "fp8 tensor")),
+)
 def test_published_codes_are_read(kind: str, tmp_path: Path) -> None:
     coded, expected = write_coded(tmp_path, kind)
     found = tensors_of(decompress_model(coded, tmp_path / "plain"))
@@ -102,13 +105,17 @@ def test_parts_of_other_shapes_are_refused(part: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("described", "words"),
     [
-        ({"quant_method": "awq", "bits": 4}, "coded by awq, which is not read"),
-        ({"quant_method": "gptq", "bits": 4}, "coded by gptq, which is not read"),
-        ({"quant_method": "fp8"}, "weight_block_size is None"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "of 8 bits"),
+        ({"quant_method": "hqq", "bits": 4}, "coded by hqq, which is not read.*Convert it with hqq"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version .gemv."),
+        ({"quant_method": "gptq", "bits": 3}, "bits .3."),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format .marlin."),
+        ({"quant_method": "gptq", "bits": 4}, "coded by gptq, and none has parts of it"),
+        ({"quant_method": "fp8"}, "without a block size"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "none has parts"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "FP4"),
         (
-            {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": {"weights": {}}}},
-            "float-quantized",
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": {"weights": {}}}},
+            "int-quantized",
         ),
     ],
 )

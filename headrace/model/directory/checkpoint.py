@@ -15,6 +15,7 @@ from headrace.files.model_directory import read_configuration, refuse_no_model, 
 from headrace.model.blocks.find_blocks import quantisation_of
 from headrace.model.blocks.text_part import text_part
 from headrace.model.stored.coded import decoded_tensors
+from headrace.model.stored.coded_keys import notes_on_activations
 from headrace.model.stored.gguf_tensors import gguf_tensors, is_gguf_directory
 from headrace.model.stored.safetensors_file import WEIGHT_DTYPES, StoredTensor, read_header
 from headrace.terms.errors import ModelError, in_one_line, shortened
@@ -100,11 +101,13 @@ class Checkpoint:
             )
         dtypes = {tensor.dtype for tensor in tensors.values()}
         _refuse_unquantised(directory, config, dtypes)
-        if decode and getattr(config, "quantization_config", None) is not None:
+        notes: tuple[str, ...] = ()
+        if decode and (quantised := getattr(config, "quantization_config", None)) is not None:
             tensors = decoded_tensors(directory, config, tensors)
+            notes = notes_on_activations(quantised if isinstance(quantised, Mapping) else quantised.to_dict())
             del config.quantization_config
             dtypes = {tensor.dtype for tensor in tensors.values()}
-        notes = _notes_on_dtype(config, dtypes)
+        notes += _notes_on_dtype(config, dtypes)
         config, whole = text_part(config)
         return cls(directory, config, tensors, whole, notes)
 

@@ -17,7 +17,7 @@ import torch
 from headrace.files.block_file import BLOCK_BYTES
 from headrace.files.extents import Extent
 from headrace.model.directory.matching import Piece, WeightMap
-from headrace.model.stored.coded import CodedSource
+from headrace.model.stored.coded_source import CodedSource
 from headrace.model.stored.decoding import Decoding
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.terms.coding import Decodes, decodes_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.codec import Codec
-from headrace.model.stored.coded import TORCH_NAMES, CodedSource
+from headrace.model.stored.coded_source import TORCH_NAMES, CodedSource
 from headrace.terms.coding import as_matrix
 
 # So many elements are decoded at once where the decoded dtype is not the one of compute.

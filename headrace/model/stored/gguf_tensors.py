@@ -12,7 +12,7 @@ import torch
 
 from headrace.codec.published.gguf_blocks import BLOCKS, GgufBlocks
 from headrace.files.model_directory import GGUF_TABLE
-from headrace.model.stored.coded import CodedSource
+from headrace.model.stored.coded_source import CodedSource
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ModelError

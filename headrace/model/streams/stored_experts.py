@@ -15,7 +15,7 @@ from headrace.codec.bf16x12 import Bf16x12
 from headrace.model.directory.in_place import StoredUnit, alignment_of, stored_unit
 from headrace.model.directory.matching import Piece, WeightMap
 from headrace.model.parts.banks import BlockExperts, ExpertPlaces
-from headrace.model.stored.coded import CodedSource, read_tensor
+from headrace.model.stored.coded_source import CodedSource, read_tensor
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.terms.coding import as_matrix
 from headrace.terms.errors import ModelError

@@ -10,7 +10,7 @@ from headrace.codec import Codec, Parts
 from headrace.codec.units import plain_part
 from headrace.model import Chain, WeightMap
 from headrace.model.directory.matching import Piece
-from headrace.model.stored.coded import CodedSource
+from headrace.model.stored.coded_source import CodedSource
 from headrace.terms.coding import CodedUnit, CodePart, as_matrix, lay_out_parts
 from headrace.terms.layout import ParameterSpec, PlaneSet
 

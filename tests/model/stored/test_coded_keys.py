@@ -6,11 +6,11 @@ import pytest
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
+from transformers import AwqConfig, BitsAndBytesConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 
 from headrace.codec.targets import Int4Target, TernaryTarget
 from headrace.model.stored.coded import READERS
-from headrace.model.stored.coded_keys import ANY, KEYS, refused_keys
+from headrace.model.stored.coded_keys import ANY, KEYS, notes_on_activations, refused_keys
 
 OURS: dict[str, dict[str, Any]] = {
     "compressed-tensors": Int4Target().describe({"q_proj": 128, "re:.*down_proj": 64}, ["lm_head"]),
@@ -18,6 +18,9 @@ OURS: dict[str, dict[str, Any]] = {
     "fp8": FineGrainedFP8Config().to_dict(),
     "mxfp4": Mxfp4Config().to_dict(),
     "bitsandbytes": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4").to_dict(),
+    "awq": AwqConfig().to_dict(),
+    "gptq": GPTQConfig(bits=4).to_dict(),
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}},
 }
 
 
@@ -48,11 +51,10 @@ ACTING = [
     (("kv_cache_scheme",), {"num_bits": 8}),
     (("sparsity_config",), {"format": "sparse-24-bitmask"}),
     (("moe_sparsity_config",), {"format": "x"}),
-    (("config_groups", "group_0", "input_activations"), {"num_bits": 8, "dynamic": True}),
     (("config_groups", "group_0", "output_activations"), {"num_bits": 8}),
-    (("config_groups", "group_1", "weights", "actorder"), "group"),
+    (("config_groups", "group_1", "weights", "actorder"), "other"),
     (("config_groups", "group_0", "weights", "dynamic"), True),
-    (("config_groups", "group_0", "weights", "strategy"), "tensor"),
+    (("config_groups", "group_0", "weights", "strategy"), "token"),
     (("config_groups", "group_0", "weights", "new_key"), 3),
 ]
 
@@ -63,18 +65,30 @@ def test_what_acts_on_results_is_refused_at_its_depth(path: tuple[str, ...], val
     assert refused.startswith(".".join(path))
 
 
-def test_scales_of_activations_are_refused() -> None:
-    assert refused_keys(KEYS["fp8"], {**OURS["fp8"], "activation_scheme": "static"}) == ["activation_scheme (static)"]
+@pytest.mark.parametrize(
+    ("method", "path", "value"),
+    [
+        ("compressed-tensors", ("config_groups", "group_0", "input_activations"), {"num_bits": 8, "dynamic": True}),
+        ("fp8", ("activation_scheme",), "static"),
+        ("modelopt", ("quant_algo",), "NVFP4"),
+    ],
+)
+def test_rounded_activations_are_passed_over_with_a_note(method: str, path: tuple[str, ...], value: Any) -> None:
+    described = at(OURS[method], path, value)
+    assert refused_keys(KEYS[method], described) == []
+    (note,) = notes_on_activations(described)
+    assert "rounds activations" in note
+    assert notes_on_activations(OURS["compressed-tensors"]) == ()
 
 
 def test_each_key_of_the_installed_libraries_is_in_a_table_or_refused() -> None:
     """A new one shows here."""
     known = KEYS["compressed-tensors"]
     groups = known["config_groups"]
-    refused = {"kv_cache_scheme", "moe_sparsity_config", "input_activations", "output_activations"}
+    refused = {"kv_cache_scheme", "moe_sparsity_config", "output_activations"}
     assert set(QuantizationConfig.model_fields) <= known.keys() | refused
     assert set(QuantizationScheme.model_fields) <= groups.keys() | refused
     assert set(QuantizationArgs.model_fields) <= groups["weights"].keys()
-    for method in ("fp8", "mxfp4", "bitsandbytes"):
+    for method in ("fp8", "mxfp4", "bitsandbytes", "awq", "gptq"):
         assert OURS[method].keys() <= READERS[method][1].keys(), method
     assert KEYS["fp8"]["scale_fmt"] is ANY
