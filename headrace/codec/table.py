@@ -224,7 +224,7 @@ _ROWS = (
     Code(
         name="gguf",
         kind="gguf",
-        words="blocks of llama.cpp's files: Q8_0, Q4_0, Q4_K, Q5_K, Q6_K",
+        words="blocks of llama.cpp's files: Q8_0, Q4_0 to Q5_1, Q2_K to Q6_K, IQ4_NL",
         files="GGUF",
         bits=8.5,
         codec=_late("published", "GgufBlocks", "Q8_0"),

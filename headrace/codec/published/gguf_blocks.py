@@ -1,4 +1,4 @@
-"""The blocks of GGUF, in which llama.cpp's models are published: Q8_0, Q4_0, Q4_K, Q5_K and Q6_K.
+"""The blocks of GGUF, in which llama.cpp's models are published: Q8_0, Q4_0 to Q5_1, Q2_K to Q6_K, IQ4_NL.
 
 A matrix has one part: `blocks` uint8 (rows, bytes of a row), block after block as in the file. Some files have rows in another
 order than the model; then `order` int32 (rows) says which row of the file is which row of the model. Numbers of 16 and 32 bits
@@ -92,6 +92,9 @@ def _nibbles(codes: Tensor, apart: int) -> Tensor:
 def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks[:, :2])
 
+# What the codes of IQ4_NL stand for.
+_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 
 def _to_q8_0(weights: Tensor) -> Tensor:
     """Return the bytes (rows, bytes of a row) of weights; codes are rounded to the nearest, of two away from zero."""
@@ -139,6 +142,51 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return (scales[:, :, None] * codes.float().view(len(blocks), 16, 16)).flatten(1)
 
 
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _half(blocks[:, :2]) * _nibbles(blocks[:, 4:], 16).float() + _half(blocks[:, 2:4])
+
+
+def _fives(blocks: Tensor, upper_at: int) -> Tensor:
+    """Return codes of five bits, uint8 (blocks, 32): the upper bit of each lies in four bytes at `upper_at`."""
+    upper = _bits(blocks[:, upper_at : upper_at + 4, None], 1).flatten(1)
+    return _nibbles(blocks[:, upper_at + 4 :], 16) | upper << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _half(blocks[:, :2]) * (_fives(blocks, 2).to(torch.int8) - 16).float()
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _half(blocks[:, :2]) * _fives(blocks, 4).float() + _half(blocks[:, 2:4])
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    table = torch.tensor(_LEVELS, dtype=torch.float32, device=blocks.device)
+    return _half(blocks[:, :2]) * table[_nibbles(blocks[:, 2:], 16).to(torch.int32)]
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    sides = _half(blocks[:, 80:82]) * (blocks[:, :16] & 15).float(), _half(blocks[:, 82:84]) * (blocks[:, :16] >> 4).float()
+    codes = _bits(blocks[:, 16:80].reshape(-1, 2, 1, 32), 2, dim=2).view(-1, 16, 16).float()
+    return (sides[0][..., None] * codes - sides[1][..., None]).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    lower = _bits(blocks[:, None, 96:104], 4, dim=1).flatten(1)
+    scales = (lower | _bits(blocks[:, None, 104:108], 2, dim=1).flatten(1) << 4).to(torch.int8) - 32
+    upper = _bits(blocks[:, None, :32], 1, dim=1).flatten(1) ^ 1  # a bit that is set takes nothing away
+    codes = _bits(blocks[:, 32:96].reshape(-1, 2, 1, 32), 2, dim=2).flatten(1).to(torch.int8) - (upper << 2).to(torch.int8)
+    return ((_half(blocks[:, 108:]) * scales.float())[..., None] * codes.view(-1, 16, 16).float()).flatten(1)
+
+
+def _bits(numbers: Tensor, width: int, dim: int = -1) -> Tensor:
+    """Return the parts of `width` bits of bytes, the lowest first, along dimension `dim`, which has the size one."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=numbers.device)
+    shape = [1] * numbers.dim()
+    shape[dim] = -1
+    return numbers >> shifts.view(shape) & ((1 << width) - 1)
+
+
 def _bf16(blocks: Tensor) -> Tensor:
     return blocks.contiguous().view(torch.bfloat16).float()
 
@@ -162,6 +210,12 @@ BLOCKS = {
     "Q4_K": BlockFormat(256, 144, _q4_k),
     "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),
+    "Q4_1": BlockFormat(32, 20, _q4_1),
+    "Q5_0": BlockFormat(32, 22, _q5_0),
+    "Q5_1": BlockFormat(32, 24, _q5_1),
+    "IQ4_NL": BlockFormat(32, 18, _iq4_nl),
+    "Q2_K": BlockFormat(256, 84, _q2_k),
+    "Q3_K": BlockFormat(256, 110, _q3_k),
     "F16": BlockFormat(1, 2, _half),
     "BF16": BlockFormat(1, 2, _bf16),
     "F32": BlockFormat(1, 4, _f32),
