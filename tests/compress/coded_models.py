@@ -25,24 +25,30 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {}}},
     ),
 }
-_ROUNDED = {"input_activations": {"num_bits": 8, "dynamic": True}}
+
+
+def _groups(form: str, activations: Any = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+_LEFT = {"modules_to_not_convert": ["lm_head", "gate"]}
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}
+_FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+_FP8 = {"quant_method": "fp8", "weight_block_size": [32, 64], "activation_scheme": "dynamic"}
 KINDS |= {
     "awq": ("llama", {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
-    "gptq": ("llama", {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
-    "gptq experts": ("mixtral", {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}),
-    "gptq by activations": ("llama", {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": True}),
-    "w8a16": ("llama", {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {}}}),
-    "nvfp4": ("llama", {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
-    "nvfp4 modelopt": ("llama", {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-    "fp8 channel": (
-        "llama",
-        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": _ROUNDED}},
-    ),
+    "gptq": ("llama", _GPTQ),
+    "gptq experts": ("mixtral", _GPTQ | {"checkpoint_format": "gptq_v2"} | _LEFT),
+    "gptq by activations": ("llama", _GPTQ | {"bits": 8, "desc_act": True}),
+    "w8a16": ("llama", _groups("pack-quantized", **_INT8)),
+    "nvfp4": ("llama", _groups("nvfp4-pack-quantized", **_FP4)),
+    "nvfp4 modelopt": ("llama", {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
+    "fp8 channel": ("llama", _groups("float-quantized", {"num_bits": 8, "dynamic": True}, **_CHANNEL)),
     "fp8 tensor": ("llama", {"quant_method": "fp8", "activation_scheme": "static"}),
-    "fp4 experts": (
-        "mixtral",
-        {"quant_method": "fp8", "weight_block_size": [32, 64], "activation_scheme": "dynamic", "expert_dtype": "fp4"},
-    ),
+    "fp4 experts": ("mixtral", _FP8 | {"expert_dtype": "fp4"} | _LEFT),
     "int8": ("llama", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
 }
 KINDS |= {f"gguf {kind}": ("llama", {}) for kind in ("Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K")}

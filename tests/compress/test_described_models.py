@@ -14,6 +14,7 @@ from headrace.model import Checkpoint, describe
 from headrace.terms.errors import ConfigError
 
 CODED = ["fp8", "fp8 experts", "mxfp4", "zero points"]
+MORE = ["awq", "gptq", "gptq experts", "w8a16", "nvfp4", "nvfp4 modelopt", "fp8 channel", "fp8 tensor", "fp4 experts"]
 COUNTS = ["--generate", "--prompt-length", "16", "--new-tokens", "4", "--machine", "t4", "--host-memory", "1GiB", "--json"]
 
 
@@ -32,7 +33,7 @@ def described(folder: Path, kind: str) -> Path:
     return coded
 
 
-@pytest.mark.parametrize("kind", CODED)
+@pytest.mark.parametrize("kind", [*CODED, *MORE])
 def test_what_is_described_is_what_the_files_hold(tmp_path: Path, kind: str) -> None:
     coded = described(tmp_path, kind)
     files = Checkpoint.open(coded, decode=True)
@@ -42,7 +43,7 @@ def test_what_is_described_is_what_the_files_hold(tmp_path: Path, kind: str) -> 
     assert {key: (each.shape, each.dtype, getattr(each.coded, "codec", None)) for key, each in found.tensors.items()} == known
 
 
-@pytest.mark.parametrize("kind", CODED[2:])
+@pytest.mark.parametrize("kind", [*CODED[2:], "awq"])
 def test_a_plan_by_config_json_alone_is_that_of_the_files(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

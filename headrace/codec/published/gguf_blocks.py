@@ -92,6 +92,7 @@ def _nibbles(codes: Tensor, apart: int) -> Tensor:
 def _q8_0(blocks: Tensor) -> Tensor:
     return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks[:, :2])
 
+
 # What the codes of IQ4_NL stand for.
 _LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 

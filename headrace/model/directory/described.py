@@ -17,18 +17,21 @@ from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from headrace.codec import Codec
-from headrace.codec.published import Fp8Blocks, Mxfp4, PackQuantized
+from headrace.codec.published import Fp4Blocks, Fp8Blocks, IntGroups, Mxfp4, PackQuantized
 from headrace.model.blocks.find_blocks import quantisation_of
 from headrace.model.blocks.skeleton import build_skeleton
 from headrace.model.directory.checkpoint import Checkpoint
-from headrace.model.stored.coded import TORCH_NAMES, decoded_tensors
+from headrace.model.stored.coded import decoded_tensors
+from headrace.model.stored.coded_source import TORCH_NAMES
 from headrace.model.stored.safetensors_file import StoredTensor
 from headrace.terms.errors import ConfigError
 
 _NAMES = {name: short for short, name in TORCH_NAMES.items()}
 Shape = tuple[int, ...]
-# The codec of a stored weight of that name and shape, and what stands before its parts' names; None if it is not coded.
-CodeOf = Callable[[str, Shape], tuple[Codec, str] | None]
+# The codec of a stored weight of that name and shape, what stands before its parts' names, and parts that are named in another
+# way in files; None if it is not coded.
+CodeOf = Callable[[str, Shape], tuple[Codec, str, Mapping[str, str]] | None]
+Named = tuple[Codec, Mapping[str, str]]
 
 
 def describe(path: Path, config: Any) -> Checkpoint:
@@ -49,8 +52,8 @@ def describe(path: Path, config: Any) -> Checkpoint:
     if code_of is None:
         raise ConfigError(
             f"model: its weights are coded by {quantisation_of(config)}, and only its files say how small they are. Sizes "
-            "follow from config.json for mxfp4, fp8 with weight_block_size, and pack-quantized int4 of compressed-tensors; "
-            "give the directory with the files"
+            "follow from config.json for awq, gptq, mxfp4, NVFP4, fp8, and compressed-tensors with one group of targets; give "
+            "the directory with the files"
         )
     tensors, offset = dict[str, StoredTensor](), 0
     for key, shape, name in _stored(skeleton, dtype, code_of):
@@ -68,46 +71,84 @@ def _stored(skeleton: Any, dtype: str, code_of: CodeOf) -> Iterator[tuple[str, S
         if (found := code_of(key, shape)) is None:
             yield key, shape, dtype
             continue
-        codec, stem = found
+        codec, stem, names = found
         for part in codec.places(prod(shape[:-1]), shape[-1]):
-            yield f"{stem}{part.name}", part.shape, part.dtype
+            yield f"{stem}{names.get(part.name, part.name)}", part.shape, part.dtype
 
 
 def _of_mxfp4(described: Mapping[str, Any], skeleton: Any) -> CodeOf:
     left = described.get("modules_to_not_convert") or ()
 
-    def code_of(key: str, shape: Shape) -> tuple[Codec, str] | None:
+    def code_of(key: str, shape: Shape) -> tuple[Codec, str, Mapping[str, str]] | None:
         coded = len(shape) == 3 and not _is_left(key, left)
-        return (Mxfp4(shape[1]), f"{key}_") if coded else None
+        return (Mxfp4(shape[1]), f"{key}_", {}) if coded else None
 
     return code_of
 
 
-def _of_fp8(described: Mapping[str, Any], skeleton: Any) -> CodeOf | None:
+def _of_fp8(described: Mapping[str, Any], skeleton: Any) -> CodeOf:
     block, left = described.get("weight_block_size"), described.get("modules_to_not_convert") or ("lm_head",)
-    if not isinstance(block, list | tuple) or len(block) != 2:
-        return None
-    is_product = _products(skeleton)
+    sizes = (int(block[0]), int(block[1])) if isinstance(block, list | tuple) and len(block) == 2 else None
+    four = described.get("expert_dtype") == "fp4"
 
-    def code_of(key: str, shape: Shape) -> tuple[Codec, str] | None:
-        coded = is_product(key, shape) and not _is_left(key, left)
-        return (Fp8Blocks(int(block[0]), int(block[1])), key.removesuffix("weight")) if coded else None
+    def codec(key: str, shape: Shape) -> Codec | Named:
+        if four and ".experts." in key:
+            return Fp4Blocks(32, "float8_e8m0fnu", ""), {"weight_packed": "weight", "weight_scale": "weight_scale_inv"}
+        rows, columns = sizes or shape
+        return Fp8Blocks(rows, columns)
 
-    return code_of
+    return _of_products(skeleton, left, codec)
 
 
 def _of_compressed_tensors(described: Mapping[str, Any], skeleton: Any) -> CodeOf | None:
     groups, left = list((described.get("config_groups") or {}).values()), described.get("ignore") or ()
     if len(groups) != 1 or list(groups[0].get("targets") or ()) != ["Linear"]:
         return None
-    weights, is_product = groups[0].get("weights") or {}, _products(skeleton)
-    symmetric = weights.get("symmetric", True)
+    weights = groups[0].get("weights") or {}
+    group, symmetric, strategy = weights.get("group_size") or 0, weights.get("symmetric", True), weights.get("strategy")
 
-    def code_of(key: str, shape: Shape) -> tuple[Codec, str] | None:
-        coded = is_product(key, shape) and not _is_left(key, left)
-        return (
-            (PackQuantized(weights.get("group_size") or 0, symmetric=symmetric), key.removesuffix("weight")) if coded else None
-        )
+    def codec(key: str, shape: Shape) -> Codec | Named:
+        if weights.get("type") == "float" and weights.get("num_bits") == 4:
+            return Fp4Blocks(group or 16)
+        if weights.get("type") == "float":
+            rows, columns = weights.get("block_structure") or (shape if strategy == "tensor" else (1, shape[1]))
+            return Fp8Blocks(rows, columns, "bfloat16"), {"weight_scale_inv": "weight_scale"}
+        if weights.get("num_bits") == 8:
+            return IntGroups("packed", group, "bfloat16", 8, symmetric=symmetric)
+        return PackQuantized(group, symmetric=symmetric)
+
+    return _of_products(skeleton, left, codec)
+
+
+def _of_modelopt(described: Mapping[str, Any], skeleton: Any) -> CodeOf:
+    left = described.get("ignore") or described.get("exclude_modules") or ()
+
+    def codec(key: str, shape: Shape) -> Codec | Named:
+        if described.get("quant_algo") == "FP8":
+            return Fp8Blocks(shape[0], shape[1]), {"weight_scale_inv": "weight_scale"}
+        return Fp4Blocks(16, whole="weight_scale_2"), {"weight_packed": "weight"}
+
+    return _of_products(skeleton, left, codec)
+
+
+def _of_words_by_columns(described: Mapping[str, Any], skeleton: Any) -> CodeOf:
+    """Return that of AWQ and GPTQ. Groups of columns that a file may list take some bytes a column more."""
+    left = described.get("modules_to_not_convert") or ("lm_head",)
+    method, group = str(described["quant_method"]), int(described.get("group_size", described.get("q_group_size", 128)))
+    layout = str(described.get("checkpoint_format") or "gptq") if method == "gptq" else "awq"
+    codec = IntGroups(layout, max(0, group), bits=int(described.get("bits", described.get("w_bit", 4))))
+    return _of_products(skeleton, left, lambda key, shape: codec)
+
+
+def _of_products(skeleton: Any, left: Sequence[str], codec: Callable[[str, Shape], "Codec | Named"]) -> CodeOf:
+    is_product = _products(skeleton)
+
+    def code_of(key: str, shape: Shape) -> tuple[Codec, str, Mapping[str, str]] | None:
+        if not is_product(key, shape) or _is_left(key, left):
+            return None
+        found = codec(key, shape)
+        own, names = found if isinstance(found, tuple) else (found, {})
+        return (own, key.removesuffix("weight"), names) if own.takes(*shape) else None
 
     return code_of
 
@@ -130,4 +171,7 @@ _CODES: Mapping[str, Callable[[Mapping[str, Any], Any], CodeOf | None]] = {
     "mxfp4": _of_mxfp4,
     "fp8": _of_fp8,
     "compressed-tensors": _of_compressed_tensors,
+    "modelopt": _of_modelopt,
+    "awq": _of_words_by_columns,
+    "gptq": _of_words_by_columns,
 }

@@ -37,6 +37,7 @@ _ROUNDED: Mapping[str, Rule] = {
     **anything("dataset", "tokenizer", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block"),
     **anything("batch_size", "pad_token_id", "use_cuda_fp16", "use_exllama", "exllama_config", "max_input_length"),
     **anything("cache_block_outputs", "disable_exllama", "model_name_or_path", "model_file_base_name"),
+    **anything("modules_to_not_convert"),
 }
 # By `quant_method` of others. Caches in few bits and rotated inputs are not computed. Rounded activations are not either, but
 # products of decoded weights are closer to the model that was coded (`notes_on_activations`).
@@ -65,7 +66,7 @@ KEYS: Mapping[str, Mapping[str, Rule]] = {
     },
     "awq": {
         **_ROUNDED,
-        **anything("q_group_size", "zero_point", "modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+        **anything("q_group_size", "zero_point", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
         **dict.fromkeys(("bits", "w_bit"), (4,)),
         **dict.fromkeys(("version", "format", "checkpoint_format"), ("gemm", "GEMM")),
     },

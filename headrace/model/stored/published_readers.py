@@ -5,7 +5,7 @@ over: activations are not rounded here, and products are those of the decoded we
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,9 @@ _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "input_zero_point")
 
 def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: str) -> Found:
     groups = (described.get("config_groups") or {}).values()
-    block = next((_pair((group.get("weights") or {}).get("block_structure")) for group in groups), None)
+    weights = [group.get("weights") or {} for group in groups]
+    block = next((_pair(each.get("block_structure")) for each in weights), None)
+    said = {int(each.get("num_bits") or 4) for each in weights}
     formats = {str(group.get("format") or described.get("format")) for group in groups}
     if unknown := formats.difference(_FORMATS):
         raise Refusal(f"its format is {', '.join(sorted(unknown))}")
@@ -43,19 +45,21 @@ def _compressed_tensors(described: Mapping[str, Any], tensors: Tensors, dtype: s
         elif codes.dtype == "U8":
             found[f"{stem}weight"] = _nvfp4(tensors, stem, codes, "weight_global_scale", dtype)
         else:
-            found[f"{stem}weight"] = _packed(tensors, stem, codes, scale, dtype)
+            found[f"{stem}weight"] = _packed(tensors, stem, codes, scale, said, dtype)
         used |= {f"{stem}{name}" for name in (*NAMES["packed"], suffix, "weight_shape", *_OF_ACTIVATIONS)}
         used.add(f"{stem}weight_global_scale")
     return found, used
 
 
-def _packed(tensors: Tensors, stem: str, words: StoredTensor, scale: StoredTensor, dtype: str) -> CodedSource:
-    """Return the source of int32 words of four or eight bits."""
-    said = tensors.get(f"{stem}weight_shape")
-    rows, columns = words.shape[0], words.shape[1] * 8
-    if said is not None:
-        rows, columns = (int(size) for size in read_tensor(said).tolist())
-    bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words.shape[1]), 0)
+def _packed(
+    tensors: Tensors, stem: str, words: StoredTensor, scale: StoredTensor, said: Collection[int], dtype: str
+) -> CodedSource:
+    """Return the source of int32 words of four or eight bits, one of those that are `said`."""
+    shape = tensors.get(f"{stem}weight_shape")
+    rows, columns = words.shape[0], words.shape[1] * 32 // min(said, default=4)
+    if shape is not None:
+        rows, columns = (int(size) for size in read_tensor(shape).tolist())
+    bits = next((bits for bits in (4, 8) if bits in said and -(-columns * bits // 32) == words.shape[1]), 0)
     if not bits or len(scale.shape) != 2:
         raise Refusal(f"{stem}weight_packed has {words.shape[1]} words for {columns} columns: neither four bits nor eight")
     codes, scales, zeros, order = NAMES["packed"]
@@ -100,7 +104,7 @@ def _fp8_weight(codes: StoredTensor, scale: StoredTensor, block: tuple[int, int]
         raise Refusal(f"{codes.key} is {TORCH_NAMES[codes.dtype]} of shape {codes.shape}: no matrix of float8_e4m3fn")
     rows, columns = codes.shape
     if block is None:
-        shape = (*scale.shape, 1, 1)[:2]
+        shape = (*scale.shape, 1, 1)[0], (*scale.shape, 1, 1)[1]
         block = {(1, 1): (rows, columns), (rows, 1): (1, columns)}.get(shape)
         if block is None:
             raise Refusal(f"{scale.key} has the shape {scale.shape}: without a block size, one scale or one a row is read")
