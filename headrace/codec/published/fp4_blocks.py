@@ -1,9 +1,9 @@
 """Floats of four bits (E2M1) by rows: NVFP4, whose scales have two levels, and MXFP4 as DeepSeek publishes experts.
 
-A matrix has `weight_packed` uint8 (rows, columns / 2), two codes to a byte, the lower half first, and `weight_scale` (rows,
-columns / 16) float8_e4m3fn, or (rows, columns / 32) float8_e8m0fnu, which is a power of two. NVFP4 has one float32 besides:
-compressed-tensors' `weight_global_scale` divides scales, ModelOpt's `weight_scale_2` multiplies them. All is in float32,
-rounded once.
+A matrix has `weight_packed` uint8 (rows, columns / 2), two codes to a byte, the lower half first. `weight_scale` is (rows,
+columns / 16) float8_e4m3fn. Or it is (rows, columns / 32) float8_e8m0fnu, a power of two. NVFP4 has one float32 besides:
+compressed-tensors' `weight_global_scale` divides scales, ModelOpt's `weight_scale_2` multiplies them. Products are those of
+float32, rounded once.
 """
 
 from dataclasses import dataclass

@@ -93,7 +93,7 @@ class IntGroups:
         scales = (groups.abs().amax(dim=-1) / (middle - 1)).to(dtype)
         scales = torch.where(scales > 0, scales, torch.finfo(dtype).tiny)
         codes = (groups / scales.float()[..., None]).round().clamp(-middle, middle - 1).view(rows, columns) + middle
-        names, zeros = NAMES[self.layout], torch.full((columns // groups.shape[-1], rows), middle)
+        names, zeros = NAMES[self.layout], torch.full((columns // groups.shape[-1], rows), middle, dtype=torch.int64)
         if self.layout == "awq":
             stored = self._words(codes.T, awq=True), scales.T, self._words(zeros, awq=True)
         elif self.layout == "packed":
@@ -118,8 +118,9 @@ class IntGroups:
             into[there].copy_((self._codes(codes, here, columns) - points).to(scales.dtype) * steps)
 
     def repacked(self, parts: Parts) -> tuple[PackQuantized, Parts] | None:
-        """Return the same weights as `pack-quantized`, for whose loops a matrix that stays is laid out once; None if it is not
-        possible: columns have an order of their own, or more bits.
+        """Return the same weights as `pack-quantized`, whose loops are faster, bit for bit.
+
+        None where that is not possible: columns have an order of their own, or eight bits.
         """
         if self.ordered or self.bits != 4:
             return None

@@ -28,8 +28,8 @@ from headrace.terms.errors import ConfigError
 
 _NAMES = {name: short for short, name in TORCH_NAMES.items()}
 Shape = tuple[int, ...]
-# The codec of a stored weight of that name and shape, what stands before its parts' names, and parts that are named in another
-# way in files; None if it is not coded.
+# The codec of a stored weight of that name and shape, what stands before its parts' names, and parts with other names in files.
+# None if it is not coded.
 CodeOf = Callable[[str, Shape], tuple[Codec, str, Mapping[str, str]] | None]
 Named = tuple[Codec, Mapping[str, str]]
 
