@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: mutants test-trl test-tasks architectures help venv demo demo-node quick test test-wide test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
+.PHONY: mutants test-trl test-tasks test-clients architectures help venv demo demo-node quick test test-wide test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -96,6 +96,11 @@ test-tasks:  ## `headrace eval --tasks` beside lm-eval's own model, in .venv-eva
 	.venv-eval/bin/python -m pip install -q -e '.[eval,trainer]' pytest pytest-timeout pytest-xdist hypothesis torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(TEST_ENV) .venv-eval/bin/python -m pytest tests/integrations/test_lm_eval.py
 
+test-clients:  ## other programs as clients of `headrace serve` (lm-eval's local-completions), in .venv-clients
+	test -d .venv-clients || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -q -e '.[eval,serve]' 'lm-eval[api]' httpx openai pytest pytest-timeout torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	$(TEST_ENV) .venv-clients/bin/python -m pytest tests/serve/test_serve_clients.py
+
 mutants: $(STAMP)  ## are 200 kept changes of the code noticed by the tests nearest to them? (two hours; goes on where it was interrupted) ONLY=headrace.store
 	$(TEST_ENV) $(BIN)/python tests/mutants/run.py $(if $(ONLY),--only $(ONLY))
 
@@ -140,4 +145,4 @@ house: $(STAMP)  ## the package in figures; RANGE=A..B: what these commits added
 	@$(BIN)/python bench/house.py $(if $(RANGE),--range $(RANGE))
 
 clean:  ## remove the environment and what runs left in this tree
-	rm -rf dist $(VENV) .venv-oldest .venv-eval .venv-docs site demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dist $(VENV) .venv-oldest .venv-eval .venv-clients .venv-docs site demo-run bench-results .tests-tmp .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,10 +8,11 @@ import contextlib
 import hmac
 import ipaddress
 import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import anyio
 from anyio.to_thread import run_sync
@@ -27,7 +28,7 @@ from headrace.serve.desk import Begun, Desk, Full, ServerClosing, Told
 from headrace.serve.desk import Request as Handed
 from headrace.serve.figures import ServerFigures
 from headrace.serve.reading import GenerationRequest, Refused, RequestReader
-from headrace.serve.shapes import CHAT, TEXT, EndpointShape, Reply, error_of, model_entry
+from headrace.serve.shapes import CHAT, TEXT, Choice, EndpointShape, Reply, error_of, model_entry, timings_of, usage_of
 from headrace.serve.tools.dialect import Json
 from headrace.terms.errors import InputError, in_one_line, shortened
 
@@ -37,6 +38,7 @@ MORE_BEING_READ = 64
 LOOPBACK_NAME = "localhost"
 # JSON writes a character in up to six bytes; a token seldom has more than ten characters.
 MAX_BYTES_PER_TOKEN, LEAST_BODY_BYTES = 64, 1 << 16
+_Found = TypeVar("_Found")
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _INVALID, _OVERLOADED, _BROKEN = "invalid_request_error", "overloaded_error", "server_error"
 
@@ -100,45 +102,70 @@ class Service:
             asked = await run_sync(self._reader.read, shape, content, limiter=self._one_reader)
         finally:
             self._being_read -= 1
-        told, request = self._handed_in(asked)
-        reply = Reply(shape, self._reader.name, request.seed, asked.speech and asked.speech())
+        told, choices = self._handed_in(asked)
+        requests = [choice.request for choice in choices]
+        reply = Reply(shape, self._reader.name, requests[0].seed)
+        answers: dict[int, Answer] = {}
         try:
-            found = await _unless_gone(http, told.get)
-            if asked.streams and isinstance(found, Begun):
-                return _Events(self._events(asked, reply, request, told), lambda: self._desk.let_go(request))
-            if isinstance(found, Begun):
-                found = await _unless_gone(http, told.get)
+            while len(answers) < len(choices):
+                index, found = await _unless_gone(http, told.get)
+                if isinstance(found, Begun) and asked.streams:
+                    return _Events(self._events(asked, reply, choices, told), lambda: self._desk.let_go(*requests))
+                if isinstance(found, Exception):
+                    self._desk.let_go(*requests)
+                    return _refusal(http, found)
+                if isinstance(found, Answer):
+                    answers[index] = found
+                    self._figures.answered(found, time.monotonic() - requests[index].came)
         except ClientDisconnect:
-            self._desk.let_go(request)
+            self._desk.let_go(*requests)
             return Response(status_code=499)  # nobody reads it; nginx's word for it is what metrics show
-        if not isinstance(found, Answer):
-            return _refusal(http, found)
-        self._figures.answered(found, time.monotonic() - request.came)
-        return JSONResponse(reply.whole(found))
+        found_all = [answers[choice.index] for choice in choices]
+        whole = reply.whole(
+            [choice.whole(answers[choice.index]) for choice in choices], usage_of(found_all, asked.extras.count)
+        )
+        beside = choices[0].of_prompt if shape.is_chat else {}
+        return JSONResponse(whole | beside | self._timings(asked, choices[0], answers[0]))
 
     async def _events(
-        self, asked: GenerationRequest, reply: Reply, request: Handed, told: "asyncio.Queue[Told]"
+        self, asked: GenerationRequest, reply: Reply, choices: Sequence[Choice], told: "asyncio.Queue[tuple[int, Told]]"
     ) -> AsyncIterator[str]:
-        """Yield the events of a stream, whose request has its seat."""
-        if (begin := reply.begin()) is not None:
-            yield _event(begin)
-        has_text = False
-        while not isinstance(found := await told.get(), Answer):
+        """Yield the events of a stream, one of whose requests has its seat."""
+        texts, answers = set[int](), list[Answer]()
+        begun = {choice.index for choice in choices if asked.shape.is_chat}
+        for index in sorted(begun):
+            for piece in choices[index].begin():
+                yield _event(reply.piece(piece))
+        while len(answers) < len(choices):
+            index, found = await told.get()
+            choice = choices[index]
+            if isinstance(found, Begun):
+                continue
             if isinstance(found, Exception):
                 yield _event(json.loads(bytes(_refusal(None, found).body)))
                 return
-            if not has_text:
-                self._figures.first_text(time.monotonic() - request.came)
-            has_text = True
-            for piece in reply.pieces(str(found)):
-                yield _event(piece)
-        rest = [] if has_text or not found.text else reply.pieces(found.text)  # beams come whole
-        self._figures.answered(found, time.monotonic() - request.came)
-        for piece in (*rest, *reply.end(found)):
-            yield _event(piece)
+            pieces = [] if index in begun else choice.begin()
+            begun.add(index)
+            if isinstance(found, Answer):
+                pieces += choice.pieces(found.text) if found.text and index not in texts else []  # beams come whole
+                pieces += choice.end(found)
+                answers.append(found)
+                self._figures.answered(found, time.monotonic() - choice.request.came)
+            else:
+                if index not in texts:
+                    self._figures.first_text(time.monotonic() - choice.request.came)
+                texts.add(index)
+                pieces += choice.pieces(str(found))
+            timings = self._timings(asked, choice, found) if isinstance(found, Answer) else {}
+            for piece in pieces:
+                yield _event(reply.piece(piece) | (timings if piece["finish_reason"] else {}))
         if asked.tells_usage:
-            yield _event(reply.usage(found))
+            yield _event(reply.usage(usage_of(answers, asked.extras.count)))
         yield "data: [DONE]\n\n"
+
+    @staticmethod
+    def _timings(asked: GenerationRequest, choice: Choice, answer: Answer) -> Json:
+        return {"timings": timings_of(choice.request, answer)} if asked.extras.timings else {}
 
     # -- what they are made of --------------------------------------------------------------------------------------
 
@@ -191,23 +218,40 @@ class Service:
             raise Refused("the body ends early") from error
         return bytes(found)
 
-    def _handed_in(self, asked: GenerationRequest) -> tuple["asyncio.Queue[Told]", Handed]:
-        """Hand a request in; return where it is told what comes of it.
+    def _handed_in(self, asked: GenerationRequest) -> tuple["asyncio.Queue[tuple[int, Told]]", list[Choice]]:
+        """Hand a request in, for each answer one; return where it is told what comes of them.
 
         Raises:
+            Refused: it asks for more answers than the server takes requests.
             Full, Closing: it was not taken.
         """
-        told, loop = asyncio.Queue[Told](), asyncio.get_running_loop()
+        told, loop = asyncio.Queue[tuple[int, Told]](), asyncio.get_running_loop()
+        extras, choices = asked.extras, list[Choice]()
+        if len(asked.prompts) * extras.count > self._desk.most:
+            found = f"{len(asked.prompts)} prompts with {extras.count} answers each"
+            raise Refused(f"{found} are more than the {self._desk.most} requests of this server (--max-requests)")
 
-        def tell(found: Told) -> None:
+        def tell(index: int, found: Told) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever would hear it
-                loop.call_soon_threadsafe(told.put_nowait, found)
+                loop.call_soon_threadsafe(told.put_nowait, (index, found))
 
-        request = Handed(asked.ids, asked.settings, asked.new_tokens, tell, asked.streams, asked.speech is not None)
-        if asked.seed is not None:
-            request.seed = asked.seed
-        self._desk.hand_in(request)
-        return told, request
+        seed = secrets.randbits(32) if asked.seed is None else asked.seed
+        for index in range(len(asked.prompts) * extras.count):
+            place, number = divmod(index, extras.count)
+            request = Handed(
+                asked.prompts[place],
+                asked.settings,
+                asked.new_tokens,
+                partial(tell, index),
+                streams=asked.streams,
+                special=asked.speech is not None,
+                steering=extras.steering,
+                seed=seed + number,
+            )
+            words, echoed = cache(lambda token: self._reader.text_of([token])), asked.texts[place] if extras.echo else ""
+            choices.append(Choice(asked.shape, index, request, words, asked.speech and asked.speech(), echoed))
+        self._desk.hand_in(*(choice.request for choice in choices))
+        return told, choices
 
 
 class _Events(StreamingResponse):
@@ -224,7 +268,7 @@ class _Events(StreamingResponse):
             self._ended()
 
 
-async def _unless_gone(http: Request, found: Callable[[], Awaitable[Told]]) -> Told:
+async def _unless_gone(http: Request, found: Callable[[], Awaitable[_Found]]) -> _Found:
     """Return what `found()` gives.
 
     Raises:

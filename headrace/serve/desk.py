@@ -19,7 +19,9 @@ from transformers import StoppingCriteria
 
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated, SeatRows
-from headrace.generate.uses.answering import Answer, answers_of
+from headrace.generate.passes.opened import end_tokens
+from headrace.generate.uses.answering import LENGTH, Answer, answers_of
+from headrace.generate.uses.scores import Scores, Steering
 from headrace.generate.uses.watching import watched
 from headrace.terms.errors import HeadraceError, InputError
 
@@ -46,7 +48,8 @@ Told = Begun | str | Answer | Exception
 
 @dataclass(eq=False)
 class Request:
-    """One request: token ids, settings as `GenerateOptions.settings` has them, and the most new tokens.
+    """One request: token ids, settings as `GenerateOptions.settings` has them, and the most new tokens; 0: only its prompt is
+    scored. `scores` has what `steering` asks to note, once it has a seat.
 
     `tell` is called from the engine's thread, in this order: `Begun`; pieces of text, if it `streams`; then an `Answer`. Or, at
     any time, an error, which is the last. `special`: texts have special tokens.
@@ -58,9 +61,12 @@ class Request:
     tell: Callable[[Told], None]
     streams: bool = False
     special: bool = False
+    steering: Steering = field(default_factory=Steering)
+    scores: Scores | None = None
     seed: int = field(default_factory=lambda: secrets.randbits(32))
     is_gone: bool = False
     came: float = field(default_factory=time.monotonic)
+    times: list[float] = field(default_factory=list)  # when it got its seat, and each token
 
 
 class _Gone(StoppingCriteria):  # type: ignore[misc]
@@ -70,6 +76,7 @@ class _Gone(StoppingCriteria):  # type: ignore[misc]
         self._request = request
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._request.times.append(time.monotonic())
         return torch.full((input_ids.shape[0],), self._request.is_gone, dtype=torch.bool, device=input_ids.device)
 
 
@@ -105,8 +112,8 @@ class Desk:
         """Whether it takes no more."""
         return self._is_closing
 
-    def hand_in(self, request: Request) -> None:
-        """Take a request, which is told what comes of it.
+    def hand_in(self, *requests: Request) -> None:
+        """Take requests, all or none of them, which are told what comes of them.
 
         Raises:
             Full: there are as many as allowed.
@@ -115,17 +122,18 @@ class Desk:
         with self._changed:
             if self._is_closing:
                 raise ServerClosing("the server ends; ask again when it is back")
-            if len(self._waiting) + len(self._seated) >= self._most:
-                raise Full(f"{self._most} requests are under way, which is the most (--max-requests); ask again later")
-            self._waiting.append(request)
+            if len(self._waiting) + len(self._seated) + len(requests) > self._most:
+                raise Full(f"{self._most} requests at once are the most (--max-requests); ask again later")
+            self._waiting.extend(requests)
             self._changed.notify()
 
-    def let_go(self, request: Request) -> None:
-        """Forget a request whose client has gone: its seat is free after the running pass."""
+    def let_go(self, *requests: Request) -> None:
+        """Forget requests whose client has gone: their seats are free after the running pass."""
         with self._changed:
-            request.is_gone = True
-            if request in self._waiting:
-                self._waiting.remove(request)
+            for request in requests:
+                request.is_gone = True
+                if request in self._waiting:
+                    self._waiting.remove(request)
 
     def close(self, *, at_once: bool = False) -> None:
         """Take no more, refuse those that wait, and let the thread end when those in seats are answered, or `at_once`."""
@@ -150,7 +158,7 @@ class Desk:
                 with self._changed:
                     request = self._seated.pop(done.batch.number)
                 if not request.is_gone:
-                    request.tell(self._told(done))
+                    request.tell(self._told(done, request))
         except BaseException as error:
             self.close()
             for request in self._seated.values():
@@ -173,12 +181,15 @@ class Desk:
                 yield None
                 continue
             try:
-                batch = SeatRows(number, (request.ids,), request.seed, self._settings(request))
+                settings = self._settings(request)
+                passed = None if request.scores is None else request.scores.passed
+                batch = SeatRows(number, (request.ids,), request.seed, settings, passed)
             except InputError as error:
                 with self._changed:
                     del self._seated[number]
                 request.tell(error)
                 continue
+            request.times.append(time.monotonic())
             request.tell(Begun())
             yield batch
 
@@ -190,13 +201,23 @@ class Desk:
         """
         model = self._generator.model
         model.check_tokens(request.ids)
-        asked = {**self._changes, **request.settings, "max_new_tokens": request.new_tokens}
+        steering = request.steering
+        for name, tokens in (("stop_token_ids", steering.ends), ("logit_bias", tuple(steering.bias))):
+            model.check_tokens(tokens or request.ids, name)
+        asked = {**self._changes, **request.settings, "max_new_tokens": max(1, request.new_tokens)}
         settings = model.settings(len(request.ids), None, asked)
-        write = request.tell if request.streams else None
-        return watched(settings, (request.ids,), write, _Gone(request), special=request.special)
+        if steering.ends:
+            config = settings["generation_config"]
+            config.eos_token_id = sorted(end_tokens(config) | {*steering.ends})
+        request.scores = Scores(steering, request.ids, model.chain.logits)
+        write = request.tell if request.streams and request.new_tokens else None
+        gone = _Gone(request)
+        return watched(settings, (request.ids,), write, gone, special=request.special, scores=request.scores)
 
-    def _told(self, done: Generated) -> Told:
+    def _told(self, done: Generated, request: Request) -> Told:
         if done.error is not None:
             return done.error
         answer = next(answers_of(done))
+        if request.new_tokens == 0 and not answer.error:
+            return Answer("", LENGTH, answer.prompt_tokens, 0)
         return Unanswered(answer.error) if answer.error else answer

@@ -4,7 +4,7 @@ Invariant: whatever bytes a client sends, the outcome is a request or an `Refuse
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,8 @@ from headrace.data.chat.api_bodies import settings_of
 from headrace.data.chat.prompts import Prompts
 from headrace.data.chat.request_keys import RENAMED, TEMPLATE_KEYS, check_keys, is_one_of
 from headrace.serve.rendering import RENDER_SECONDS, in_time
-from headrace.serve.shapes import CHAT, EndpointShape
+from headrace.serve.shapes import EndpointShape
+from headrace.serve.steering import STEERING_KEYS, TEXT_KEYS, Extras, extras_of
 from headrace.serve.tools.asking import CHAT_KEYS, Asking
 from headrace.serve.tools.speech import Speech
 from headrace.terms.errors import HeadraceError, InputError, shortened
@@ -39,15 +40,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a request asks; `seed` None: it names none. `speech` makes what takes its answer apart, None: the answer is text."""
+    """What a request asks: answers to `prompts`, of which `texts` are the words. `seed` None: it names none. `speech` makes
+    what takes an answer apart, None: the answer is text.
+    """
 
     shape: EndpointShape
-    ids: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
     settings: Mapping[str, Any]
     new_tokens: int
     seed: int | None
     streams: bool
     tells_usage: bool
+    extras: Extras
+    texts: tuple[str, ...] = ()
     speech: Callable[[], Speech] | None = field(default=None, compare=False)
 
 
@@ -71,32 +76,43 @@ class RequestReader:
             raise Refused(f"model {shortened(repr(model))} is not here; this server has {self.name!r}", 404, "model_not_found")
         try:
             streams, tells_usage = _stream_of(body)
-            ids, speech = self._chat_of(body) if shape is CHAT else (self._prompt_of(body), None)
-            check_keys(body, (*_STREAM, *((*CHAT_KEYS, *TEMPLATE_KEYS) if shape is CHAT else ("prompt",))))
+            extras = extras_of(body, is_chat=shape.is_chat)
+            prompts, speech = self._chat_of(body) if shape.is_chat else (self._prompts_of(body), None)
+            own = (*CHAT_KEYS, *TEMPLATE_KEYS) if shape.is_chat else TEXT_KEYS
+            check_keys(body, (*_STREAM, *STEERING_KEYS, *own))
             bounded = {key: value for key, value in body.items() if not (key in RENAMED and is_one_of(value, (-1,)))}
-            settings = settings_of(bounded)
+            scores_alone = extras.steering.prompt_top is not None and is_one_of(_most_tokens(body), (0,))
+            settings = settings_of({key: each for key, each in bounded.items() if not (scores_alone and key in RENAMED)})
         except InputError as error:
             raise Refused(str(error)) from error
         new, seed = settings.pop("max_new_tokens", None), settings.pop("seed", None)
+        longest = max(map(len, prompts))
         if len(bounded) < len(body) and new is None:  # -1: as many as there is room for
-            new = max(0, self.limits.together - len(ids))
-        count = self._new_tokens(len(ids), new)
-        return GenerationRequest(shape, tuple(ids), settings, count, seed, streams, tells_usage, speech)
+            new = max(0, self.limits.together - longest)
+        count = 0 if scores_alone else self._new_tokens(longest, new)
+        texts = tuple(map(self.text_of, prompts)) if extras.echo else ()
+        return GenerationRequest(shape, prompts, settings, count, seed, streams, tells_usage, extras, texts, speech)
 
-    def _chat_of(self, body: Mapping[str, Any]) -> tuple[list[int], Callable[[], Speech] | None]:
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, as they are."""
+        return str(self.asking.prompts.tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def _chat_of(self, body: Mapping[str, Any]) -> tuple[tuple[tuple[int, ...], ...], Callable[[], Speech] | None]:
         with in_time(RENDER_SECONDS):
             asked = self.asking.read(body)
-        return self.asking.prompts.of_rendered(asked.text), asked.speech
+        return (tuple(self.asking.prompts.of_rendered(asked.text)),), asked.speech
 
-    def _prompt_of(self, body: Mapping[str, Any]) -> list[int]:
-        prompt = body.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
+    def _prompts_of(self, body: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
+        given = body.get("prompt")
+        several = given if isinstance(given, list) and given and isinstance(given[0], str | list) else [given]
+        return tuple(tuple(self._prompt_of(each)) for each in several)
+
+    def _prompt_of(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return Prompts(self.asking.prompts.tokenizer, raw=True).of_text(prompt)
         if isinstance(prompt, list) and prompt and all(isinstance(each, int) and each is not True for each in prompt):
             return prompt
-        raise Refused("prompt must be one text, or one list of tokens; send a request for each prompt")
+        raise Refused("prompt must be a text or a list of tokens, or a list of texts or of lists of tokens")
 
     def _new_tokens(self, prompt: int, asked: int | None) -> int:
         limits = self.limits
@@ -113,6 +129,10 @@ class RequestReader:
                 code="context_length_exceeded",
             )
         return asked or min(limits.new, room)
+
+
+def _most_tokens(body: Mapping[str, Any]) -> Any:
+    return next((body[key] for key in RENAMED if body.get(key) is not None), None)
 
 
 def _object_of(content: bytes) -> dict[str, Any]:

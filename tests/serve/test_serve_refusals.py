@@ -31,7 +31,6 @@ TALK = [{"role": "user", "content": "water"}]
 REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "another model": (TEXTS, {"model": "gpt", "prompt": "w"}, 404, "'tiny'"),
     "no prompt": (TEXTS, {"model": "tiny"}, 400, "prompt"),
-    "two prompts": (TEXTS, {"prompt": ["a", "b"]}, 400, "each prompt"),
     "an empty prompt": (TEXTS, {"prompt": ""}, 400, "empty"),
     "half a character": (TEXTS, {"prompt": "w \ud83d"}, 400, "half a character"),
     "tokens that are none": (TEXTS, {"prompt": [1, 400]}, 400, "token 400"),
@@ -40,8 +39,7 @@ REFUSED: dict[str, tuple[str, Any, int, str]] = {
     "no messages": (CHATS, {"messages": []}, 400, "messages"),
     "messages that are texts": (CHATS, {"messages": ["w"]}, 400, "messages"),
     "a picture": (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
-    "more answers": (CHATS, {"messages": TALK, "n": 2}, 400, "n is 2"),
-    "logprobs": (CHATS, {"messages": TALK, "logprobs": True}, 400, "logprobs"),
+    "another way": (CHATS, {"messages": TALK, "use_beam_search": True}, 400, "use_beam_search"),
     "an unknown key": (CHATS, {"messages": TALK, "colour": "red"}, 400, "colour"),
     "a temperature below zero": (CHATS, {"messages": TALK, "temperature": -1}, 400, "temperature"),
     "a top_p above one": (CHATS, {"messages": TALK, "top_p": 2}, 400, "top_p"),
@@ -82,7 +80,7 @@ def test_values_that_change_nothing_are_taken(model: Path) -> None:
         off = {"stream": True, "stream_options": {"include_usage": False, "include_obfuscation": False}}
         assert not reader.read(shape, json.dumps(body | off).encode()).tells_usage
         whole = reader.read(shape, json.dumps({**body, "max_tokens": -1}).encode())
-        assert whole.new_tokens == 128 - len(whole.ids)
+        assert whole.new_tokens == 128 - len(whole.prompts[0])
 
 
 def test_a_penalty_of_one_switches_off_the_models_own(model: Path, tmp_path: Path) -> None:
@@ -148,7 +146,7 @@ def test_any_body_is_read_or_refused(body: Any, chat: bool, model: Path) -> None
     found: GenerationRequest | None = None
     with contextlib.suppress(Refused):
         found = reader.read(CHAT if chat else TEXT, json.dumps(body).encode())
-    assert found is None or found.ids
+    assert found is None or found.prompts[0]
 
 
 @cache

@@ -226,8 +226,11 @@ class Generator(Closing):
             Whatever a seat's code raises, unless it is contained.
         """
         with seat_taps(self.model.chain.runner, self._seat_context) as taps:
-            seated = self.through(batches, lambda batch: Seat(taps, self._call(batch), batch.seed, contain=contain))
-            for batch, seat in seated:
+
+            def sit(batch: SeatRows) -> Seat:
+                return Seat(taps, self._call(batch), batch.seed, contain=contain, passed=batch.passed)
+
+            for batch, seat in self.through(batches, sit):
                 yield self._generated(batch, seat.result)
 
     def through(self, items: Iterable[_Item | None], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:

@@ -1,6 +1,6 @@
 """The input and output of a generator: micro-batches of prompts, and their answers."""
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,13 +21,15 @@ class Together(Protocol):
 class SeatRows:
     """Rows of token ids that are generated together; `settings` are arguments of transformers' `generate`.
 
-    `number` belongs to the caller. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`.
+    `number` belongs to the caller. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`. `passed` is that of a
+    `Seat`.
     """
 
     number: int
     rows: tuple[tuple[int, ...], ...]
     seed: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    passed: Callable[[torch.Tensor], None] | None = None
 
     @property
     def length(self) -> int:

@@ -14,6 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from headrace.data.chat.answer_text import AnswerText
 from headrace.generate.passes.opened import end_tokens
+from headrace.generate.uses.scores import Scores
 
 _WATCH = "stopping_criteria"
 
@@ -108,16 +109,21 @@ def watched(
     write: Callable[[str], None] | None = None,
     *more: StoppingCriteria,
     special: bool = False,
+    scores: Scores | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of `generate` for `rows`, which are watched; `more` end them, too. Texts have `special` tokens."""
+    """Return the arguments of `generate` for `rows`, which are watched; `more` end them, too. Texts have `special` tokens;
+    `scores` notes and steers what is drawn.
+    """
     config = copy.copy(settings["generation_config"])
     watch = Watch(settings, len(rows), max(map(len, rows)), write, special)
     config.stop_strings = None
-    added = {_WATCH: StoppingCriteriaList([watch, *more]), "logits_processor": LogitsProcessorList([_Finite(watch)])}
+    noted = [] if scores is None else scores.criteria()  # before the watch tells of a text, whose tokens it has then
+    steered = [] if scores is None else scores.processors(config)
+    processors = LogitsProcessorList([*steered, _Finite(watch)])
+    added = {_WATCH: StoppingCriteriaList([*noted, watch, *more]), "logits_processor": processors}
     return {**settings, "generation_config": config, **added}
 
 
 def watch_of(settings: Mapping[str, Any]) -> Watch:
     """Return who watches the rows of these arguments, which `watched` made."""
-    found: Watch = settings[_WATCH][0]
-    return found
+    return next(each for each in settings[_WATCH] if isinstance(each, Watch))

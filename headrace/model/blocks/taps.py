@@ -1,7 +1,7 @@
 """Taps stand in for the blocks' `forward`. They record calls, and pass on or replace the hidden states.
 
-With taps in place the model's own code runs only what lies before and after its blocks. Invariant: the module's forward is
-restored on exit, whatever happens inside.
+With taps in place the model's own code runs only what lies before and after its blocks. Invariant: the module's forward, also
+that of other taps, is restored on exit, whatever happens inside.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -146,6 +146,7 @@ class Taps:
         self._answers = _Answers(unasked=inject is not None)
 
     def __enter__(self) -> "Taps":
+        self._others = [block.__dict__.get("forward") for block in self._blocks]
         for index, block in enumerate(self._blocks):
             block.forward = self._tap(index)  # an instance attribute: hides the class's method
         self._answers.__enter__()  # type: ignore[no-untyped-call]
@@ -153,8 +154,10 @@ class Taps:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         self._answers.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        for block in self._blocks:
+        for block, other in zip(self._blocks, self._others, strict=True):
             del block.__dict__["forward"]
+            if other is not None:
+                block.forward = other
         return kind is not None and issubclass(kind, Reached)
 
     def _tap(self, index: int) -> Callable[..., Any]:

@@ -104,7 +104,8 @@ class SeatTaps:
 class Seat:
     """One micro-batch: `run` is its `generate`, called in a thread of its own with random numbers that begin at `seed`.
 
-    With `contain` an error of its own code between blocks ends it alone: it is `done`, and the error is its `result`.
+    With `contain` an error of its own code between blocks ends it alone: it is `done`, and the error is its `result`. `passed`
+    gets the hidden states behind all blocks, in the seat's thread.
 
     Attributes:
         calls: what each block is called with, while it is parked.
@@ -114,13 +115,21 @@ class Seat:
         kept: what each block's modules keep for it from one pass to the next, None where they keep nothing.
     """
 
-    def __init__(self, taps: SeatTaps, run: Callable[[], Any], seed: int, *, contain: bool = False) -> None:
+    def __init__(
+        self,
+        taps: SeatTaps,
+        run: Callable[[], Any],
+        seed: int,
+        *,
+        contain: bool = False,
+        passed: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         self.calls: list[BlockCall] = []
         self.hidden: torch.Tensor | None = None
         self.result: Any = None
         self.done = False
         self.kept = taps.kept()
-        self._taps, self._run, self._contain = taps, run, contain
+        self._taps, self._run, self._contain, self._passed = taps, run, contain, passed
         self._work: Callable[[], None] | None = None
         self._random = _first_random_state(seed)
         self._modules = [(dict(vars(module)), dict(module._buffers)) for module in taps.outside]
@@ -191,6 +200,8 @@ class Seat:
             self._thread.park()
         final, self.hidden, self.calls = self.hidden, None, []
         assert final is not None, "the blocks have run"
+        if self._passed is not None:
+            self._passed(final)
         return final
 
     def _generate(self) -> None:

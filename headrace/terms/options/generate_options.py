@@ -84,6 +84,21 @@ class GenerateOptions(Declared):
     top_k: int | None = _sampling(
         None, Whole(), "Sample from this many likeliest tokens.", words="the model's", setting=Setting("top_k", samples=True)
     )
+    min_p: float | None = _sampling(
+        None,
+        Number(0, 1),
+        "Sample from tokens of at least this share of the likeliest one's probability.",
+        words="the model's",
+        setting=Setting("min_p", samples=True),
+    )
+    repetition_penalty: float | None = _sampling(
+        None,
+        Number(0, above=True),
+        "Divide scores of tokens that prompt or answer have by this.",
+        row="divide scores above zero of tokens that prompt or answer have by this, and multiply others",
+        words="the model's",
+        setting=Setting("repetition_penalty"),
+    )
     seed: int = _sampling(
         0,
         Whole(0, _MOST_SEED),
