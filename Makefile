@@ -98,7 +98,7 @@ test-tasks:  ## `headrace eval --tasks` beside lm-eval's own model, in .venv-eva
 
 test-clients:  ## other programs as clients of `headrace serve` (lm-eval's local-completions), in .venv-clients
 	test -d .venv-clients || $(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install -q -e '.[eval,serve]' 'lm-eval[api]' httpx openai pytest pytest-timeout torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+	.venv-clients/bin/python -m pip install -q -e '.[eval,serve]' 'lm-eval[api]' httpx hypothesis openai pytest pytest-timeout pytest-xdist torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 	$(TEST_ENV) .venv-clients/bin/python -m pytest tests/serve/test_serve_clients.py
 
 mutants: $(STAMP)  ## are 200 kept changes of the code noticed by the tests nearest to them? (two hours; goes on where it was interrupted) ONLY=headrace.store

@@ -48,7 +48,7 @@ class Scores:
         self.tokens: list[Scored] = []
         self.prompt: list[Scored] = [Scored(prompt[0], None)]
         self._steering, self._prompt, self._logits = steering, prompt, logits
-        self._at, self._raw = 0, torch.empty(0)
+        self._at, self._raw = 0, torch.empty(0, dtype=torch.float32)
 
     @property
     def passed(self) -> Callable[[torch.Tensor], None] | None:
