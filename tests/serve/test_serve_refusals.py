@@ -135,7 +135,11 @@ ANY = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
     max_leaves=5,
 )
-KEYS = ("model", "messages", "prompt", "stop", "seed", "stream", "stream_options", "max_tokens", "temperature", "tools")
+KEYS = (
+    *("model", "messages", "prompt", "stop", "seed", "stream", "stream_options", "max_tokens", "temperature", "tools"),
+    *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort", "n", "logprobs", "top_logprobs"),
+    *("prompt_logprobs", "echo", "logit_bias", "stop_token_ids", "frequency_penalty", "min_p", "timings_per_token"),
+)
 
 
 @pytest.mark.wide
