@@ -217,6 +217,9 @@ class Desk:
     def _told(self, done: Generated, request: Request) -> Told:
         if done.error is not None:
             return done.error
+        scores = request.scores
+        if scores is not None and request.steering.prompt_top is not None and len(scores.prompt) < len(request.ids):
+            return Unanswered(f"{len(scores.prompt)} of {len(request.ids)} tokens of the prompt were scored")
         answer = next(answers_of(done))
         if request.new_tokens == 0 and not answer.error:
             return Answer("", LENGTH, answer.prompt_tokens, 0)

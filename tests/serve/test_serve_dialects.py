@@ -19,7 +19,7 @@ from headrace.serve.tools.asking import Asking
 from headrace.serve.tools.dialect import Json
 from headrace.serve.tools.speech import message_of
 from headrace.serve.tools.table import DIALECTS
-from headrace.terms.errors import DataError
+from headrace.terms.errors import DataError, ModelError
 from headrace.terms.options.serve_options import TOOL_DIALECTS
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "all": {"type": "boolean"}}}
@@ -252,6 +252,9 @@ def test_the_tokenizers_own_response_template_comes_first() -> None:
         speech = make()
         message = message_of([*speech.feed('a [[{"name": "sky"}]]'), *speech.end()])
         assert bool(calls_of(message)) is called
+    tokenizer.response_template = {"fields": {"content": {"opens": "x"}}}
+    with pytest.raises(ModelError, match="response_template"):
+        Asking(Prompts(tokenizer))
 
 
 def test_marks_choose_the_dialect() -> None:

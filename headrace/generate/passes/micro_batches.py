@@ -22,7 +22,7 @@ class SeatRows:
     """Rows of token ids that are generated together; `settings` are arguments of transformers' `generate`.
 
     `number` belongs to the caller. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`. `passed` is that of a
-    `Seat`.
+    `Seat`; whoever gives it needs all positions of the prompt, so none may be left out because its keys are there already.
     """
 
     number: int

@@ -15,7 +15,7 @@ from headrace.data.values.messages import read_tools
 from headrace.serve.tools.dialect import CALLS, THOUGHTS, Dialect, Json
 from headrace.serve.tools.speech import Speech
 from headrace.serve.tools.table import DIALECTS
-from headrace.terms.errors import DataError, shortened
+from headrace.terms.errors import DataError, refusing, shortened
 
 CHAT_KEYS = ("messages", "tools", "tool_choice", "parallel_tool_calls")
 _AUTO, _NONE, _REQUIRED = "auto", "none", "required"
@@ -35,6 +35,16 @@ class Asking:
 
     prompts: Prompts
     named: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a tokenizer whose own response template transformers does not read.
+
+        Raises:
+            ModelError: it is none; the message says why.
+        """
+        if (own := getattr(self.prompts.tokenizer, "response_template", None)) is not None and self.named is None:
+            with refusing("response_template of tokenizer_config.json cannot be used; correct it, or give --tool-dialect NAME"):
+                self.prompts.tokenizer.get_response_parser(own, prefix="")
 
     @cached_property
     def dialect(self) -> Dialect | None:
