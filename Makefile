@@ -10,7 +10,7 @@ STAMP := $(VENV)/installed
 # One thread for each test process: with WORKERS of them, more would only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false
 
-.PHONY: mutants test-trl test-tasks test-clients architectures help venv demo demo-node quick test test-wide test-processes deep test-oldest test-gpu test-net bench-gpu golden check format soak bench bench-promise site dist house clean
+.PHONY: mutants test-trl test-tasks test-clients architectures help venv demo demo-node quick test test-wide test-processes deep test-oldest test-gpu test-net bench-gpu gpu-proof golden check format soak bench bench-promise site dist house clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/ -/'
@@ -83,6 +83,9 @@ test-gpu: $(GPU_ENV)  ## tests that need a CUDA device
 bench-gpu: $(GPU_ENV)  ## Headrace on a GPU capped to 8, 16 and 24 GiB, beside plain PyTorch (8 minutes); SCRATCH=directory
 	@mkdir -p bench-results
 	@$(GPU_RUN) bench/gpu.py --scratch $(or $(SCRATCH),bench-results) --output bench-results/gpu
+
+gpu-proof: $(GPU_ENV)  ## kernels beside float64, then runs of real widths, measured over planned (ten minutes); OUTPUT=directory FROM=results.json
+	@$(GPU_RUN) bench/gpu_proof.py --output $(or $(OUTPUT),bench-results/gpu-proof) $(if $(FROM),--from $(FROM)) $(if $(SCRATCH),--scratch $(SCRATCH))
 
 test-net: $(STAMP)  ## tests on a network of their own, with cables that are shaped and pulled: as root, skipped elsewhere
 	$(TEST_ENV) $(BIN)/python -m pytest -m net tests/namespaces -rs --timeout=600

@@ -1,12 +1,17 @@
 """The Triton kernels beside the host's decoder: cases for a GPU, and for Triton's interpreter.
 
 That must be asked for before Triton is imported, so in a process of its own: `python kernel_cases.py interpret` runs the cases,
-`python kernel_cases.py compile` makes machine code for three kinds of GPU without having one.
+`python kernel_cases.py compile 80 86` makes machine code for these kinds of GPU without having one. `bench/gpu_proof.py` runs
+them on a GPU.
 """
 
 import importlib
+import re
+import subprocess
 import sys
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +20,14 @@ import torch
 
 from headrace.codec import bf16x12, on_device
 from headrace.codec.bf16x12 import Bf16x12
+from headrace.codec.codec import Codec
 from headrace.codec.dictionary import Dictionary
-from headrace.codec.published import PackQuantized
+from headrace.codec.published import Mxfp4, PackQuantized
 from headrace.codec.ternary import WordsCodec
+from headrace.model.kernels.device_products import DeviceMatrix, shape_of
 from headrace.terms.errors import ModelError
 from headrace.update.projectors import sparse
 
-ARCHITECTURES = (80, 89, 90)
 # Rows, columns, and the share of zeros: odd widths, one column, rows that are longer than a chunk of words.
 SHAPES = ((1, 1, 0.5), (2, 2, 0.9), (3, 129, 0.885), (5, 641, 0.0), (64, 65, 0.885), (2, 4096, 0.95), (7, 300, 0.3))
 
@@ -143,6 +149,72 @@ def sparse_products_are_within_their_bound(kernels: Any, device: torch.device) -
         assert bool(((found.cpu().double() - whole @ dense.double()).abs() <= bound).all()), (rows, columns, width)
 
 
+# Code, shape, rows: widths that end within a tile, splits, zero points, both dtypes of scales, experts of MXFP4.
+PRODUCTS: tuple[tuple[Codec, tuple[int, int], int], ...] = (
+    (PackQuantized(32), (80, 96), 1),
+    (PackQuantized(128, "bfloat16", False), (136, 1024), 5),
+    (PackQuantized(64, "float16", False), (72, 320), 17),
+    (PackQuantized(0, "float16"), (64, 256), 64),
+    (Mxfp4(96), (96, 70), 3),
+)
+
+
+def products_are_those_of_decoded_weights(kernels: Any, device: torch.device) -> None:
+    del kernels  # those that decode into memory
+    for seed, (code, shape, count) in enumerate(PRODUCTS):
+        for dtype in (torch.bfloat16, torch.float16):
+            product_case(code, shape, count, dtype, device, seed)
+
+
+def product_case(code: Codec, sizes: tuple[int, int], count: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    """Any codes: decoded they have the host's bits; rows times them are within rounding of float64, and repeat bit for bit."""
+    drawn = torch.Generator().manual_seed(seed)
+    parts = dict(code.encode(torch.randn(sizes, generator=drawn).to(getattr(torch, getattr(code, "scales", "bfloat16")))))
+    for name in parts.keys() & {"weight_packed", "weight_zero_point"}:
+        parts[name] = torch.randint(-(2**31), 2**31, parts[name].shape, generator=drawn).int()
+    if "blocks" in parts:
+        parts["blocks"] = torch.randint(0, 256, parts["blocks"].shape, generator=drawn).to(torch.uint8)
+    host = torch.empty(sizes, dtype=dtype)
+    code.decode(parts, host, range(len(host)))
+    shape = shape_of(code, *sizes)
+    assert shape is not None
+    matrix = DeviceMatrix(shape, moved(parts, device))
+    assert matrix.num_bytes == shape.kept_bytes()
+    by_input = isinstance(code, Mxfp4)
+    for way in (True, False):
+        into = torch.empty(sizes if way == by_input else sizes[::-1], dtype=dtype, device=device)
+        matrix.decode(into, by_input=way)
+        assert bits(into if way == by_input else into.T).equal(bits(host)), (code, sizes, way)
+    rows = torch.randn(count, shape.inputs, generator=drawn).to(dtype)
+    found = matrix.rows_times(rows.to(device))
+    assert bits(found).equal(bits(matrix.rows_times(rows.to(device)))), (code, sizes)
+    left, right = rows.double(), (host if by_input else host.T).double()
+    exact, sums = left @ right, left.abs() @ right.abs()
+    bound = torch.finfo(dtype).eps / 2 * exact.abs() + 2.0**-24 * (shape.inputs + 2) * sums + torch.finfo(dtype).tiny
+    assert bool(((found.cpu().double() - exact).abs() <= bound).all()), (code, sizes, count, dtype)
+
+
+def drawn_products(device: torch.device) -> None:
+    """Shapes by hypothesis, small: the interpreter takes a second for a hundred thousand codes."""
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+
+    groups = st.sampled_from([(32, 9), (64, 5), (128, 3), (256, 2)])
+
+    @settings(max_examples=25, deadline=None, database=None, derandomize=True)
+    @given(
+        groups, st.integers(1, 20), st.integers(1, 40), st.sampled_from(["bfloat16", "float16"]), st.booleans(), st.booleans()
+    )
+    def check(group: tuple[int, int], outputs: int, count: int, scales: str, symmetric: bool, wide: bool) -> None:
+        code = PackQuantized(group[0], scales, symmetric)
+        columns = group[0] * (1 + (outputs + count) % group[1])
+        dtype = torch.bfloat16 if wide else torch.float16
+        product_case(code, (8 * outputs, columns), count, dtype, device, outputs)
+        product_case(Mxfp4(columns), (columns, 3 * outputs), count, dtype, device, count)
+
+    check()
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
@@ -153,6 +225,7 @@ CASES = (
     twelve_bits_have_the_bits_of_the_host,
     damage_is_refused,
     sparse_products_are_within_their_bound,
+    products_are_those_of_decoded_weights,
 )
 
 
@@ -180,20 +253,72 @@ def compile_for(architecture: int) -> dict[str, int]:
     ]
     csr = {"values": "*fp32", "columns": "*i64", "begins": "*i64", "dense": "*fp32", "out": "*fp32", "width": "i32"}
     versions.append((products_of.csr_times_dense, csr, {"block": 256}))
-    found = {}
-    for kernel, signature, constants in versions:
-        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-        made = compile(source, target=GPUTarget("cuda", architecture, 32))
+    found, products = {}, product_kernels()
+    own = [kernel for kernel, _, _ in products]
+    for kernel, signature, constants in versions + products:
+        # As calls have them: what torch allocates, and widths, are multiples of 16.
+        even = [name for name, kind in signature.items() if kind.startswith("*") or name in ("inputs", "outputs")]
+        known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even} if kernel in own else {}
+        source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, known)
+        made = compile(source, target=GPUTarget("cuda", architecture, 32), options={"enable_fp_fusion": False})
         found[f"{kernel.fn.__name__} {constants}"] = len(made.asm["cubin"])
-        assert "tt.dot" not in made.asm["ttir"]
+        assert ("tt.dot" in made.asm["ttir"]) == (kernel.fn.__name__ == "rows_times_coded")
+        assert spilled(made.asm["ptx"]) == 0, (kernel.fn.__name__, constants)
     return found
+
+
+def product_kernels() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
+    """Return the kernels of `triton_products` with the types and constants of what they are called with."""
+    own = importlib.import_module("headrace.model.kernels.triton_products")
+    found: list[tuple[Any, dict[str, str], dict[str, Any]]] = []
+    for microscaled, zeros, scales, rows, group in (
+        (False, False, "*i16", "*i16", 128),
+        (False, True, "*i16", "*fp16", 32),
+        (False, True, "*fp16", "*i16", 128),
+        (True, False, "*u8", "*i16", 32),
+    ):
+        stored = {"words": "*i32", "scales": scales, "zeros": "*u8" if zeros else "*i32"}
+        flags = {"group": group, "microscaled": microscaled, "has_zeros": zeros, "block_outputs": 64}
+        flags |= {"bfloat_scales": scales == "*i16", "bfloat": rows == "*i16"}
+        sizes = dict.fromkeys(("num_rows", "inputs", "outputs", "tiles_of_split"), "i32")
+        for block in (16, 64):
+            types = {"rows": rows, **stored, "partial": "*fp32", **sizes}
+            found.append((own.rows_times_coded, types, flags | {"native": True, "block_rows": block}))
+        types = {**stored, "out": rows, "inputs": "i32", "outputs": "i32"}
+        found.append((own.coded_to_dense, types, flags | {"by_input": microscaled}))
+    sums = {"partial": "*fp32", "out": "*i16", "numbers": "i32", "splits": "i32"}
+    return [*found, (own.sum_of_splits, sums, {"bfloat": True, "block": 256})]
+
+
+def spilled(code: str) -> int:
+    """Return the bytes that a kernel stores because registers do not suffice, as the assembler says."""
+    import triton
+
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    assembler = next(path for name in ("ptxas-blackwell", "ptxas") if (path := folder / name).exists())  # the newer knows all
+    target = re.search(r"^\.target (\w+)", code, re.MULTILINE)
+    assert target is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(code)
+        file.flush()
+        command = [assembler, "-v", "--gpu-name", target[1], file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(number) for number in re.findall(r"(\d+) bytes spill stores", said))
+
+
+def run(device: torch.device) -> list[str]:
+    """Run all cases on `device`: the host for the interpreter. Return their names."""
+    for case in CASES:
+        case(importlib.import_module("headrace.codec.triton_kernels"), device)
+        print(case.__name__, flush=True)
+    return [case.__name__ for case in CASES]
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "compile":
-        for architecture in ARCHITECTURES:
-            print(architecture, compile_for(architecture))
+        for architecture in map(int, sys.argv[2:]):
+            print(architecture, compile_for(architecture), flush=True)
+    elif sys.argv[1] == "drawn":
+        drawn_products(torch.device("cpu"))
     else:
-        for case in CASES:
-            case(importlib.import_module("headrace.codec.triton_kernels"), torch.device("cpu"))
-            print(case.__name__, flush=True)
+        run(torch.device("cpu"))

@@ -22,5 +22,5 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack(words: Tensor, columns: int) -> Tensor:
     """Return the codes (rows, columns), uint8, that `words` (rows, words) int32 hold."""
-    packed = words.contiguous().view(torch.uint8)
+    packed = words.reshape(-1).view(torch.uint8)
     return torch.stack([packed & 0xF, packed >> _BITS], dim=-1).view(words.shape[0], -1)[:, :columns]

@@ -20,6 +20,13 @@ def test_rows_without_one_sign_have_their_zeros_as_zeros() -> None:
     assert found.values[0].tolist() == [[0, 0, 2, 0], [0, 0, -2, 0], [0, 0, 0, 0]]
 
 
+@given(st.integers(1, 3), st.integers(1, 3))
+def test_words_are_unpacked_whatever_their_strides(rows: int, words: int) -> None:
+    """A single row that was transposed is contiguous by torch's word, and cannot be viewed as bytes."""
+    drawn = torch.randint(-(2**31), 2**31, (words, rows), generator=torch.Generator().manual_seed(7 * rows + words)).int()
+    assert unpack(drawn.T, 8 * words).equal(unpack(drawn.T.clone(memory_format=torch.contiguous_format), 8 * words))
+
+
 def test_share_of_zeros_of_normal_rows() -> None:
     """Figures for rows of these lengths, found by others with a program of their own."""
     generator = torch.Generator().manual_seed(0)

@@ -12,28 +12,34 @@ import torch
 
 from headrace.codec import on_device
 
-pytestmark = pytest.mark.deep
 
-
-def by_itself(word: str, folder: Path, **environment: str) -> str:
+def by_itself(words: str, folder: Path, **environment: str) -> str:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("no Triton here (pip install triton, or a CUDA build of torch)")
-    command = [sys.executable, str(Path(kernel_cases.__file__)), word]
+    command = [sys.executable, str(Path(kernel_cases.__file__)), *words.split()]
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     known = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(folder), **environment}
-    done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, env=known, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
+@pytest.mark.wide
 def test_interpreted_they_do_what_the_host_does(tmp_path: Path) -> None:
     said = by_itself("interpret", tmp_path, TRITON_INTERPRET="1")
     assert said.split() == [case.__name__ for case in kernel_cases.CASES]
 
 
-def test_they_compile_for_three_kinds_of_gpu(tmp_path: Path) -> None:
-    said = by_itself("compile", tmp_path, TRITON_INTERPRET="0")
-    assert [line.split()[0] for line in said.splitlines()] == ["80", "89", "90"]
+@pytest.mark.deep
+def test_products_of_drawn_shapes(tmp_path: Path) -> None:
+    by_itself("drawn", tmp_path, TRITON_INTERPRET="1")
+
+
+@pytest.mark.parametrize("architectures", ["86", pytest.param("80 89 90 120", marks=pytest.mark.deep)])
+@pytest.mark.wide
+def test_they_compile_without_spills(architectures: str, tmp_path: Path) -> None:
+    said = by_itself(f"compile {architectures}", tmp_path, TRITON_INTERPRET="0")
+    assert [line.split()[0] for line in said.splitlines()] == architectures.split()
 
 
 def test_the_host_has_no_use_for_them() -> None:
