@@ -160,6 +160,7 @@ def batches(options: argparse.Namespace) -> Iterable[torch.Tensor]:
 def run_headrace(case: Case, options: argparse.Namespace) -> Row:
     """Train with the engine. States in host memory need deferred updates (clipping) and no checkpoint at every step."""
     import headrace
+    from headrace.plan.value.words import explain_plan
     from headrace.terms.events import Event, OpDone
 
     operations: list[OpDone] = []
@@ -205,7 +206,7 @@ def run_headrace(case: Case, options: argparse.Namespace) -> Row:
         "host_peak_bytes": max(result.peak_bytes["host"] for result in results),
         "host_planned_bytes": plan.peak("host"),
         "states_in_memory": f"{len(plan.updates.resident_states)} of {len(plan.units)} units",
-        "plan": plan.explain(),
+        "plan": explain_plan(plan),
     }
 
 

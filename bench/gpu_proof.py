@@ -97,6 +97,7 @@ def training(name: str, **method: Any) -> Callable[[argparse.Namespace], Row]:
     def run(options: argparse.Namespace) -> Row:
         import headrace
         from headrace.plan.forecast.forecast import forecast
+        from headrace.plan.value.words import explain_plan
 
         length = 64 if options.dry_run else 2048
         ceilings = measured(options)
@@ -125,10 +126,10 @@ def training(name: str, **method: Any) -> Callable[[argparse.Namespace], Row]:
             "measured_seconds": median(seconds[2:]),
             "planned_seconds": forecast(plan, ceilings).step_seconds,
             "tokens": length,
-            "peak_bytes": max(row.peak_bytes["device"] for row in rows),
+            "peak_bytes": max(row.peak_bytes.get("device", 0) for row in rows),
             "planned_peak_bytes": plan.peak("device"),
             "losses": [row.loss for row in rows],
-            "plan": plan.explain(),
+            "plan": explain_plan(plan),
         }
 
     return run
