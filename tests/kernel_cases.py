@@ -277,7 +277,7 @@ def product_kernels() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
         (False, True, "*fp16", "*i16", 128),
         (True, False, "*u8", "*i16", 32),
     ):
-        stored = {"words": "*i32", "scales": scales, "zeros": "*u8" if zeros else "*i32"}
+        stored = {"words": "*i32", "scales": scales, "zeros": "*i32"}
         flags = {"group": group, "microscaled": microscaled, "has_zeros": zeros, "block_outputs": 64}
         flags |= {"bfloat_scales": scales == "*i16", "bfloat": rows == "*i16"}
         sizes = dict.fromkeys(("num_rows", "inputs", "outputs", "tiles_of_split"), "i32")
@@ -287,6 +287,8 @@ def product_kernels() -> list[tuple[Any, dict[str, str], dict[str, Any]]]:
         types = {**stored, "out": rows, "inputs": "i32", "outputs": "i32"}
         found.append((own.coded_to_dense, types, flags | {"by_input": microscaled}))
     sums = {"partial": "*fp32", "out": "*i16", "numbers": "i32", "splits": "i32"}
+    tiles = {"stored": "*i32", "words": "*i32", "outputs": "i32", "words_of_output": "i32"}
+    found.append((own.words_in_tiles, tiles, {"block_outputs": 64}))
     return [*found, (own.sum_of_splits, sums, {"bfloat": True, "block": 256})]
 
 

@@ -2,7 +2,8 @@
 
 The layout of codes is made once, when a matrix comes to stay: words int32 (tiles, 16, outputs). A tile has 128 inputs; bits
 4 j to 4 j + 3 of word (t, i, o) are the code of output o and input 128 t + 16 j + i. So neighbours in memory are neighbouring
-outputs, and 16 inputs of a step come by one shift. Scales and zero points lie as (groups, outputs).
+outputs, and 16 inputs of a step come by one shift. Scales lie as (groups, outputs), zero
+points as (groups, outputs / 8), eight to an int32. But for inputs that end within a tile, it takes the bytes of the files.
 """
 
 import importlib
@@ -13,15 +14,13 @@ import torch
 from torch import Tensor
 
 from headrace.codec import Parts
-from headrace.codec.int4 import unpack
 from headrace.codec.published import Mxfp4, PackQuantized
 
 MOST_ROWS = 64
-_TILE, _STEP, _CODES = 128, 16, 8
+_TILE, _STEP = 128, 16
 _BLOCK_OUTPUTS, _SUM_BLOCK = 64, 256
 _PROGRAMS = 512  # enough for the multiprocessors of any card of one user; splits come from it, not from the card at hand
 _TILES_OF_A_SPLIT = 4  # at least
-_PIECE_CODES = 1 << 22
 _GROUPS = (32, 64, 128, 256)
 
 
@@ -55,8 +54,8 @@ class CodedShape:
     def kept_bytes(self) -> int:
         """Return the bytes that stay on the device."""
         groups = -(-self.inputs // self.group)
-        side = (1 if self.microscaled else 2) + self.has_zeros
-        return self.outputs * (self.tiles * _STEP * 4 + groups * side)
+        sides = self.outputs * (1 if self.microscaled else 2) + (self.outputs // 2 if self.has_zeros else 0)
+        return self.outputs * self.tiles * _STEP * 4 + groups * sides
 
     def workspace_bytes(self, rows: int) -> int:
         """Return the bytes of a product besides: partial sums of few rows, or the decoded matrix."""
@@ -69,18 +68,29 @@ def shape_of(codec: object, rows: int, columns: int) -> CodedShape | None:
         return CodedShape(rows, columns, 32, microscaled=True, has_zeros=False, bfloat_scales=False)
     if isinstance(codec, PackQuantized) and codec.scales in ("bfloat16", "float16"):
         group = codec.group or columns
-        if group in _GROUPS and columns % group == 0:
+        if group in _GROUPS and columns % group == 0 and rows % 8 == 0:
             return CodedShape(columns, rows, group, False, not codec.symmetric, codec.scales == "bfloat16")
     return None
 
 
 class DeviceMatrix:
-    """A coded matrix on a device, from its `parts` there, in the kernels' layout."""
+    """A coded matrix on a device, in the kernels' layout. Its `parts` there are used up: it lies in their memory if it can."""
 
     def __init__(self, shape: CodedShape, parts: Parts, kernels: Any = None) -> None:
         self.shape = shape
         self._kernels = kernels or importlib.import_module("headrace.model.kernels.triton_products")
-        self._words, self._scales, self._zeros = arranged(shape, parts)
+        if shape.microscaled:
+            blocks, stored = parts["blocks"].view(shape.outputs, -1), parts["scales"].view(shape.outputs, -1)
+            codes = blocks.contiguous().view(torch.int32)
+        else:
+            codes, stored = parts["weight_packed"].contiguous(), parts["weight_scale"]
+        words = torch.empty((shape.tiles, _STEP, shape.outputs), dtype=torch.int32, device=codes.device)
+        sizes = shape.outputs, codes.shape[1]
+        grid = (-(-shape.outputs // _BLOCK_OUTPUTS), shape.tiles)
+        self._kernels.words_in_tiles[grid](codes, words, *sizes, block_outputs=_BLOCK_OUTPUTS)
+        self._words, self._scales = _in_place(codes, words), _in_place(stored, stored.T)
+        points = parts.get("weight_zero_point")
+        self._zeros = self._words if points is None else _in_place(points, points.T)  # any tensor: without points none is read
 
     @property
     def num_bytes(self) -> int:
@@ -143,26 +153,12 @@ class DeviceMatrix:
         }
 
 
-def arranged(shape: CodedShape, parts: Parts) -> tuple[Tensor, Tensor, Tensor]:
-    """Return words, scales and zero points in the kernels' layout, made piece by piece on the device of `parts`."""
-    if shape.microscaled:
-        blocks, stored = parts["blocks"].view(shape.outputs, -1), parts["scales"].view(shape.outputs, -1)
-    else:
-        blocks, stored = parts["weight_packed"].contiguous().view(torch.uint8), parts["weight_scale"]
-    words = torch.empty((shape.tiles, _STEP, shape.outputs), dtype=torch.int32, device=blocks.device)
-    shifts = 4 * torch.arange(_CODES, dtype=torch.int32, device=blocks.device)
-    piece = max(1, _PIECE_CODES // shape.inputs)
-    for start in range(0, shape.outputs, piece):
-        two = blocks[start : start + piece, : shape.inputs // 2]
-        codes = torch.stack([two & 15, two >> 4], dim=-1).flatten(1)
-        codes = torch.nn.functional.pad(codes, (0, shape.tiles * _TILE - shape.inputs))
-        steps = codes.view(-1, shape.tiles, _CODES, _STEP).int() << shifts[:, None]
-        words[:, :, start : start + piece] = steps.sum(dim=2, dtype=torch.int32).permute(1, 2, 0)
-    scales = stored.T.contiguous()
-    if not shape.has_zeros:
-        return words, scales, words  # any tensor: it is not read
-    points = unpack(parts["weight_zero_point"].T.contiguous(), shape.outputs)
-    return words, scales, points.to(torch.uint8)
+def _in_place(old: Tensor, new: Tensor) -> Tensor:
+    """Return `new`, contiguous, in the memory of `old` if they are of one size."""
+    if old.nbytes != new.nbytes or not old.is_contiguous():
+        return new.contiguous()
+    found = old.view(-1).view(new.dtype).view(new.shape)
+    return found.copy_(new.clone(memory_format=torch.contiguous_format))
 
 
 def _plain(tensor: Tensor) -> Tensor:

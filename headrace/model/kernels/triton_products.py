@@ -41,16 +41,20 @@ def _weights(code, scale, zero, microscaled: tl.constexpr, bfloat_scales: tl.con
 
 
 @triton.jit
-def _sides(scales, zeros, place, mask, microscaled: tl.constexpr, has_zeros: tl.constexpr, bfloat_scales: tl.constexpr):
+def _sides(
+    scales, zeros, group, output, outputs, microscaled: tl.constexpr, has_zeros: tl.constexpr, bfloat_scales: tl.constexpr
+):
     """Return the scales, float32, and zero points, int32, of one group of some outputs."""
-    stored = tl.load(scales + place, mask=mask, other=0)
+    mask = output < outputs
+    stored = tl.load(scales + group * outputs + output, mask=mask, other=0)
     if microscaled:
         power = stored.to(tl.int32)
         scale = tl.where(power > 0, power << 23, 1 << 22).to(tl.float32, bitcast=True)
     else:
         scale = _as_float32(stored, bfloat_scales)
     if has_zeros:
-        return scale, tl.load(zeros + place, mask=mask, other=0).to(tl.int32)
+        word = tl.load(zeros + group * (outputs // 8) + output // 8, mask=mask, other=0)
+        return scale, (word >> (4 * (output % 8))) & 15
     return scale, tl.full(scale.shape, 8, tl.int32)
 
 
@@ -76,8 +80,9 @@ def rows_times_coded(
 ):
     """Fill `partial` (splits, num_rows, outputs) float32: program (o, s) has a block of outputs, and the inputs of split s.
 
-    `rows` (num_rows, inputs) are float16, or int16 with bfloat16's bits. `words` are (tiles, 16, outputs) int32, `scales` and
-    `zeros` (groups, outputs). `microscaled` weights are MXFP4's, others (code - zero point) times scale.
+    `rows` (num_rows, inputs) are float16, or int16 with bfloat16's bits. `words` are (tiles, 16, outputs) int32, `scales`
+    (groups, outputs), `zeros` (groups, outputs / 8) int32 with eight to a word. `microscaled` weights are MXFP4's, others
+    (code - zero point) times scale.
     """
     output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
     row, lane = tl.arange(0, block_rows), tl.arange(0, 16)
@@ -89,13 +94,12 @@ def rows_times_coded(
         place = (tile * 16 + lane).to(tl.int64)[:, None] * outputs + output[None, :]
         packed = tl.load(words + place, mask=inside[None, :], other=0)
         if group >= 128:
-            one = tile * 128 // group * outputs + output
-            scale, zero = _sides(scales, zeros, one, inside, microscaled, has_zeros, bfloat_scales)
+            scale, zero = _sides(scales, zeros, tile * 128 // group, output, outputs, microscaled, has_zeros, bfloat_scales)
         for step in tl.static_range(8):
             begin = tile * 128 + step * 16
             if group < 128:
-                one = tl.minimum(begin, inputs - 1) // group * outputs + output
-                scale, zero = _sides(scales, zeros, one, inside, microscaled, has_zeros, bfloat_scales)
+                own = tl.minimum(begin, inputs - 1) // group
+                scale, zero = _sides(scales, zeros, own, output, outputs, microscaled, has_zeros, bfloat_scales)
             code = (packed >> (4 * step)) & 15
             weights = _weights(code, scale[None, :], zero[None, :], microscaled, bfloat_scales, bfloat)
             column = begin + lane
@@ -152,8 +156,8 @@ def coded_to_dense(
     packed = tl.load(words + place, mask=inside[None, :], other=0)
     for step in tl.static_range(8):
         begin = tl.program_id(1) * 128 + step * 16
-        one = tl.minimum(begin, inputs - 1) // group * outputs + output
-        scale, zero = _sides(scales, zeros, one, inside, microscaled, has_zeros, bfloat_scales)
+        own = tl.minimum(begin, inputs - 1) // group
+        scale, zero = _sides(scales, zeros, own, output, outputs, microscaled, has_zeros, bfloat_scales)
         weights = _weights((packed >> (4 * step)) & 15, scale[None, :], zero[None, :], microscaled, bfloat_scales, bfloat)
         column = (begin + lane).to(tl.int64)[:, None]
         there = column * outputs + output[None, :] if by_input else output[None, :].to(tl.int64) * inputs + column
@@ -162,3 +166,22 @@ def coded_to_dense(
             tl.store(out + there, (weights.to(tl.uint32, bitcast=True) >> 16).to(tl.int16), mask=mask)
         else:
             tl.store(out + there, weights.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def words_in_tiles(stored, words, outputs, words_of_output, block_outputs: tl.constexpr):
+    """Fill the words of program (o, t), a block of outputs in tile t, from `stored` (outputs, words_of_output).
+
+    Code k of a stored word is that of its k-th input.
+    """
+    output = tl.program_id(0) * block_outputs + tl.arange(0, block_outputs)
+    lane, inside = tl.arange(0, 16), output < outputs
+    found = tl.zeros((16, block_outputs), tl.int32)
+    for step in tl.static_range(8):
+        at = tl.program_id(1) * 16 + 2 * step + lane // 8
+        mask = inside[None, :] & (at < words_of_output)[:, None]
+        place = output[None, :].to(tl.int64) * words_of_output + at[:, None]
+        word = tl.load(stored + place, mask=mask, other=0)
+        found |= ((word >> (4 * (lane % 8))[:, None]) & 15) << (4 * step)
+    place = (tl.program_id(1) * 16 + lane).to(tl.int64)[:, None] * outputs + output[None, :]
+    tl.store(words + place, found, mask=inside[None, :])
