@@ -1,7 +1,7 @@
 """Products of few rows with four-bit weights on a GPU, in Triton: weights are decoded in registers and never stored.
 
-After MARLIN (Frantar et al., 2024): the codes have a layout of their own, made once; sums over inputs are cut in *splits*,
-whose partial sums another kernel adds in order. `device_products` alone imports this module, and tells the layout.
+After MARLIN (Frantar et al., 2024). Codes have a layout of their own, made once. Sums over inputs are cut in *splits*, whose
+partial sums another kernel adds in order. `device_products` alone imports this module, and tells the layout.
 
 Invariant: tiles and splits follow from shapes alone, and no sum is by atomic additions, so a repetition gives the same bits.
 Triton's interpreter computes bfloat16 wrongly. So numbers are float32 here, rounded by hand, and become bfloat16 or float16
