@@ -33,13 +33,13 @@ def compiled(loop: _Loop, **more: Any) -> _Loop:
     return machine_code
 
 
-def callback(loop: Callable[..., Any], argument: Any) -> Any:
+def callback(loop: Callable[..., Any], *arguments: Any) -> Any:
     """Compile `loop` as C code calls it; keep the machine code on disk where that is possible.
 
-    It takes an `argument` of a type of numba's, and returns nothing. What it becomes has an `address`, and a function of
+    It takes `arguments` of types of numba's, and returns nothing. What it becomes has an `address`, and a function of
     `ctypes` that runs it without the GIL.
     """
-    kind = types.void(argument)
+    kind = types.void(*arguments)
     try:
         return cfunc(kind, cache=True, error_model="numpy")(loop)
     except RuntimeError:  # no directory to write to

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.codec.codec import Parts
+from headrace.codec.published.lines import Lines
 from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
 from headrace.terms.coding import CodePart
 from headrace.terms.errors import ModelError
@@ -69,9 +70,21 @@ class GgufBlocks:
     def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
         """Fill `into` with these rows: float32, rounded once."""
         block = BLOCKS[self.kind]
+        lines = self.lines(parts, into.shape[1]) if into.device.type == "cpu" else None
+        if lines is not None and lines.decodes(into):
+            lines.decode(into, rows.start)
+            return
         for here, there in pieces(rows, into.shape[1]):
             found = parts["blocks"][parts["order"][here].long()] if self.ordered else parts["blocks"][here]
             into[there].copy_(block.values(found.reshape(-1, block.num_bytes)).view(-1, into.shape[1]))
+
+    def lines(self, parts: Parts, columns: int) -> Lines | None:
+        """Return what loops are told of a matrix on the host; None for blocks of one number, which have no loops."""
+        if self.kind not in RUNS:
+            return None
+        blocks = parts["blocks"].contiguous()
+        given = (blocks, parts["order"].contiguous()) if self.ordered else (blocks,)
+        return Lines(self.kind.lower(), len(blocks), columns, given, (blocks.shape[1], int(self.ordered), RUNS[self.kind]))
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of a piece's blocks, codes and values."""
@@ -205,6 +218,8 @@ class BlockFormat:
     values: Callable[[Tensor], Tensor]
 
 
+# Numbers that loops make at once; told to them, or the compiler would not use vectors for so few.
+RUNS = {"Q8_0": 32, "Q4_0": 16, "Q4_K": 32, "Q5_K": 32, "Q6_K": 16}
 BLOCKS = {
     "Q8_0": BlockFormat(32, 34, _q8_0),
     "Q4_0": BlockFormat(32, 18, _q4_0),

@@ -6,11 +6,13 @@ row of it is one input of all outputs. A group has 32 inputs.
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from headrace.codec.codec import Parts
+from headrace.codec.published.lines import Lines, byte_pairs
 from headrace.codec.row_pieces import piece_bytes, refuse_no_numbers
 from headrace.terms.coding import CodePart
 
@@ -62,6 +64,9 @@ class Mxfp4:
     def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
         """Fill `into` with these rows. Powers of two change no digit, so the values are exact in bfloat16."""
         blocks, scales = parts["blocks"], parts["scales"]
+        if into.device.type == "cpu" and (lines := self.lines(parts, into.shape[1])).decodes(into):
+            self._decode_on_host(lines, into, rows)
+            return
         table = torch.tensor(_VALUES, device=into.device, dtype=torch.float32)
         step = self._inputs_at_once(into.shape[1])
         start = rows.start
@@ -78,9 +83,28 @@ class Mxfp4:
             into[start - rows.start : stop - rows.start].copy_(values[:, begin : begin + stop - start].T)
             start = stop
 
+    def lines(self, parts: Parts, columns: int) -> Lines:
+        """Return what loops are told of experts on the host; `columns` are the outputs, and each has a line."""
+        given = (parts["blocks"].contiguous(), parts["scales"].contiguous(), _pairs())
+        return Lines("mxfp4", given[1].shape[0] * columns, self.inputs, given, (self.inputs // _GROUP,))
+
+    def _decode_on_host(self, lines: Lines, into: Tensor, rows: range) -> None:
+        start, outputs = rows.start, into.shape[1]
+        while start < rows.stop:
+            expert, first = divmod(start, self.inputs)
+            stop = min(rows.stop, (expert + 1) * self.inputs)
+            lines.decode_across(into[start - rows.start : stop - rows.start], expert * outputs, first)
+            start = stop
+
     def _inputs_at_once(self, columns: int) -> int:
         return max(_GROUP, (1 << 18) // max(1, columns) // _GROUP * _GROUP)
 
     def decoding_bytes(self, rows: int, columns: int, *, on_host: bool = True) -> int:
         """Return the bytes of a piece's codes, exponents and values."""
         return max(self._inputs_at_once(columns), _GROUP) * columns * _BYTES_OF_AN_ELEMENT + piece_bytes(1, 64, 16)
+
+
+@cache
+def _pairs() -> Tensor:
+    """Return the two values (256, 2) of each byte."""
+    return torch.tensor(_VALUES, dtype=torch.float32)[byte_pairs(upper_first=False)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.codec.codec import Parts
+from headrace.codec.published.lines import Lines, byte_pairs
 from headrace.codec.row_pieces import piece_bytes, pieces, refuse_no_numbers
 from headrace.terms.coding import CodePart
 
@@ -91,11 +92,24 @@ class Nf4:
     def decode(self, parts: Parts, into: Tensor, rows: range) -> None:
         """Fill `into` with these rows: products in float32, rounded to the dtype that the weights had."""
         columns, packed = into.shape[1], parts["weight"].flatten()
+        if columns % 2 == 0 and into.device.type == "cpu" and (lines := self.lines(parts, columns)).decodes(into):
+            lines.decode(into, rows.start)
+            return
         for here, there in pieces(rows, columns):
             index = torch.arange(here.start * columns, here.stop * columns, device=into.device)
             codes = (packed[index // 2] >> ((1 - index % 2) * 4).to(torch.uint8)) & 0xF
             values = parts["quant_map"][codes.to(torch.int32)] * self._sizes(parts, index // self.block)
             into[there].copy_(values.to(getattr(torch, self.dtype)).view(-1, columns))
+
+    def lines(self, parts: Parts, columns: int) -> Lines:
+        """Return what loops are told of a matrix on the host, with an even number of columns."""
+        packed, pairs = parts["weight"].contiguous(), parts["quant_map"][byte_pairs(upper_first=True)]
+        given, sizes = [packed, parts["absmax"].contiguous(), pairs], [columns, self.block]
+        if self.nested:
+            tables = torch.cat([parts["nested_quant_map"], parts["nested_offset"]])
+            given += [tables, parts["nested_absmax"].contiguous()]
+            sizes += [self.nested_block, len(tables) - 1]
+        return Lines("nf4", 2 * len(packed) // columns, columns, given, sizes, rounded=getattr(torch, self.dtype))
 
     def _sizes(self, parts: Parts, blocks: Tensor) -> Tensor:
         """Return the scales of `blocks`, given by their numbers."""

@@ -17,6 +17,7 @@ from headrace.codec.codec import Parts
 from headrace.codec.grids import Int4Grid
 from headrace.codec.int4 import pack, unpack
 from headrace.codec.on_device import int4_to_bfloat16, triton_kernels
+from headrace.codec.published.lines import SCALES, Lines
 from headrace.codec.rounding import nearest
 from headrace.codec.row_pieces import on_all_cores, piece_bytes, pieces, refuse_no_numbers
 from headrace.machine.jit import compiled
@@ -83,6 +84,9 @@ class PackQuantized:
         if fast and into.device.type == "cpu":
             self._decode_on_host(parts, into, rows)
             return
+        if into.device.type == "cpu" and (lines := self.lines(parts, columns)).decodes(into):
+            lines.decode(into, rows.start)
+            return
         for here, there in pieces(rows, columns):
             zeros = self._zeros(parts, here, scales)
             signed = unpack(words[here], columns).view(codes_shape(here, scales, columns)).to(torch.int8) - zeros[..., None]
@@ -101,6 +105,13 @@ class PackQuantized:
                 _decode_bfloat16(codes[here], scales[here].float().numpy(), zeros, place)
 
         on_all_cores(decode, len(rows), into.shape[1])
+
+    def lines(self, parts: Parts, columns: int) -> Lines:
+        """Return what loops are told of a matrix on the host."""
+        words, scales, group = parts["weight_packed"], parts["weight_scale"], self.group or columns
+        sizes = (4 * words.shape[1], group, columns // group, SCALES[self.scales], int(not self.symmetric))
+        given = (words.contiguous(), scales.contiguous(), *([] if self.symmetric else [parts["weight_zero_point"].contiguous()]))
+        return Lines("int4", len(words), columns, given, sizes, rounded=scales.dtype)
 
     def _zeros(self, parts: Parts, rows: slice, scales: Tensor) -> Tensor:
         """Return the zero points (rows, groups) int8 of these rows."""

@@ -11,7 +11,6 @@ import ctypes
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from types import MethodWrapperType, TracebackType
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ from numba import types
 from torch.overrides import TorchFunctionMode
 
 from headrace.machine.jit import callback
+from headrace.machine.team import run_in_team, torch_team
 from headrace.model.kernels.narrow_loops import NUM_WORDS, multiply
 from headrace.model.kernels.own_linear import OwnLinear
 from headrace.model.kernels.products import WideProducts
@@ -112,43 +112,16 @@ def multiplied(inputs: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor |
         length,
         step,
     )
-    loop, team = _loop(), _team()
-    threads = min(threads, -(-outputs // step))
-    if threads == 1 or team is None:
-        loop.ctypes(words)
-    else:
-        team(loop.address, words, threads, 0)
+    run_in_team(_loop(), words, -(-outputs // step))
     return out
 
 
 @cache
 def has_kernel() -> bool:
     """Return whether the loop was measured to be faster than torch here: on x86 with AVX2, where it has torch's team."""
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and _team() is not None
+    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") and torch_team() is not None
 
 
 @cache
 def _loop() -> Any:
     return callback(multiply, types.CPointer(types.int64))
-
-
-@cache
-def _team() -> Any:
-    """Return the function by which OpenMP runs a callback in the team of threads of torch; None if it has none that is known.
-
-    It is that of GNU's OpenMP, which LLVM's and Intel's have, too: `GOMP_parallel(callback, argument, threads, 0)`.
-    """
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    loaded = {line.split(maxsplit=5)[-1] for line in lines if "omp" in line.rpartition("/")[2]}
-    own = [path for path in loaded if Path(path).parent == Path(torch.__file__).parent / "lib"]
-    for path in [*own, *sorted(loaded)]:
-        try:
-            found = ctypes.CDLL(path).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
-        return found
-    return None

@@ -14,6 +14,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from headrace.machine.jit import JIT_OPTIONS
+from headrace.machine.team import take
 
 # What `multiply` is told as 64-bit numbers. First come the addresses of inputs, weights, bias (or 0) and results. Then it is
 # told how many rows, outputs and inputs there are, how many outputs a thread takes at a time, and how many are taken.
@@ -47,17 +48,6 @@ def _pair(context: Any, pairs: Any, index: Any) -> Any:
         return builder.load(builder.gep(args[0], [args[1]]), align=2)
 
     return types.uint32(types.CPointer(types.uint32), types.int64), lower
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _take(context: Any, words: Any, count: Any) -> Any:
-    """Take so many outputs, as several threads do at once; return the first of them."""
-
-    def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:
-        place = builder.gep(args[0], [ctx.get_constant(types.intp, _TAKEN)])
-        return builder.atomic_rmw("add", place, args[1], "monotonic")
-
-    return types.int64(types.CPointer(types.int64), types.int64), lower
 
 
 @njit(**JIT_OPTIONS, inline="always")  # type: ignore[untyped-decorator]
@@ -127,7 +117,7 @@ def multiply(words: Any) -> None:
         for i in range(half):
             evens[row, i] = _first(np.uint32(numbers[2 * i]))
             odds[row, i] = _first(np.uint32(numbers[2 * i + 1]))
-    begin = _take(words, step)
+    begin = take(words, _TAKEN, step)
     while begin < outputs:
         last = min(begin + step, outputs)
         while begin < last:
@@ -140,4 +130,4 @@ def multiply(words: Any) -> None:
                 else:
                     _one(even, odd, weights, bias, place, begin, end)
             begin = end
-        begin = _take(words, step)
+        begin = take(words, _TAKEN, step)

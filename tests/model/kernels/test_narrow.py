@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from headrace.machine import team
 from headrace.model.kernels import narrow
 from headrace.model.kernels.narrow import NarrowProducts, is_narrow, multiplied
 from headrace.model.kernels.products import WideProducts
@@ -73,7 +74,7 @@ def test_bits_depend_neither_on_threads_nor_on_addresses(monkeypatch: pytest.Mon
                 for start in (0, 1, 3, 7):
                     elsewhere = memory[start : start + weights.numel()].view(weights.shape).copy_(weights)
                     assert torch.equal(multiplied(inputs[:rows], elsewhere), expected)
-            monkeypatch.setattr(narrow, "_team", lambda: None)
+            monkeypatch.setattr(team, "torch_team", lambda: None)
             assert torch.equal(multiplied(inputs[:rows], weights), expected)
             monkeypatch.undo()
         finally:
