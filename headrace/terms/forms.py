@@ -53,8 +53,9 @@ class UnitFigures:
         decodes: the weights that are decoded for it, by kind of code.
         making_like: bytes that a machine moves while it decodes them, at the rate of its lane that makes weights
             (`plan.value.decoding.making_like`).
-        packed_bytes: bytes of its matrices packed for a kernel that multiplies with coded weights; 0 where there is none.
-        packing_bytes: the most bytes that packing one of them takes besides, for a moment.
+        packed_bytes: bytes of its matrices that stay in their codes, by which products of few rows multiply; 0 where none do.
+        packed_weights: the weights of these.
+        packing_bytes: bytes that copies of these take for torch's kernel, where they stay in memory; 0 where it takes none.
         cuts: where what is updated may be cut into chunks; (): anywhere.
         is_far: whether its weights and states live at another site, which updates it.
         basis_elements: float32 numbers of the basis of the trained family's subspace; 0 where there is none.
@@ -75,6 +76,7 @@ class UnitFigures:
     basis_elements: int = 0
     is_beside: bool = False
     packed_bytes: int = 0
+    packed_weights: int = 0
     packing_bytes: int = 0
 
     def away(self) -> "UnitFigures":

@@ -45,7 +45,9 @@ def dtype_of(codec: Codec, seed: int) -> torch.dtype:
     return getattr(torch, own or ("bfloat16", "float16")[seed % 2])
 
 
-def decoded(codec: Codec, parts: Parts, columns: int, rows: range, dtype: torch.dtype, least: int, threads: int) -> torch.Tensor:
+def decoded(
+    codec: Codec, parts: Parts, columns: int, rows: range, dtype: torch.dtype, least: int, threads: int
+) -> torch.Tensor:
     into = torch.empty(len(rows), columns, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_LEAST_DECODED", least)

@@ -1,4 +1,4 @@
-"""Four-bit weights that stay packed: products near those of decoded weights, counted bytes, and the same bits in each way.
+"""Weights that stay in their codes: products near those of decoded weights, counted bytes, and the same bits in each way.
 
 Run: pytest tests/compress/test_packed_products.py
 """
@@ -14,15 +14,15 @@ import pytest
 import torch
 from answered_jobs import answered
 
-from headrace.ask.place import multiplies
 from headrace.codec import Parts
-from headrace.codec.published import PackQuantized
+from headrace.codec.published import PackQuantized, packed
+from headrace.codec.published.packed import PackedMatrix
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import SeatRows
 from headrace.generate.plan.plan import FewRows, GenerationPlan
-from headrace.model.kernels import packed
-from headrace.model.kernels.packed import PackedMatrix
-from headrace.terms.errors import ConfigError
+from headrace.model.seats.coded_check import in_code
+from headrace.model.stored.operand import CodedOperand, Workspace
+from headrace.terms.errors import ModelError
 from headrace.terms.options.budget import Budget
 
 needs_kernel = pytest.mark.skipif(
@@ -89,7 +89,7 @@ def test_pieces_are_packed_as_the_whole(outputs: int, inputs: int, by_loop: bool
 @pytest.mark.process
 @needs_kernel
 def test_the_layout_of_shorter_registers_is_packed_too() -> None:
-    script = "from headrace.model.kernels import packed; print(packed.has_packed_kernel(), packed._block_of_loop())"
+    script = "from headrace.codec.published import packed; print(packed.has_packed_kernel(), packed._block_of_loop())"
     done = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}, capture_output=True, text=True
     )
@@ -110,32 +110,74 @@ def test_another_layout_of_torch_is_packed_by_torch(monkeypatch: pytest.MonkeyPa
     assert packed._block_of_loop.__wrapped__() == 0
 
 
-@needs_kernel
 def test_generation_uses_them_and_stays_near(dense_int4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     coded, rows_seen = dense_int4[0] / "out", []
-    multiply = PackedMatrix.multiply
+    rows_times = CodedOperand.rows_times
 
-    def counted(matrix: PackedMatrix, inputs: torch.Tensor) -> torch.Tensor:
-        rows_seen.append(len(inputs))
-        return multiply(matrix, inputs)
+    def counted(matrix: CodedOperand, rows: torch.Tensor, *, transposed: bool) -> torch.Tensor | None:
+        found = rows_times(matrix, rows, transposed=transposed)
+        rows_seen.append((rows.numel() // rows.shape[-1], found is not None))
+        return found
 
     decoded = logits_of(coded, False)
-    monkeypatch.setattr(PackedMatrix, "multiply", counted)
+    monkeypatch.setattr(CodedOperand, "rows_times", counted)
     few = logits_of(coded, True)
-    assert len(rows_seen) % 19 == 0 or len(rows_seen) % 20 == 0, "each pass of few rows multiplies each matrix once"
-    assert set(rows_seen) <= {2, 6}, "two rows, and the prompt's six"
+    assert set(rows_seen) == {(2, True), (6, True)}, "two rows, and the prompt's six"
     # Before texts part, the logits differ as much as bfloat16 products in another order do, and not in every bit.
     first = (few[0].double() - decoded[0].double()).norm() / decoded[0].double().norm()
     assert 0 < float(first) < 2**-5
 
 
+@pytest.mark.parametrize("way", [{}, pytest.param({"host_slots": 2, "prefetch": 1}, marks=pytest.mark.wide)])
+def test_where_no_codes_are_multiplied_bits_are_those_of_decoded_weights(
+    dense_int4: Any, way: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coded = dense_int4[0] / "out"
+    decoded = logits_of(coded, False)
+    monkeypatch.setattr(CodedOperand, "rows_times", lambda matrix, rows, *, transposed: None)
+    assert torch.equal(logits_of(coded, True, **way), decoded)
+
+
+def test_experts_stay_in_their_codes_too(mixture_int4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    coded, shapes = mixture_int4[0] / "out", set()
+    decoded = logits_by_experts(coded, False)
+    rows_times = CodedOperand.rows_times
+
+    def noted(matrix: CodedOperand, rows: torch.Tensor, *, transposed: bool) -> torch.Tensor | None:
+        shapes.add(tuple(matrix.shape))
+        return rows_times(matrix, rows, transposed=transposed)
+
+    monkeypatch.setattr(CodedOperand, "rows_times", noted)
+    few = logits_by_experts(coded, True)
+    first = (few[0].double() - decoded[0].double()).norm() / decoded[0].double().norm()
+    assert 0 < float(first) < 2**-4
+    assert len(shapes) > 1
+    monkeypatch.setattr(CodedOperand, "rows_times", lambda matrix, rows, *, transposed: None)
+    assert torch.equal(logits_by_experts(coded, True), decoded)
+
+
+def logits_by_experts(directory: Path, packed_products: bool) -> torch.Tensor:
+    """Return logits of a mixture whose experts come by themselves."""
+    with Generator.open(
+        directory, Budget(host="4GiB"), compute_dtype="bfloat16", rows=2, packed_products=packed_products
+    ) as generator:
+        source, planner = generator.model.source, generator.planner
+        experts = source.in_codes.experts if packed_products and source.in_codes else source.by_experts
+        assert experts is not None, "experts come by themselves"
+        planner._units = replace(planner._units, figures=(), in_codes=planner._units.in_codes)
+        plan = plan_of(generator)
+        assert plan.experts is not None
+        generator.use(plan)
+        (done,) = generator.run([SeatRows(0, ROWS, 1, generator.model.settings(3, None, {**SETTINGS, **LOGITS}))])
+        return torch.stack(done.raw.logits)
+
+
 @pytest.mark.wide
-@needs_kernel
 def test_ways_to_run_a_plan_give_the_same_bits(dense_int4: Any) -> None:
     coded = dense_int4[0] / "out"
     one = logits_of(coded, True)
     assert torch.equal(one, logits_of(coded, True, "plain"))
-    assert torch.equal(one, logits_of(coded, True, host_slots=1, prefetch=0))
+    assert torch.equal(one, logits_of(coded, True, host_slots=2, prefetch=1))
 
 
 @needs_kernel
@@ -143,25 +185,28 @@ def test_plans_count_their_bytes_and_choose(dense_int4: Any) -> None:
     with Generator.open(dense_int4[0] / "out", Budget(host="4GiB"), compute_dtype="bfloat16") as generator:
         decoded, asked = (plan_of(generator, few_rows=FewRows(packed=packed)) for packed in (False, True))
         assert decoded.packed_rows == 0
-        assert asked.packed_rows == (8 if multiplies("bfloat16", None, here=True) else 32)
-        assert "packed once" in asked.explain()
+        assert asked.packed_rows == 8
+        assert "in their codes" in asked.explain()
+        assert asked.results.peak_bytes["host"]["weights"] < decoded.results.peak_bytes["host"]["weights"]
         assert generator.plan_only(2, 3, 2).packed_rows == 0, "too few passes"
         generator.use(asked)
         (_,) = generator.run([SeatRows(0, ROWS, 1, generator.model.settings(3, None, SETTINGS))])
-        assert generator._pass is not None
-        assert generator._pass.packed is not None
-        kept = generator._pass.packed.num_bytes
-        making = max(unit.packing_bytes for unit in asked.units)
-        assert asked.results.peak_bytes["host"]["packed"] == kept + making
-        assert kept > 0
+        in_codes = generator.model.source.in_codes
+        assert in_codes is not None
+        kept = sum(matrix.num_bytes for matrix in in_codes.workspace.packed.values())
+        assert asked.results.peak_bytes["host"]["packed"] == kept > 0
 
 
-def test_where_there_is_no_kernel_none_is_used(dense_int4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_uses_a_matrix_in_its_code_otherwise_is_told() -> None:
+    matrix = in_code(torch.randn(5, 8), Workspace(torch.float32))
+    with pytest.raises(ModelError, match="add is asked of a matrix that stays in its code"):
+        torch.add(torch.ones(8), matrix)  # type: ignore[call-overload]
+
+
+def test_without_a_kernel_of_torch_loops_multiply(dense_int4: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "has_packed_kernel", lambda: False)
-    with Generator.open(dense_int4[0] / "out", Budget(host="4GiB"), compute_dtype="bfloat16") as generator:
-        assert generator.plan_only(2, 3, 64).packed_rows == 0
-        with pytest.raises(ConfigError, match="packed_products: asked for"):
-            plan_of(generator, few_rows=FewRows(packed=True))
+    decoded, few = (logits_of(dense_int4[0] / "out", each) for each in (False, True))
+    assert 0 < float((few[0].double() - decoded[0].double()).norm() / decoded[0].double().norm()) < 2**-5
 
 
 @pytest.mark.wide
@@ -174,7 +219,7 @@ def test_a_job_goes_on_as_it_was_begun(dense_int4: Any, tmp_path: Path, monkeypa
     assert answered(coded, tmp_path / "killed", **JOB, packed_products=None) == whole
     with pytest.raises(KeyboardInterrupt):
         answered(coded, tmp_path / "other", most=1, **JOB, packed_products=False)
-    monkeypatch.setattr(PackedMatrix, "multiply", None)  # the plan alone would choose it
+    monkeypatch.setattr(CodedOperand, "rows_times", None)  # the plan alone would choose it
     answered(coded, tmp_path / "other", **JOB, packed_products=None)
     with pytest.raises(TypeError):
         answered(coded, tmp_path / "new", **JOB, packed_products=None)

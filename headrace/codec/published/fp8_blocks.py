@@ -70,6 +70,10 @@ class Fp8Blocks:
             wide = scales[index].float().repeat_interleave(self.block_columns, dim=1)[:, : into.shape[1]]
             into[there].copy_(codes[here].float() * wide)
 
+    def multiplies(self, rows: int, columns: int) -> bool:
+        """Return whether loops multiply with such a matrix."""
+        return rows > 0 and columns > 0
+
     def lines(self, parts: Parts, columns: int) -> Lines:
         """Return what loops are told of a matrix on the host."""
         codes, scales = parts["weight"].contiguous(), parts["weight_scale_inv"].contiguous()

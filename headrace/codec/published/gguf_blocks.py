@@ -78,6 +78,10 @@ class GgufBlocks:
             found = parts["blocks"][parts["order"][here].long()] if self.ordered else parts["blocks"][here]
             into[there].copy_(block.values(found.reshape(-1, block.num_bytes)).view(-1, into.shape[1]))
 
+    def multiplies(self, rows: int, columns: int) -> bool:
+        """Return whether loops multiply with such a matrix."""
+        return rows > 1 and self.kind in RUNS
+
     def lines(self, parts: Parts, columns: int) -> Lines | None:
         """Return what loops are told of a matrix on the host; None for blocks of one number, which have no loops."""
         if self.kind not in RUNS:

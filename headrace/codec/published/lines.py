@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numba import types
 from torch import Tensor
 
+from headrace.codec.codec import Parts
 from headrace.codec.published import loops
 from headrace.codec.published.loops import NUM_PARTS, NUM_SIZES, PARTS
 from headrace.codec.row_pieces import on_all_cores
@@ -35,11 +36,22 @@ SCALES = {
 _Words = ctypes.c_int64 * (PARTS + 2 * NUM_PARTS + NUM_SIZES)
 
 
+@runtime_checkable
+class HasLines(Protocol):
+    """A code that has loops."""
+
+    def multiplies(self, rows: int, columns: int) -> bool:
+        """Return whether its loops multiply with matrices of this shape."""
+
+    def lines(self, parts: Parts, columns: int) -> "Lines | None":
+        """Return what loops are told of a matrix on the host; None where there are none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lines:
     """`count` lines of `columns` numbers for the loops of a `kind`, which know `parts` (contiguous, on the host) and `sizes`.
 
-    Numbers are those of float32, rounded to the dtype `rounded` first, if there is one.
+    Numbers are those of float32, rounded to the dtype `rounded` first, if there is one. `across`: they are the matrix's columns.
     """
 
     kind: str
@@ -48,6 +60,7 @@ class Lines:
     parts: Sequence[Tensor] = field(repr=False)
     sizes: Sequence[int]
     rounded: torch.dtype | None = None
+    across: bool = False
 
     def decodes(self, into: Tensor) -> bool:
         """Return whether loops fill `into`."""

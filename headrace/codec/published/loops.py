@@ -28,7 +28,7 @@ NUM_PARTS, NUM_SIZES = 5, 5
 _FILL, _TAKEN, PARTS = 6, 7, 8
 _BYTES, _SIZES = PARTS + NUM_PARTS, PARTS + 2 * NUM_PARTS
 _GROUP = 32  # numbers of MXFP4 that have one scale
-_TILE, _ACROSS = 32, 256  # lines that are decoded together where the matrix is transposed, and numbers of each
+_TILE, _ACROSS = 32, 1024  # lines that are decoded together where the matrix is transposed, and numbers of each
 _SUMS = {"reassoc", "contract", "nsz"}
 
 
@@ -207,7 +207,9 @@ def _round(numbers: Any, half: Any, out: Any) -> None:
         return
     for i in range(out.size):
         sign, size = (bits[i] >> np.uint32(16)) & np.uint32(0x8000), np.uint32(bits[i] & np.uint32(0x7FFFFFFF))
-        near = np.uint32(size - np.uint32(112 << 23) + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
+        near = np.uint32(
+            size - np.uint32(112 << 23) + np.uint32(0xFFF) + ((size >> np.uint32(13)) & np.uint32(1))
+        ) >> np.uint32(13)
         # Below the normal numbers of float16: 0.5 has the last place 2^-24, to which this sum is rounded.
         low = np.float32(np.uint32(size).view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
         near = low if size < np.uint32(113 << 23) else near

@@ -83,10 +83,14 @@ class Mxfp4:
             into[start - rows.start : stop - rows.start].copy_(values[:, begin : begin + stop - start].T)
             start = stop
 
+    def multiplies(self, rows: int, columns: int) -> bool:
+        """Return whether it is one expert."""
+        return rows == self.inputs
+
     def lines(self, parts: Parts, columns: int) -> Lines:
         """Return what loops are told of experts on the host; `columns` are the outputs, and each has a line."""
         given = (parts["blocks"].contiguous(), parts["scales"].contiguous(), _pairs())
-        return Lines("mxfp4", given[1].shape[0] * columns, self.inputs, given, (self.inputs // _GROUP,))
+        return Lines("mxfp4", given[1].shape[0] * columns, self.inputs, given, (self.inputs // _GROUP,), across=True)
 
     def _decode_on_host(self, lines: Lines, into: Tensor, rows: range) -> None:
         start, outputs = rows.start, into.shape[1]

@@ -101,6 +101,10 @@ class Nf4:
             values = parts["quant_map"][codes.to(torch.int32)] * self._sizes(parts, index // self.block)
             into[there].copy_(values.to(getattr(torch, self.dtype)).view(-1, columns))
 
+    def multiplies(self, rows: int, columns: int) -> bool:
+        """Return whether loops multiply with such a matrix."""
+        return columns % 2 == 0
+
     def lines(self, parts: Parts, columns: int) -> Lines:
         """Return what loops are told of a matrix on the host, with an even number of columns."""
         packed, pairs = parts["weight"].contiguous(), parts["quant_map"][byte_pairs(upper_first=True)]

@@ -106,11 +106,19 @@ class PackQuantized:
 
         on_all_cores(decode, len(rows), into.shape[1])
 
+    def multiplies(self, rows: int, columns: int) -> bool:
+        """Return whether loops multiply with such a matrix."""
+        return columns % 2 == 0
+
     def lines(self, parts: Parts, columns: int) -> Lines:
         """Return what loops are told of a matrix on the host."""
         words, scales, group = parts["weight_packed"], parts["weight_scale"], self.group or columns
         sizes = (4 * words.shape[1], group, columns // group, SCALES[self.scales], int(not self.symmetric))
-        given = (words.contiguous(), scales.contiguous(), *([] if self.symmetric else [parts["weight_zero_point"].contiguous()]))
+        given = (
+            words.contiguous(),
+            scales.contiguous(),
+            *([] if self.symmetric else [parts["weight_zero_point"].contiguous()]),
+        )
         return Lines("int4", len(words), columns, given, sizes, rounded=scales.dtype)
 
     def _zeros(self, parts: Parts, rows: slice, scales: Tensor) -> Tensor:

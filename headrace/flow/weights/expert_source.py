@@ -8,8 +8,8 @@ from headrace.files import Reader
 from headrace.files.block_file import Ticket
 from headrace.machine.host_memory import Bytes
 from headrace.model import WeightMap, import_unit
+from headrace.model.blocks.binding import Bound
 from headrace.model.directory.in_place import StoredUnit
-from headrace.model.kernels.packed import PackedBlocks
 from headrace.model.parts.banks import BlockExperts
 from headrace.model.streams.stored_experts import StoredExperts
 from headrace.plan.value.expert_plan import ExpertFigures
@@ -18,11 +18,15 @@ from headrace.terms.layout import Plane
 
 
 class FileSource:
-    """What is alike in sources of a model's own files: `units` as they lie there, read by `reader`."""
+    """What is alike in sources of a model's own files: `units` as they lie there, read by `reader`.
+
+    `others` give what units have in the place of views of their slots.
+    """
 
     def __init__(self, units: Sequence[StoredUnit], reader: Reader, weights: WeightMap, plane: Plane) -> None:
         self._units, self.reader, self._weights, self._plane = tuple(units), reader, weights, plane
         self.layouts = tuple(unit.layout for unit in self._units)
+        self.others: Mapping[int, Bound] = {}
 
     @property
     def bytes_read(self) -> int:
@@ -70,9 +74,6 @@ class ExpertSource(FileSource):
         self.figures = figures
         self.by_experts: ExpertSource | None = None
         self.expert_figures = figures_of_experts
-
-    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
-        """See `GenerationSource.pack`: no plan with experts by themselves has packed weights, so nothing is done."""
 
     def expert(self, unit: int, number: int) -> StoredUnit:
         """Return how an expert lies in the files."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from headrace.flow.run.execute import Interpreter, OverlappedInterpreter, PlainInterpreter
+from headrace.flow.weights.expert_source import ExpertSource
 from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.expert_flow import ExpertFlow
@@ -24,6 +25,7 @@ from headrace.generate.passes.micro_batches import Generated, SeatRows, Together
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.passes.planner import GenerationPlanner
 from headrace.generate.passes.seat_caches import CacheFile, SeatCache
+from headrace.generate.passes.sources import GenerationSource
 from headrace.generate.passes.units import GenerationUnits
 from headrace.generate.passes.verbs import Pass, bind_residents, run_pass
 from headrace.generate.plan.compose import composed
@@ -31,7 +33,6 @@ from headrace.generate.plan.plan import GenerationPlan
 from headrace.generate.plan.schedule import build_pass
 from headrace.generate.plan.seat_shapes import PromptLengths
 from headrace.machine.host_memory import keep_freed_memory
-from headrace.model.kernels.packed import PackedBlocks
 from headrace.model.seats.generation_check import seat_taps
 from headrace.model.seats.generation_keys import check_call, is_assisted, switched_off
 from headrace.model.seats.seats import Seat, Seated
@@ -99,8 +100,7 @@ class Generator(Closing):
         options = replace(options or GenerateOptions(), **changes)
         found = (opened or GenerationModel.of_directory)(Path(model), options.budget, options.compute_dtype, sink)
         source = found.source
-        experts = source.by_experts.expert_figures if source.by_experts else None
-        units = GenerationUnits(tuple(source.figures), experts, found.notes)
+        units = GenerationUnits.of(source, found.notes)
         planner = GenerationPlanner(found.chain, units, found.machine, options)
         copying = Copying(options.budget.ssd, options.copy_weights, sink or _silent)
         return cls(found, planner, interpreter, sink, copying)
@@ -157,19 +157,29 @@ class Generator(Closing):
         self._cache_file = CacheFile.make(plan, self.planner.directories, self._sink or _silent)
         self.plan, model.chain.narrow_products = plan, plan.narrow_rows > 0
         buffers = GenerationBuffers(plan, model.machine, self._sink or _silent)
-        if plan.experts is None:
-            packed = PackedBlocks(plan.packed_rows) if plan.packed_rows else None
-            self._pass = Pass(plan, model.chain, model.machine, model.source, buffers, packed=packed)
-        else:
-            source = model.source.by_experts
-            assert source is not None, "it was planned for"
-            model.chain.lay_out(source.layouts)
+        source = self._source_of(plan)
+        model.chain.lay_out(source.layouts, source.others)
+        experts = None
+        if plan.experts is not None:
+            assert isinstance(source, ExpertSource), "it was planned for"
             experts = ExpertFlow(plan.experts, model.chain, source, buffers, model.machine)
-            self._pass = Pass(plan, model.chain, model.machine, source, buffers, experts=experts)
+        self._pass = Pass(plan, model.chain, model.machine, source, buffers, experts=experts)
         bind_residents(self._pass)
         overlapped = self._interpreter_name == "overlapped"
         self._interpreter = (OverlappedInterpreter if overlapped else PlainInterpreter)(model.machine, self._sink)
         self._left, self._programs = Snapshot(), {}
+
+    def _source_of(self, plan: GenerationPlan) -> GenerationSource:
+        """Return the source that a plan brings weights from."""
+        source = self.model.source
+        if plan.packed_rows:
+            assert source.in_codes is not None, "it was planned for"
+            source.in_codes.workspace.use(plan.packed_rows, stay=plan.packs)
+            found = source.in_codes.blocks if plan.experts is None else source.in_codes.experts
+        else:
+            found = source if plan.experts is None else source.by_experts
+        assert found is not None, "it was planned for"
+        return found
 
     def generate(
         self,
@@ -377,7 +387,9 @@ class Generator(Closing):
                 self.model.chain.release(unit)
             if self._pass.experts is not None:
                 self._pass.experts.close()
-                self.model.chain.lay_out(self.model.source.layouts)
+            if (in_codes := self.model.source.in_codes) is not None:
+                in_codes.workspace.free()
+            self.model.chain.lay_out(self.model.source.layouts)
             self.model.machine.release_host_buffers()
         if self._cache_file is not None:
             self._cache_file.close()

@@ -135,7 +135,7 @@ class GenerationPlanner:
             fixed.get("attention") or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
         )
         chunks, unchunked = self._chunks_of(0 if kept_copies else prompt_length)
-        chunk = fixed.get("prefill_chunk")
+        chunk, in_codes = fixed.get("prefill_chunk"), self._units.in_codes
         question = GenerationQuestion(
             units=self._units.figures,
             num_blocks=self._chain.num_blocks,
@@ -154,6 +154,8 @@ class GenerationPlanner:
             kept_copies=kept_copies,
             prefill_chunks=chunks if chunk is None else (chunk,),
             packed=self._options.packed_products if few_rows.packed is None else few_rows.packed,
+            coded_units=in_codes.figures if in_codes is not None else (),
+            coded_experts=in_codes.experts if in_codes is not None else None,
             narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
             attention=places,
             lengths=fixed.get("shapes") or (None if kept_copies else fixed.get("lengths")),

@@ -3,8 +3,10 @@
 The seam is `make`: there a unit's bytes as they were read become the slot that compute reads.
 """
 
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,15 +15,19 @@ from headrace.flow.weights.expert_source import ExpertSource, FileSource, expert
 from headrace.flow.weights.weights import StoreSource, WeightSource
 from headrace.model import Chain, WeightMap
 from headrace.model.blocks.beside import StoredBeside
+from headrace.model.directory.coded_unit import CodedUnit, as_coded
 from headrace.model.directory.in_place import StoredUnit, paths_of, stored_units
-from headrace.model.kernels.packed import PackedBlocks, packed_bytes
 from headrace.model.parts.banks import find_experts
 from headrace.model.seats.bank_check import why_no_banks
-from headrace.model.streams.stored_experts import NotStoredSingly, stored_experts
+from headrace.model.seats.coded_check import may_stay, why_not_coded
+from headrace.model.stored.operand import Workspace
+from headrace.model.streams.stored_experts import NotStoredSingly, StoredExperts, stored_experts
 from headrace.terms.events import Sink
 from headrace.terms.forms import UnitFigures, home_of
 from headrace.terms.layout import UnitLayout, planes_with
 from headrace.terms.sizes import format_bytes
+
+_T = TypeVar("_T")
 
 
 class GenerationSource(WeightSource, Protocol):
@@ -40,14 +46,33 @@ class GenerationSource(WeightSource, Protocol):
         """The same weights with experts that come one at a time; None where they cannot."""
 
     @property
+    def in_codes(self) -> "InCodes | None":
+        """The same weights with matrices that stay in their codes; None where none can."""
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
 
-    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
-        """Add to `blocks` the packed matrices of a unit whose slot `into` was made of `stored`, and stays."""
-
     def close(self) -> None:
         """Close the files."""
+
+
+@dataclass(frozen=True)
+class InCodes:
+    """Sources of weights whose matrices stay in their codes: whole blocks, and experts by themselves; either may be missing.
+
+    All matrices are decoded in one `workspace`.
+    """
+
+    blocks: "CodedBlocks | None"
+    experts: ExpertSource | None
+    workspace: Workspace
+
+
+class CodedBlocks(FileSource):
+    """Units of which some stay in their codes."""
+
+    figures: tuple[UnitFigures, ...]
 
 
 class ShardSource(FileSource):
@@ -65,7 +90,9 @@ class ShardSource(FileSource):
         plane = planes_with(chain.compute_dtype, ()).weight
         super().__init__(units, ExtentReader(self.paths, sink=sink), weights, plane)
         self.figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(self._units))
+        self._stored_experts: StoredExperts | None = None
         self.by_experts, self.why_whole = self._by_experts(chain, on_cpu=on_cpu)
+        self.in_codes = self._in_codes(chain) if on_cpu and adapters is None else None
         if adapters is not None:
             adapters.bind(chain.device)
             elements = {unit: layout.num_elements for unit, layout in adapters.adapters.layouts.items()}
@@ -87,16 +114,71 @@ class ShardSource(FileSource):
             stored = stored_experts(self._units, blocks, self._weights, chain.dtype, on_cpu=on_cpu)
         except NotStoredSingly as error:
             return None, str(error)
+        self._stored_experts = stored
         figures = tuple(_figures_of(index, unit, chain, on_cpu) for index, unit in enumerate(stored.commons))
         of_experts = expert_figures(stored, figures, chain.dtype, on_cpu=on_cpu)
         return ExpertSource(stored, figures, blocks, self.reader, self._weights, self._plane, of_experts), ""
+
+    def _in_codes(self, chain: Chain) -> InCodes | None:
+        """Return the same weights in their codes, where this architecture only multiplies by them."""
+        dtype, workspace = chain.dtype, Workspace(chain.dtype)
+        if not any(unit.decodings for unit in self._units[1 : chain.num_blocks + 1]):
+            if self._stored_experts is None or not any(own[0].decodings for own in self._stored_experts.experts if own):
+                return None
+        if why_not_coded(chain.config):
+            return None
+        blocks, coded = None, _coded_blocks(self._units, chain)
+        if coded:
+            blocks = CodedBlocks(
+                _with(self._units, {unit: each.stored for unit, each in coded.items()}), self.reader, self._weights, self._plane
+            )
+            blocks.others = {unit: partial(each.parameters, workspace=workspace) for unit, each in coded.items()}
+            blocks.figures = _with(
+                self.figures, {unit: _coded_figures(self.figures[unit], each, dtype) for unit, each in coded.items()}
+            )
+        return InCodes(blocks, self._experts_in_codes(chain, workspace), workspace)
+
+    def _experts_in_codes(self, chain: Chain, workspace: Workspace) -> ExpertSource | None:
+        """Return single experts that stay in their codes; None unless all of them can."""
+        stored, plain = self._stored_experts, self.by_experts
+        if stored is None or plain is None:
+            return None
+        names = may_stay(chain.model, chain.runner.blocks)
+        every = [[as_coded(expert, chain.dtype, names) for expert in own] for own in stored.experts]
+        experts = [[each for each in own if each is not None] for own in every]
+        if any(len(own) < len(before) for own, before in zip(experts, stored.experts, strict=True)):
+            return None
+        coded = _coded_blocks(stored.commons, chain)
+        in_codes = StoredExperts(
+            tuple(_with(stored.commons, {unit: each.stored for unit, each in coded.items()})),
+            tuple(tuple(each.stored for each in own) for own in experts),
+        )
+        figures = _with(
+            plain.figures, {unit: _coded_figures(plain.figures[unit], each, chain.dtype) for unit, each in coded.items()}
+        )
+        every_expert = [each for own in experts for each in own]
+        of_experts = replace(
+            expert_figures(in_codes, figures, chain.dtype, on_cpu=True),
+            making_bytes=max(each.making_bytes(chain.dtype) for each in every_expert),
+            packed_bytes=every_expert[0].coded_bytes,
+            packed_weights=every_expert[0].weights,
+        )
+        found = ExpertSource(in_codes, figures, plain.places.blocks, self.reader, self._weights, self._plane, of_experts)
+        found.others = {unit: partial(each.parameters, workspace=workspace) for unit, each in coded.items()}
+        bound = {
+            unit: [partial(each.parameters, workspace=workspace) for each in own] for unit, own in enumerate(experts) if own
+        }
+        found.places = replace(found.places, others=bound)
+        return found
 
     def read_by(self, reader: Reader) -> None:
         """Read by another reader of the same files from now on; it is closed with the source."""
         self.reader.close()
         self.reader = reader
-        if self.by_experts is not None:
-            self.by_experts.reader = reader
+        in_codes = (self.in_codes.blocks, self.in_codes.experts) if self.in_codes is not None else ()
+        for other in (self.by_experts, *in_codes):
+            if other is not None:
+                other.reader = reader
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -117,10 +199,6 @@ class ShardSource(FileSource):
             )
         return tuple(notes)
 
-    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
-        """See `GenerationSource.pack`."""
-        blocks.add(self._units[unit], stored, into)
-
     def close(self) -> None:
         """Close the files."""
         self.reader.close()
@@ -129,7 +207,7 @@ class ShardSource(FileSource):
 class RunSource(StoreSource):
     """The weights of the last commit in a run's store."""
 
-    by_experts = None
+    by_experts = in_codes = None
 
     @property
     def layouts(self) -> tuple[UnitLayout, ...]:
@@ -146,9 +224,6 @@ class RunSource(StoreSource):
         """Bytes that the store has read so far."""
         return self.store.bytes_read
 
-    def pack(self, unit: int, stored: torch.Tensor, into: torch.Tensor, blocks: PackedBlocks) -> None:
-        """See `GenerationSource.pack`: units of a run have no packed bytes in their figures, so nothing is done."""
-
     def close(self) -> None:
         """Close the store."""
         self.store.close()
@@ -159,8 +234,31 @@ def _read_only(figures: UnitFigures) -> UnitFigures:
     return replace(figures, trained_elements=0, cuts=()) if figures.in_place else figures
 
 
+def _coded_blocks(units: Sequence[StoredUnit], chain: Chain) -> dict[int, CodedUnit]:
+    names = may_stay(chain.model, chain.runner.blocks)
+    found = {unit: as_coded(units[unit], chain.dtype, names) for unit in range(1, chain.num_blocks + 1)}
+    return {unit: each for unit, each in found.items() if each is not None}
+
+
+def _coded_figures(figures: UnitFigures, coded: CodedUnit, dtype: torch.dtype) -> UnitFigures:
+    return replace(
+        figures,
+        num_elements=coded.stored.layout.num_elements,
+        stored_bytes=None,
+        decodes=(),
+        making_bytes=coded.making_bytes(dtype),
+        packed_bytes=coded.coded_bytes,
+        packed_weights=coded.weights,
+        packing_bytes=coded.packing_bytes(dtype),
+    )
+
+
+def _with(every: Sequence[_T], others: Mapping[int, _T]) -> tuple[_T, ...]:
+    """Return `every` with `others` in some places."""
+    return tuple(others.get(index, each) for index, each in enumerate(every))
+
+
 def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> UnitFigures:
-    packed, packing = packed_bytes(unit, chain.dtype) if on_cpu else (0, 0)
     return UnitFigures(
         name=unit.layout.name,
         num_elements=unit.layout.num_elements,
@@ -170,6 +268,4 @@ def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> Uni
         stored_bytes=unit.num_bytes if unit.is_made else None,
         making_bytes=unit.making_bytes(chain.dtype, on_host=on_cpu),
         decodes=unit.decodes,
-        packed_bytes=packed,
-        packing_bytes=packing,
     )

@@ -10,7 +10,7 @@ from headrace.ask.model_config import refuse_other_dtypes
 from headrace.codec.table import Code, code_to_write
 from headrace.codec.units import coded_shapes
 from headrace.flow.weights.expert_source import expert_figures
-from headrace.generate.passes.sources import ShardSource
+from headrace.generate.passes.sources import GenerationSource, ShardSource
 from headrace.model import Chain, Checkpoint
 from headrace.model.parts.banks import find_experts
 from headrace.model.seats.bank_check import why_no_banks
@@ -25,11 +25,23 @@ from headrace.terms.sizes import PAGE_BYTES, round_up
 
 @dataclass(frozen=True, slots=True)
 class GenerationUnits:
-    """Units as passes read them, experts that may come by themselves, and what there is to say of them."""
+    """Units as passes read them, experts that may come by themselves, and what there is to say of them.
+
+    `in_codes` are the same where matrices stay in their codes; without units if only experts can.
+    """
 
     figures: tuple[UnitFigures, ...]
     experts: ExpertFigures | None = None
     notes: tuple[str, ...] = ()
+    in_codes: "GenerationUnits | None" = None
+
+    @classmethod
+    def of(cls, source: GenerationSource, notes: tuple[str, ...]) -> "GenerationUnits":
+        """Return the units of a source."""
+        coded = None
+        if (found := source.in_codes) is not None:
+            coded = cls(found.blocks.figures if found.blocks else (), found.experts.expert_figures if found.experts else None)
+        return cls(tuple(source.figures), source.by_experts.expert_figures if source.by_experts else None, notes, coded)
 
 
 def plain_and_coded(
@@ -55,8 +67,7 @@ def units_of_files(chain: Chain, checkpoint: Checkpoint, *, on_cpu: bool) -> Gen
     source = ShardSource(chain, chain.attach(checkpoint), _silent, on_cpu=on_cpu)
     try:
         chain.lay_out(source.layouts)
-        experts = source.by_experts.expert_figures if source.by_experts else None
-        return GenerationUnits(source.figures, experts, source.notes)
+        return GenerationUnits.of(source, source.notes)
     finally:
         source.close()
 

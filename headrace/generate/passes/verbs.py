@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from headrace.flow.run.execute import Interpreter, ProgramRun
-from headrace.flow.weights.weights import WEIGHT_VERBS, load_residents, make
+from headrace.flow.weights.weights import WEIGHT_VERBS, load_residents
 from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.expert_flow import ExpertFlow
 from headrace.generate.passes.seat_caches import SeatCache
@@ -20,7 +20,6 @@ from headrace.generate.passes.sources import GenerationSource
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
-from headrace.model.kernels.packed import PackedBlocks, PackedProducts
 from headrace.model.seats.seats import Seat, Seated
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Program, Verb
@@ -31,8 +30,7 @@ class Pass:
     """What the operations of passes share. `seats` are those of this pass, by their number in operations. `caches` are the
     parts of their caches that lie elsewhere; None for a seat whose cache stays where it is computed.
 
-    `packed` has the weights that are multiplied packed, None where the plan has none. `experts` brings experts that come by
-    themselves; operations with a `part` belong to these.
+    `experts` brings experts that come by themselves; operations with a `part` belong to these.
     """
 
     plan: GenerationPlan
@@ -42,7 +40,6 @@ class Pass:
     buffers: GenerationBuffers
     seats: Sequence[Seated] = ()
     experts: ExpertFlow | None = None
-    packed: PackedBlocks | None = None
     caches: Sequence[SeatCache | None] = ()
 
 
@@ -65,14 +62,6 @@ def bind_residents(state: Pass) -> None:
     load_residents(state)
     for unit, weights in state.buffers.residents.items():
         state.chain.bind(unit, weights, None, as_loaded=True)
-
-
-def _make(state: Pass, op: Op) -> None:
-    """Make the weights that compute reads, and pack them where the plan says so."""
-    make(state, op)
-    if state.packed is not None and state.plan.units[op.unit].packed_bytes:
-        stored = torch.from_numpy(state.buffers.stored(op.unit, op))
-        state.source.pack(op.unit, stored, state.buffers.computed(op.unit, op), state.packed)
 
 
 def _query(state: Pass, op: Op) -> None:
@@ -119,8 +108,7 @@ def _forward(state: Pass, op: Op) -> None:
         if cache is not None and cache.is_within(op.unit):
             cache.leave(op.unit)
             return
-        packed = PackedProducts(state.packed) if state.packed is not None else nullcontext()
-        with packed, cache.lent(op, block) if cache is not None else nullcontext():
+        with cache.lent(op, block) if cache is not None else nullcontext():
             seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
     finally:
         chain.release(op.unit)
@@ -133,8 +121,7 @@ def _recompute(state: Pass, op: Op) -> None:
         return
     chain.bind(op.unit, state.buffers.computed(op.unit, op), None, as_loaded=True)
     try:
-        with PackedProducts(state.packed) if state.packed is not None else nullcontext():
-            cache.recompute(op, partial(chain.block, op.unit - 1))
+        cache.recompute(op, partial(chain.block, op.unit - 1))
     finally:
         chain.release(op.unit)
 
@@ -182,7 +169,6 @@ def _go_on(experts: ExpertFlow, op: Op) -> None:
 
 HANDLERS: Mapping[Verb, Callable[[Any, Op], None]] = {
     **WEIGHT_VERBS,
-    Verb.MAKE: _make,
     Verb.FORWARD: _forward,
     Verb.RECOMPUTE: _recompute,
     Verb.ROUTE: _route,

@@ -48,11 +48,13 @@ def _seconds_of_one(plan: GenerationPlan, experts: ExpertPlan, rates: Rates) -> 
 
 def _compute_seconds(plan: GenerationPlan, experts: ExpertPlan, unit: int, rates: Rates) -> tuple[float, float]:
     """Return the seconds of computing one token of all rows in a block: before its routers, and in all of it."""
-    rows, elements = plan.rows, plan.planes.weight.num_bytes(experts.figures.elements)
+    rows, figures = plan.rows, experts.figures
+    each = plan.planes.weight.num_bytes(figures.elements) - figures.packed_bytes
+    each += plan.packed_like(figures.packed_weights, figures.packed_bytes, max(1, rows // figures.num_experts[unit]))
     flops = plan.costs.next.flops[unit - 1]
     of_experts = min(flops, 2.0 * experts.figures.num_parameters * experts.choices * rows)
     before = rates.compute_seconds(flops - of_experts, plan.slot_bytes(unit))
-    after = rates.compute_seconds(of_experts, experts.touched(unit, rows) * elements)
+    after = rates.compute_seconds(of_experts, experts.touched(unit, rows) * each)
     return plan.seats * before, plan.seats * (before + after)
 
 

@@ -39,9 +39,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         compute["waiting for experts"] = plan.seats * plan.experts.waiting_bytes(plan.most_tokens, costs.first.hidden_bytes)
     if making:
         compute["decoding"] = making
-    if plan.packed_rows:
-        packed = plan.units[1 : plan.num_blocks + 1]
-        compute["packed"] = sum(unit.packed_bytes for unit in packed) + max(unit.packing_bytes for unit in packed)
+    if plan.packs:
+        compute["packed"] = sum(unit.packing_bytes for unit in plan.units[1 : plan.num_blocks + 1])
     if plan.adapter_bytes:
         compute["adapters"] = plan.adapter_bytes
     on_cpu = not allowance.device_overhead_bytes
@@ -69,4 +68,6 @@ def with_weights(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     groups = weight_buffers(plan).values()
     for tier in {group.tier for group in groups}:
         rows[tier]["weights"] = sum(group.total_bytes for group in groups if group.tier == tier)
+    if plan.packs:
+        rows["host"]["packed"] = sum(unit.packing_bytes for unit in plan.units[1 : plan.num_blocks + 1])
     return replace(plan, results=replace(plan.results, peak_bytes=rows, allowed_bytes=allowance.of(rows)))

@@ -3,7 +3,7 @@
 Invariant: memory is the sum of the buffers below and of what compute makes, and stays within the budgets.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -23,9 +23,12 @@ _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
 _NARROW_ROW_TIMES, _NARROW_TIMES = 1.3, 3.0
 # A core multiplies with packed weights while it could read three times their bytes (docs/log/packed-generation.md).
 _PACKED_TIMES = 3.0
-# Up to so many rows products with packed weights are faster than with decoded ones; more where these are widened.
-PACKED_ROWS, PACKED_ROWS_IF_WIDENED = 8, 32
-# With fewer passes bits stay those of decoded weights. Packing is repaid by two passes of one row (docs/log/first-token.md).
+# While a core multiplies a row by a weight in its code, or decodes it before a product, it could read so many bytes; each further
+# row takes a part of that (docs/log/packed-generation.md).
+_PACKED_BYTES, _MORE_ROWS, _DECODED_BYTES = 12.0, 0.25, 25.0
+# Up to so many rows are multiplied with weights in their codes.
+PACKED_ROWS = 8
+# With fewer passes bits stay those of decoded weights.
 LEAST_PACKED_PASSES = 13
 
 
@@ -59,8 +62,9 @@ class GenerationPlan(Placement):
     memory; what comes does so `prefetch` blocks ahead, on a separate device in pages (`page_bytes`). If that is one block, one
     block less than there are slots need not be read again in the next pass, because the order of use is known. `costs` are
     those of one seat. With `experts` these come by themselves, and `units` are without them. With `kept_copies` caches stay
-    where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Products of blocks with up
-    to `packed_rows` rows are computed with packed weights, which stay in memory beside decoded ones. Products of up to
+    where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Where
+    `packed_rows` is not 0, matrices of blocks stay in their codes: products of up to so many rows are computed with these, of
+    more with one matrix at a time decoded. Products of up to
     `narrow_rows` rows of bfloat16 are computed by a loop of our own. With `shapes` micro-batches of short prompts have more
     rows than those of long ones: `rows` and `costs` are of a seat on average, `most` has the most of each figure. `uncoded` is
     what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
@@ -117,25 +121,32 @@ class GenerationPlan(Placement):
 
     def block_bytes(self, block: int, rows: int) -> int:
         """Return the bytes of memory whose reading takes as long as multiplying a block's weights by `rows` rows."""
-        figures, dense = self.units[block], self.slot_bytes(block)
-        if rows > self.packed_rows or not figures.packed_bytes:
-            return self.multiplied_bytes(dense, rows)
-        rest = max(0, dense - self.planes.weight.num_bytes(sum(weights for _, weights in figures.decodes)))
-        return self.multiplied_bytes(rest, rows) + round(figures.packed_bytes * max(1.0, _PACKED_TIMES / self.compute_threads))
+        figures = self.units[block]
+        if self.packs and rows <= self.packed_rows and figures.packing_bytes:
+            return round(figures.packing_bytes * max(1.0, _PACKED_TIMES / self.compute_threads))
+        rest = self.multiplied_bytes(self.slot_bytes(block) - figures.packed_bytes, rows)
+        return rest + self.packed_like(figures.packed_weights, figures.packed_bytes, rows)
+
+    @property
+    def packs(self) -> bool:
+        """Whether matrices that torch's kernel takes are packed for it: all blocks stay in host memory in their codes."""
+        return self.packed_rows > 0 and self.experts is None and self.host_slots >= self.num_blocks
+
+    def packed_like(self, weights: int, num_bytes: int, rows: int) -> int:
+        """Return likewise the bytes for `weights` that stay in their codes, of `num_bytes`."""
+        if not weights:
+            return 0
+        if rows > self.packed_rows:
+            dense = self.multiplied_bytes(self.planes.weight.num_bytes(weights), rows)
+            return dense + round(weights * _DECODED_BYTES / self.compute_threads)
+        more = 1 + _MORE_ROWS * (rows - 1)
+        return round(max(num_bytes, weights * _PACKED_BYTES * more / self.compute_threads))
 
     def bytes_of_blocks(self, rows: int) -> int:
-        """Return the sum of `block_bytes` of all blocks; where none is packed, alike ones are counted together."""
-        if rows <= self.packed_rows:
+        """Return the sum of `block_bytes` of all blocks; where none is in a code, alike ones are counted together."""
+        if self.packed_rows:
             return sum(self.block_bytes(block, rows) for block in range(1, self.num_blocks + 1))
         return sum(count * self.multiplied_bytes(num_bytes, rows) for num_bytes, count in self.weight_sizes.slots)
-
-    def with_packed(self) -> "GenerationPlan | None":
-        """Return the plan with packed weights; None unless each block stays in the slot where it is decoded, on the host."""
-        blocks = self.units[1 : self.num_blocks + 1]
-        stays = self.device_slots >= self.num_blocks and not self.separate_device and self.experts is None
-        if not stays or not any(unit.packed_bytes for unit in blocks):
-            return None
-        return replace(self, packed_rows=PACKED_ROWS_IF_WIDENED if self.costs.widens else PACKED_ROWS)
 
     @property
     def head_bytes(self) -> int:
@@ -265,7 +276,9 @@ class GenerationPlan(Placement):
         if codes := self._explain_codes():
             lines.append(f"codes    {codes}")
         if self.packed_rows:
-            lines.append(f"products of up to {self.packed_rows} rows with four-bit weights, packed once beside decoded ones")
+            lines.append(
+                f"products of up to {self.packed_rows} rows with weights in their codes, of more with decoded ones: other bits"
+            )
         if self.narrow_rows:
             lines.append(f"products of up to {self.narrow_rows} rows by Headrace's own loop")
         if (coded := self.costs.coded) is not None:

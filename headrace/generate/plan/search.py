@@ -11,7 +11,7 @@ from headrace.generate.plan.block_tables import costs_with_waits
 from headrace.generate.plan.cache_plan import cache_choices, with_inputs
 from headrace.generate.plan.expert_search import ways_of_experts, with_cached_experts
 from headrace.generate.plan.peaks import ATTENDING_OPERATIONS, with_peaks, with_weights
-from headrace.generate.plan.plan import LEAST_PACKED_PASSES, GenerationPlan
+from headrace.generate.plan.plan import LEAST_PACKED_PASSES, PACKED_ROWS, GenerationPlan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
 from headrace.generate.plan.seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
 from headrace.plan.clock.rates import Rates
@@ -29,8 +29,8 @@ from headrace.terms.machine.ceilings import Ceilings
 MOST_SEATS = 64
 MOST_ROWS = 4096
 _NO_PACKED = (
-    "packed_products: asked for, but no plan with them fits. They need every block in host memory, decoded and packed, and "
-    "symmetric four-bit weights computed in bfloat16 on a processor with AVX2. Give more --host-memory, or leave it out"
+    "packed_products: asked for, but no plan with them fits. They need blocks in a published code, computed on a CPU, in an "
+    "architecture that only multiplies by them. Give more --host-memory, or leave it out"
 )
 # With micro-batches by length, so many numbers of rounds without empty seats are tried.
 _MOST_ROUNDS = 4
@@ -49,7 +49,8 @@ class GenerationQuestion:
     `rows` and `seats` are fixed where they are given, `most_rows` bounds rows. `experts` are those of mixtures that may come
     by themselves. With `has_drives` keys and values may lie on the drives. `kept_copies` is as in the plan, and counted in
     `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is given rows, and a chunk that is not 0. `packed`:
-    whether few rows are multiplied with packed weights; None: where that is faster. `narrow_rows` is as in the plan.
+    whether few rows are multiplied with weights in their codes; None: where that is faster. `coded_units` and `coded_experts`
+    are units and experts for that; there may be none. `narrow_rows` is as in the plan.
     `attention`: which of attending on the host (true) and where blocks are computed are tried. Where `lengths` are those of
     prompts, and rows are not fixed, short prompts may have more rows; as shapes of seats they are fixed. `costs_of` is then
     given a length.
@@ -72,6 +73,9 @@ class GenerationQuestion:
     kept_copies: int = 0
     prefill_chunks: tuple[int, ...] = (0,)
     packed: bool | None = False
+    packed_rows: int = 0
+    coded_units: tuple[UnitFigures, ...] = ()
+    coded_experts: ExpertFigures | None = None
     narrow_rows: int = 0
     attention: tuple[bool, ...] = (False,)
     lengths: PromptLengths | SeatShapes | None = None
@@ -102,7 +106,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
         ConfigError: packed products are asked for, and there is no plan with them.
     """
     question = _decoding_on(question, question.machine)
-    fitting = [plan for plan in _placements(question, _seatings(question)) if plan.fits]
+    fitting = [plan for plan in _all_placements(question, _seatings(question)) if plan.fits]
     if not fitting and question.packed:
         raise ConfigError(_NO_PACKED)
     if not fitting:
@@ -112,7 +116,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     if isinstance(lengths, PromptLengths) and len(set(lengths.tokens)) > 1 and question.rows is None:
         same = replace(question, prefill_chunks=(plan.costs.prefill_chunk,), attention=(plan.caches.attends,))
         seatings = _seatings_by_length(same, lengths, plan)
-        fitting = [each for each in _placements(same, seatings) if each.fits]
+        fitting = [each for each in _all_placements(same, seatings) if each.fits]
         plan = _best(same, fitting) if fitting else plan
     return with_forecast(plan, question.machine)
 
@@ -223,6 +227,22 @@ def _seating_of(question: GenerationQuestion, shapes: SeatShapes, chunk: int) ->
     return _Seating(rows=shapes.rows, seats=seats, costs=costs, shapes=shapes, most=most)
 
 
+def _all_placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> Iterator[GenerationPlan]:
+    """Yield plans with decoded weights, and with weights in their codes, if these are asked for or have passes enough."""
+    seatings = list(seatings)
+    if not question.packed:
+        yield from _placements(question, seatings)
+    if question.packed is False or not (question.coded_units or question.coded_experts):
+        return
+    in_codes = replace(
+        question, packed_rows=PACKED_ROWS, units=question.coded_units or question.units, experts=question.coded_experts
+    )
+    for plan in _placements(in_codes, seatings):
+        enough = rounds_of(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES and plan.rows <= plan.packed_rows
+        if (question.packed or enough) and (question.coded_units or plan.experts is not None):
+            yield plan
+
+
 def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> Iterator[GenerationPlan]:
     """Yield plans with as many blocks in memory as fit, for each number of rows and seats; some do not fit."""
     rates = Rates(question.machine, question.compute_dtype, question.allowance.cores, None)
@@ -248,6 +268,7 @@ def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> I
                     prompt_length=question.prompt_length,
                     new_tokens=question.new_tokens,
                     kept_copies=question.kept_copies,
+                    packed_rows=question.packed_rows,
                     narrow_rows=question.narrow_rows,
                     host_slots=min(prefetch + 1, question.num_blocks),
                     device_slots=min(prefetch + 1, question.num_blocks),
@@ -259,18 +280,7 @@ def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> I
                     most=seating.most,
                 )
                 for way in ways_of_experts(least, None if caches.attends else question.experts, rates):
-                    for plan in _filled(way, question.allowance):
-                        if not question.packed:
-                            yield plan
-                        yield from _packed(plan, question)
-
-
-def _packed(plan: GenerationPlan, question: GenerationQuestion) -> Iterator[GenerationPlan]:
-    """Yield `plan` with packed weights, if it can have them, and they are asked for or have passes enough."""
-    enough = rounds_of(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES
-    packed = plan.with_packed() if question.packed or (question.packed is None and enough) else None
-    if packed is not None and (question.packed or plan.rows <= packed.packed_rows):
-        yield with_peaks(packed, question.allowance)
+                    yield from _filled(way, question.allowance)
 
 
 def _choices(most: int, given: int | None, limit: int) -> Sequence[int]:
@@ -303,6 +313,8 @@ def _filled(plan: GenerationPlan, allowance: Allowance) -> Iterator[GenerationPl
             more = (allowed - filled.peak(tier)) // (sizes.slot if on_device else sizes.stored)
             slots = min(plan.num_blocks, getattr(filled, name) + more)
             filled = with_weights(replace(filled, **{name: slots}), allowance)
+            if filled.packs and not filled.fits:
+                filled = with_weights(replace(filled, **{name: slots - 1}), allowance)
         if filled.experts is not None and allowance.host_bytes is not None:
             filled = with_weights(with_cached_experts(filled, allowance.host_bytes), allowance)
         yield filled

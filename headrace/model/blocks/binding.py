@@ -4,8 +4,9 @@ Invariant: a parameter is either a view of the buffer that its unit is bound to,
 its buffer. Binding replaces the `Parameter` objects, it never writes into storage that a live graph may refer to.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ GradientSink = Callable[[ParameterSpec, torch.Tensor], None]
 # Takes the gradient of some rows of a parameter, from the element that is the last argument on.
 RowSink = Callable[[ParameterSpec, torch.Tensor, int], None]
 
+# Gives what is bound of a unit, by name, from its slot: parameters, and what stands for some.
+Bound = Callable[[torch.Tensor], Iterable[tuple[str, Any]]]
 # Brings the rows from the first to the second number; valid until others are asked for.
 BringRows = Callable[[int, int], torch.Tensor]
 
@@ -27,9 +30,19 @@ _ROWS, _COMING = "headrace_rows", "headrace_coming"
 
 
 class Binding:
-    """Which unit of a model is bound to which buffer. `layouts` name every parameter of `model` once."""
+    """Which unit of a model is bound to which buffer. `layouts` name every parameter of `model` once.
 
-    def __init__(self, model: nn.Module, layouts: Sequence[UnitLayout], dtype: torch.dtype) -> None:
+    What units have in the place of views of their buffers, `others` give.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        dtype: torch.dtype,
+        others: Mapping[int, Bound] = MappingProxyType({}),
+    ) -> None:
+        self._others = others
         self._layouts = tuple(layouts)
         self._dtype = dtype
         self._owners = parameter_owners(model)
@@ -61,6 +74,11 @@ class Binding:
         Raises:
             ModelError: `flat` has another length, shape or dtype than the layout asks for.
         """
+        if unit in self._others:
+            for name, value in self._others[unit](flat):
+                self._place(name, nn.Parameter(value) if isinstance(value, torch.Tensor) else value)
+            self._bound.add(unit)
+            return
         if as_loaded and sink is None and rest is None:
             for name, parameter in self._loaded_from(unit, flat):
                 self._place(name, parameter)
@@ -113,9 +131,13 @@ class Binding:
                     "fetch and bind it first"
                 )
 
-    def _place(self, name: str, parameter: nn.Parameter) -> None:
+    def _place(self, name: str, parameter: Any) -> None:
         for module, attribute in self._owners[name]:
-            module._parameters[attribute] = parameter
+            if isinstance(parameter, nn.Parameter):
+                module._parameters[attribute] = parameter
+                module.__dict__.pop(attribute, None)
+            else:
+                module.__dict__[attribute] = parameter
 
 
 def by_wholes(sink: GradientSink) -> RowSink:

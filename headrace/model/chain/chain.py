@@ -7,14 +7,15 @@ Invariant: what a unit computes is what the unmodified model computes there, gra
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from headrace.model.blocks.beside import BesideKind
-from headrace.model.blocks.binding import Binding, BringRows, GradientSink, RowSink, is_tied
+from headrace.model.blocks.binding import Binding, Bound, BringRows, GradientSink, RowSink, is_tied
 from headrace.model.blocks.chain_values import BlockResult, MicroBatch, PrologueResult
 from headrace.model.blocks.find_blocks import block_of, find_blocks, refuse_shared_between_blocks
 from headrace.model.blocks.random_numbers import draws_random_numbers
@@ -158,10 +159,13 @@ class Chain:
         """Whether packed rows get masks of their own, because the model makes none from positions."""
         return self.runner.packs_by_masks
 
-    def lay_out(self, layouts: Sequence[UnitLayout]) -> None:
-        """Give parameters of units other places from here on, such as those in a file. Afterwards no unit is bound."""
+    def lay_out(self, layouts: Sequence[UnitLayout], others: Mapping[int, Bound] = MappingProxyType({})) -> None:
+        """Give parameters of units other places from here on, such as those in a file. Afterwards no unit is bound.
+
+        What units have in the place of views, `others` give.
+        """
         self.layouts = tuple(layouts)
-        self._binding = Binding(self.model, self.layouts, self.dtype)
+        self._binding = Binding(self.model, self.layouts, self.dtype, others)
 
     def bind(
         self,

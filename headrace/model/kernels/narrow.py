@@ -23,6 +23,7 @@ from headrace.machine.team import run_in_team, torch_team
 from headrace.model.kernels.narrow_loops import NUM_WORDS, multiply
 from headrace.model.kernels.own_linear import OwnLinear
 from headrace.model.kernels.products import WideProducts
+from headrace.model.stored.operand import CodedOperand
 
 NARROW_ROWS = 4
 # One longer row has no room in the nearest cache beside weights, and torch's product is faster.
@@ -75,6 +76,8 @@ class _WideWhereNeeded(TorchFunctionMode):
     ) -> Any:
         if func in _WITHOUT_PRODUCTS or type(func) is MethodWrapperType:  # such as a tensor's shape
             return func(*args, **(kwargs or {}))
+        if CodedOperand in types and (few := CodedOperand.few(func, args, kwargs or {})) is not None:
+            return few
         with WideProducts():
             return func(*args, **(kwargs or {}))
 

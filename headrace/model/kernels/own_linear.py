@@ -13,6 +13,8 @@ import torch
 from torch._C import _nn
 from torch.nn import functional
 
+from headrace.model.stored.operand import CodedOperand
+
 
 class _Entered(threading.local):
     """What this thread has entered, the last first; and how many all threads have."""
@@ -52,7 +54,10 @@ class OwnLinear:
         _entered.exchange(-1)
 
 
-def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(input: torch.Tensor, weight: torch.Tensor | CodedOperand, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if isinstance(weight, CodedOperand):
+        few = CodedOperand.few(_nn.linear, (input, weight, bias), {})
+        return _nn.linear(input, weight, bias) if few is None else few  # type: ignore[arg-type]  # which asks it again
     for way in _entered.ways:
         found = way.take(input, weight, bias)
         if found is not None:

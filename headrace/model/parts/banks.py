@@ -11,17 +11,17 @@ order, and only for announced ones.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
-from headrace.model.blocks.binding import parameter_owners
+from headrace.model.blocks.binding import Bound, parameter_owners
 from headrace.terms.errors import ModelError
 from headrace.terms.layout import UnitLayout
 
-Weights = Mapping[str, torch.Tensor]
+Weights = Mapping[str, Any]  # tensors, or what answers products in their place
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,25 @@ class BlockExperts:
 @dataclass(frozen=True)
 class ExpertPlaces:
     """Where weights of experts lie: in a slot by an expert's `own` layout, by unit and number, in their whole unit by that of
-    `units`. `blocks` (from unit 1) name them.
+    `units`. `blocks` (from unit 1) name them. Those that stay in their codes `others` give.
     """
 
     blocks: Sequence[BlockExperts | None]
     own: Sequence[Sequence[UnitLayout]]
     units: Sequence[UnitLayout] = ()
+    others: Mapping[int, Sequence[Bound]] = field(default_factory=dict)
 
     def names(self, unit: int) -> frozenset[str]:
         """Return the names of a unit's parameters that are experts."""
         return frozenset(spec.name for own in self.own[unit][:1] for spec in own.parameters)
 
-    def views(self, unit: int, expert: int, flat: torch.Tensor, *, whole: bool = False) -> dict[str, torch.Tensor]:
+    def views(self, unit: int, expert: int, flat: torch.Tensor, *, whole: bool = False) -> dict[str, Any]:
         """Return an expert's weights by attribute, as views of its own slot, or of a plane of the whole unit."""
         block = self.blocks[unit - 1]
         assert block is not None, "the unit has experts"
+        if unit in self.others:
+            bound = dict(self.others[unit][expert](flat))
+            return {attribute: bound[name] for attribute, name in block.names.items()}
         stacks = {spec.name: spec.offset for spec in self.units[unit].parameters} if whole else {}
         specs, found = {spec.name: spec for spec in self.own[unit][expert].parameters}, {}
         for attribute, name in block.names.items():
@@ -139,7 +143,7 @@ class Banks:
         """Note that blocks are run by `visitor` in this thread from here on."""
         self._own.visitor = visitor
 
-    def expert(self, number: int, attribute: str) -> torch.Tensor:
+    def expert(self, number: int, attribute: str) -> Any:
         """Return the weights of an expert once they are there."""
         while (weights := self.present.get(number)) is None:
             visitor = self._own.visitor
@@ -176,7 +180,7 @@ class Bank:
         self._banks, self._attribute = banks, attribute
         self.shape, self.dtype, self.device = shape, dtype, device
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> Any:
         single = isinstance(index, int) or (
             isinstance(index, torch.Tensor) and index.numel() == 1 and index.dim() == 0 and not index.is_floating_point()
         )

@@ -4,8 +4,10 @@ Invariant: an architecture gets no banks if its tiny instance gave other bits wi
 announced. Its blocks then come whole.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from headrace.model.parts.banks import Banks, BlockExperts, find_experts
 from headrace.model.parts.runner import Runner
@@ -22,7 +24,7 @@ def why_no_banks(runner: Runner) -> str:
     experts = find_experts(model, runner.blocks)
     if not any(experts):
         return "it has no stacked experts"
-    trial = _BankTrial(experts)
+    trial = BankTrial(experts)
 
     def own() -> list[Found]:
         return [generated(model, {"input_ids": sample.input_ids}, GREEDY) for sample in tiny_samples(model)]
@@ -39,11 +41,14 @@ def why_no_banks(runner: Runner) -> str:
     return why_other(own, one_by_one, differing, own_fails="its own generate raises {}")
 
 
-class _BankTrial:
-    """Brings the experts of tiny blocks one at a time; the experts brought before are overwritten with NaN."""
+class BankTrial:
+    """Brings the experts of tiny blocks one at a time; the experts brought before are overwritten with NaN.
 
-    def __init__(self, experts: Sequence[BlockExperts | None]) -> None:
-        self.failure = ""
+    A weight may be `lent` in another form.
+    """
+
+    def __init__(self, experts: Sequence[BlockExperts | None], lent: Callable[[Any], Any] = lambda weight: weight) -> None:
+        self.failure, self._lent = "", lent
         self._whole = {
             id(each): {name: getattr(each.module, name).detach() for name in each.names} for each in experts if each is not None
         }
@@ -55,7 +60,7 @@ class _BankTrial:
         self._running: BlockExperts | None = None
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> "_BankTrial":
+    def __enter__(self) -> "BankTrial":
         for each in self._experts:  # these hooks run before the banks' own
             self._hooks.append(each.module.register_forward_pre_hook(self._entering(each)))
         self._banks.install()
@@ -92,10 +97,11 @@ class _BankTrial:
         self._asked.append(expert)
         self._drop()
         whole = self._whole[id(self._running)]
-        self._banks.present[expert] = {name: each[expert].clone() for name, each in whole.items()}
+        self._banks.present[expert] = {name: self._lent(each[expert].clone()) for name, each in whole.items()}
 
     def _drop(self) -> None:
         for weights in self._banks.present.values():
             for tensor in weights.values():
-                tensor.fill_(float("nan"))
+                if isinstance(tensor, torch.Tensor):
+                    tensor.fill_(float("nan"))
         self._banks.present.clear()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headrace.codec import Codec
+from headrace.codec import Codec, Parts
 from headrace.model.stored.coded_source import TORCH_NAMES, CodedSource
 from headrace.terms.coding import as_matrix
 
@@ -61,14 +61,18 @@ class Decoding:
         rows, columns = as_matrix(source.shape)
         return cls(source.codec, rows, columns, start, _dtype(source.dtype), parts, source.given)
 
+    def tensors(self, read: torch.Tensor) -> Parts:
+        """Return the parts among the bytes `read` (uint8), and those that are given, on its device."""
+        parts = {name: place.of(read) for name, place in self.parts.items()}
+        return parts | {name: part.to(read.device) for name, part in self.given.items()}
+
     def put(self, read: torch.Tensor, into: torch.Tensor) -> None:
         """Fill the matrix's place in the flat slot `into` from the bytes `read` (uint8), on one device.
 
         Raises:
             ModelError: the parts are damaged.
         """
-        parts = {name: place.of(read) for name, place in self.parts.items()}
-        parts |= {name: part.to(read.device) for name, part in self.given.items()}
+        parts = self.tensors(read)
         dense = into[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
         if into.dtype == self.dtype:
             self.codec.decode(parts, dense, range(self.rows))

@@ -35,7 +35,7 @@ class ExpertFigures:
         stored_bytes: bytes that are read for the largest expert.
         is_made: whether a slot is made of what is read, and not just read; `making_bytes` as in `UnitFigures`.
         num_parameters: parameters of one expert.
-        decodes, making_like: as in `UnitFigures`, of one expert.
+        decodes, making_like, packed_bytes, packed_weights: as in `UnitFigures`, of one expert.
     """
 
     units: tuple[UnitFigures, ...]
@@ -47,6 +47,8 @@ class ExpertFigures:
     num_parameters: int
     decodes: Decodes = ()
     making_like: int = 0
+    packed_bytes: int = 0
+    packed_weights: int = 0
 
     def moved_bytes(self, slot_bytes: int) -> int:
         """Return the bytes that making an expert's slot, of `slot_bytes`, takes as long as to move."""

@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 
 from headrace.machine import team
-from headrace.model.kernels import narrow
 from headrace.model.kernels.narrow import NarrowProducts, is_narrow, multiplied
 from headrace.model.kernels.products import WideProducts
 
