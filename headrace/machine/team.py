@@ -1,4 +1,4 @@
-"""Loops in the very team of threads that torch uses: they still spin from its last operator, another team would wait for them."""
+"""Loops in the very team of threads that torch uses: these still spin from its last operator, others would wait for them."""
 
 import ctypes
 from functools import cache
@@ -21,7 +21,7 @@ def take(context: Any, words: Any, place: Any, count: Any) -> Any:
 
 
 def run_in_team(loop: Any, words: Any, most: int) -> None:
-    """Run a callback of C (`machine/jit.py`) with `words` in up to `most` of torch's threads, which divide the work among them."""
+    """Run a callback of C (`machine/jit.py`) with `words` in up to `most` of torch's threads, which share the work."""
     team, threads = torch_team(), min(torch.get_num_threads(), most)
     if threads == 1 or team is None:
         loop.ctypes(words)

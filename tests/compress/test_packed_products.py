@@ -19,6 +19,7 @@ from headrace.codec.published import PackQuantized, packed
 from headrace.codec.published.packed import PackedMatrix
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import SeatRows
+from headrace.generate.plan import search
 from headrace.generate.plan.plan import FewRows, GenerationPlan
 from headrace.model.seats.coded_check import in_code
 from headrace.model.stored.operand import CodedOperand, Workspace
@@ -161,12 +162,14 @@ def logits_by_experts(directory: Path, packed_products: bool) -> torch.Tensor:
     with Generator.open(
         directory, Budget(host="4GiB"), compute_dtype="bfloat16", rows=2, packed_products=packed_products
     ) as generator:
-        source, planner = generator.model.source, generator.planner
-        experts = source.in_codes.experts if packed_products and source.in_codes else source.by_experts
-        assert experts is not None, "experts come by themselves"
-        planner._units = replace(planner._units, figures=(), in_codes=planner._units.in_codes)
-        plan = plan_of(generator)
+        with pytest.MonkeyPatch.context() as patch:
+            every = search.ways_of_experts
+            patch.setattr(
+                search, "ways_of_experts", lambda *given: (each for each in every(*given) if each.experts is not None)
+            )
+            plan = plan_of(generator)
         assert plan.experts is not None
+        assert (plan.packed_rows > 0) is packed_products
         generator.use(plan)
         (done,) = generator.run([SeatRows(0, ROWS, 1, generator.model.settings(3, None, {**SETTINGS, **LOGITS}))])
         return torch.stack(done.raw.logits)

@@ -1,4 +1,4 @@
-"""The compiled loops of GGUF's blocks: see `loops.py`, whose functions they call. Whoever changes those changes this file, too."""
+"""The compiled loops of GGUF's blocks: they call functions of `loops.py`. Who changes those changes this file, too."""
 
 from typing import Any
 

@@ -51,7 +51,8 @@ class HasLines(Protocol):
 class Lines:
     """`count` lines of `columns` numbers for the loops of a `kind`, which know `parts` (contiguous, on the host) and `sizes`.
 
-    Numbers are those of float32, rounded to the dtype `rounded` first, if there is one. `across`: they are the matrix's columns.
+    Numbers are those of float32, rounded to the dtype `rounded` first, if there is one. `across`: lines are the columns of the
+    matrix.
     """
 
     kind: str

@@ -15,6 +15,7 @@ from headrace.flow.weights.expert_source import ExpertSource, FileSource, expert
 from headrace.flow.weights.weights import StoreSource, WeightSource
 from headrace.model import Chain, WeightMap
 from headrace.model.blocks.beside import StoredBeside
+from headrace.model.blocks.binding import Bound
 from headrace.model.directory.coded_unit import CodedUnit, as_coded
 from headrace.model.directory.in_place import StoredUnit, paths_of, stored_units
 from headrace.model.parts.banks import find_experts
@@ -121,53 +122,45 @@ class ShardSource(FileSource):
 
     def _in_codes(self, chain: Chain) -> InCodes | None:
         """Return the same weights in their codes, where this architecture only multiplies by them."""
-        dtype, workspace = chain.dtype, Workspace(chain.dtype)
-        if not any(unit.decodings for unit in self._units[1 : chain.num_blocks + 1]):
-            if self._stored_experts is None or not any(own[0].decodings for own in self._stored_experts.experts if own):
-                return None
-        if why_not_coded(chain.config):
-            return None
-        blocks, coded = None, _coded_blocks(self._units, chain)
-        if coded:
-            blocks = CodedBlocks(
-                _with(self._units, {unit: each.stored for unit, each in coded.items()}), self.reader, self._weights, self._plane
-            )
-            blocks.others = {unit: partial(each.parameters, workspace=workspace) for unit, each in coded.items()}
-            blocks.figures = _with(
-                self.figures, {unit: _coded_figures(self.figures[unit], each, dtype) for unit, each in coded.items()}
-            )
-        return InCodes(blocks, self._experts_in_codes(chain, workspace), workspace)
-
-    def _experts_in_codes(self, chain: Chain, workspace: Workspace) -> ExpertSource | None:
-        """Return single experts that stay in their codes; None unless all of them can."""
-        stored, plain = self._stored_experts, self.by_experts
-        if stored is None or plain is None:
-            return None
+        stored, plain, workspace = self._stored_experts, self.by_experts, Workspace(chain.dtype)
         names = may_stay(chain.model, chain.runner.blocks)
-        every = [[as_coded(expert, chain.dtype, names) for expert in own] for own in stored.experts]
-        experts = [[each for each in own if each is not None] for own in every]
-        if any(len(own) < len(before) for own, before in zip(experts, stored.experts, strict=True)):
+        coded = _coded_blocks(self._units, chain, names)
+        experts = None
+        if stored is not None and plain is not None:
+            every = [[as_coded(each, chain.dtype, names) for each in own] for own in stored.experts]
+            experts = (
+                None if any(None in own for own in every) else [[each for each in own if each is not None] for own in every]
+            )
+        if not (coded or experts) or why_not_coded(chain.config):
             return None
-        coded = _coded_blocks(stored.commons, chain)
+        blocks = None
+        if coded:
+            blocks = CodedBlocks(_with(self._units, _stored(coded)), self.reader, self._weights, self._plane)
+            blocks.others = _bound(coded, workspace)
+            blocks.figures = _with_codes(self.figures, coded, chain.dtype)
+        return InCodes(blocks, self._experts_in_codes(chain, experts, names, workspace) if experts else None, workspace)
+
+    def _experts_in_codes(
+        self, chain: Chain, experts: Sequence[Sequence[CodedUnit]], names: frozenset[str], workspace: Workspace
+    ) -> ExpertSource:
+        """Return single experts that stay in their codes, with the rest of their blocks."""
+        stored, plain = self._stored_experts, self.by_experts
+        assert stored is not None and plain is not None, "there are experts"
+        coded = _coded_blocks(stored.commons, chain, names)
         in_codes = StoredExperts(
-            tuple(_with(stored.commons, {unit: each.stored for unit, each in coded.items()})),
-            tuple(tuple(each.stored for each in own) for own in experts),
+            _with(stored.commons, _stored(coded)), tuple(tuple(each.stored for each in own) for own in experts)
         )
-        figures = _with(
-            plain.figures, {unit: _coded_figures(plain.figures[unit], each, chain.dtype) for unit, each in coded.items()}
-        )
-        every_expert = [each for own in experts for each in own]
+        figures = _with_codes(plain.figures, coded, chain.dtype)
+        every = [each for own in experts for each in own]
         of_experts = replace(
             expert_figures(in_codes, figures, chain.dtype, on_cpu=True),
-            making_bytes=max(each.making_bytes(chain.dtype) for each in every_expert),
-            packed_bytes=every_expert[0].coded_bytes,
-            packed_weights=every_expert[0].weights,
+            making_bytes=max(each.making_bytes(chain.dtype) for each in every),
+            packed_bytes=every[0].coded_bytes,
+            packed_weights=every[0].weights,
         )
         found = ExpertSource(in_codes, figures, plain.places.blocks, self.reader, self._weights, self._plane, of_experts)
-        found.others = {unit: partial(each.parameters, workspace=workspace) for unit, each in coded.items()}
-        bound = {
-            unit: [partial(each.parameters, workspace=workspace) for each in own] for unit, own in enumerate(experts) if own
-        }
+        found.others = _bound(coded, workspace)
+        bound = {unit: tuple(_bound(dict(enumerate(own)), workspace).values()) for unit, own in enumerate(experts) if own}
         found.places = replace(found.places, others=bound)
         return found
 
@@ -234,23 +227,35 @@ def _read_only(figures: UnitFigures) -> UnitFigures:
     return replace(figures, trained_elements=0, cuts=()) if figures.in_place else figures
 
 
-def _coded_blocks(units: Sequence[StoredUnit], chain: Chain) -> dict[int, CodedUnit]:
-    names = may_stay(chain.model, chain.runner.blocks)
+def _coded_blocks(units: Sequence[StoredUnit], chain: Chain, names: frozenset[str]) -> dict[int, CodedUnit]:
     found = {unit: as_coded(units[unit], chain.dtype, names) for unit in range(1, chain.num_blocks + 1)}
     return {unit: each for unit, each in found.items() if each is not None}
 
 
-def _coded_figures(figures: UnitFigures, coded: CodedUnit, dtype: torch.dtype) -> UnitFigures:
-    return replace(
-        figures,
-        num_elements=coded.stored.layout.num_elements,
-        stored_bytes=None,
-        decodes=(),
-        making_bytes=coded.making_bytes(dtype),
-        packed_bytes=coded.coded_bytes,
-        packed_weights=coded.weights,
-        packing_bytes=coded.packing_bytes(dtype),
-    )
+def _stored(coded: Mapping[int, CodedUnit]) -> dict[int, StoredUnit]:
+    return {unit: each.stored for unit, each in coded.items()}
+
+
+def _bound(coded: Mapping[int, CodedUnit], workspace: Workspace) -> dict[int, Bound]:
+    return {unit: partial(each.parameters, workspace=workspace) for unit, each in coded.items()}
+
+
+def _with_codes(every: Sequence[UnitFigures], coded: Mapping[int, CodedUnit], dtype: torch.dtype) -> tuple[UnitFigures, ...]:
+    """Return figures of units some of which stay in their codes."""
+    changed = {
+        unit: replace(
+            every[unit],
+            num_elements=each.stored.layout.num_elements,
+            stored_bytes=None,
+            decodes=(),
+            making_bytes=each.making_bytes(dtype),
+            packed_bytes=each.coded_bytes,
+            packed_weights=each.weights,
+            packing_bytes=each.packing_bytes(dtype),
+        )
+        for unit, each in coded.items()
+    }
+    return _with(every, changed)
 
 
 def _with(every: Sequence[_T], others: Mapping[int, _T]) -> tuple[_T, ...]:

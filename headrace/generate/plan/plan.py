@@ -23,8 +23,8 @@ _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
 _NARROW_ROW_TIMES, _NARROW_TIMES = 1.3, 3.0
 # A core multiplies with packed weights while it could read three times their bytes (docs/log/packed-generation.md).
 _PACKED_TIMES = 3.0
-# While a core multiplies a row by a weight in its code, or decodes it before a product, it could read so many bytes; each further
-# row takes a part of that (docs/log/packed-generation.md).
+# While a core multiplies a row by a weight in its code, or decodes it before a product, it could read so many bytes; each
+# further row takes a part of that (docs/log/packed-generation.md).
 _PACKED_BYTES, _MORE_ROWS, _DECODED_BYTES = 12.0, 0.25, 25.0
 # Up to so many rows are multiplied with weights in their codes.
 PACKED_ROWS = 8
