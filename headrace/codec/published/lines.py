@@ -97,7 +97,7 @@ class Lines:
         words, sizes = _Words(), PARTS + 2 * NUM_PARTS
         for place, part in enumerate(self.parts, PARTS):
             words[place], words[place + NUM_PARTS] = part.data_ptr(), part.nbytes
-        words[sizes : sizes + len(self.sizes)] = self.sizes
+        words[sizes : sizes + len(self.sizes)] = [*self.sizes]
         return words
 
 

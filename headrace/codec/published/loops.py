@@ -11,7 +11,7 @@ same instructions, in the same order, whichever thread makes it, and however man
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
@@ -89,7 +89,7 @@ def half_number(bits: Any) -> Any:
 @njit(**JIT_OPTIONS, inline="always")  # type: ignore[untyped-decorator]
 def _power(exponent: Any) -> Any:
     """Return two to the power of `exponent`, below 255, less 127."""
-    return np.uint32(max(np.uint32(exponent) << np.uint32(23), 1 << 22)).view(np.float32)
+    return np.uint32(max(np.int64(exponent) << 23, 1 << 22)).view(np.float32)
 
 
 @njit(**JIT_OPTIONS, inline="always")  # type: ignore[untyped-decorator]

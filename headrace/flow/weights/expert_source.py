@@ -72,7 +72,7 @@ class ExpertSource(FileSource):
         self._experts = stored.experts
         self.places = stored.places(blocks)
         self.figures = figures
-        self.by_experts: ExpertSource | None = None
+        self.by_experts = self.in_codes = None
         self.expert_figures = figures_of_experts
 
     def expert(self, unit: int, number: int) -> StoredUnit:

@@ -175,6 +175,7 @@ class Generator(Closing):
         if plan.packed_rows:
             assert source.in_codes is not None, "it was planned for"
             source.in_codes.workspace.use(plan.packed_rows, stay=plan.packs)
+            found: GenerationSource | None
             found = source.in_codes.blocks if plan.experts is None else source.in_codes.experts
         else:
             found = source if plan.experts is None else source.by_experts

@@ -6,6 +6,7 @@ The seam is `make`: there a unit's bytes as they were read become the slot that 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
 import torch
@@ -32,7 +33,12 @@ _T = TypeVar("_T")
 
 
 class GenerationSource(WeightSource, Protocol):
-    """The weights of a generation, with what its plan must know of them."""
+    """The weights of a generation, with what its plan must know of them.
+
+    `others` give what units have in the place of views of their slots.
+    """
+
+    others: Mapping[int, Bound]
 
     @property
     def layouts(self) -> tuple[UnitLayout, ...]:
@@ -73,7 +79,11 @@ class InCodes:
 class CodedBlocks(FileSource):
     """Units of which some stay in their codes."""
 
+    by_experts = in_codes = None
     figures: tuple[UnitFigures, ...]
+
+    def close(self) -> None:
+        """Do nothing: the reader belongs to another source."""
 
 
 class ShardSource(FileSource):
@@ -145,7 +155,8 @@ class ShardSource(FileSource):
     ) -> ExpertSource:
         """Return single experts that stay in their codes, with the rest of their blocks."""
         stored, plain = self._stored_experts, self.by_experts
-        assert stored is not None and plain is not None, "there are experts"
+        assert stored is not None, "there are experts"
+        assert plain is not None, "that come by themselves"
         coded = _coded_blocks(stored.commons, chain, names)
         in_codes = StoredExperts(
             _with(stored.commons, _stored(coded)), tuple(tuple(each.stored for each in own) for own in experts)
@@ -201,6 +212,7 @@ class RunSource(StoreSource):
     """The weights of the last commit in a run's store."""
 
     by_experts = in_codes = None
+    others: Mapping[int, Bound] = MappingProxyType({})
 
     @property
     def layouts(self) -> tuple[UnitLayout, ...]:

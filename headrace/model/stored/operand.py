@@ -70,12 +70,12 @@ class CodedOperand:
 
     def rows_times(self, rows: torch.Tensor, *, transposed: bool) -> torch.Tensor | None:
         """Return `rows` (..., inputs) times the matrix, or its transpose: (..., outputs); None where its codes cannot."""
-        inputs = rows.shape[-1]
-        if rows.device.type != "cpu" or rows.numel() > self._workspace.rows * inputs or not isinstance(self.codec, HasLines):
+        inputs, codec, matrix = rows.shape[-1], self._decoding.codec, (self._decoding.rows, self._decoding.columns)
+        if rows.device.type != "cpu" or rows.numel() > self._workspace.rows * inputs or not isinstance(codec, HasLines):
             return None
-        if is_packable(self.codec, *self.shape, rows.dtype):
+        if is_packable(codec, *matrix, rows.dtype):
             return self._packed().multiply(rows.reshape(-1, inputs)).view(*rows.shape[:-1], self.shape[0])
-        lines = self.codec.lines(self.parts(), self._decoding.columns)
+        lines = codec.lines(self.parts(), self._decoding.columns)
         if lines is None or lines.across is transposed:
             return None
         return lines.times(rows.reshape(-1, inputs).float()).to(rows.dtype).view(*rows.shape[:-1], lines.count)
