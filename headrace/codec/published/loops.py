@@ -89,7 +89,8 @@ def half_number(bits: Any) -> Any:
 @njit(**JIT_OPTIONS, inline="always")  # type: ignore[untyped-decorator]
 def _power(exponent: Any) -> Any:
     """Return two to the power of `exponent`, below 255, less 127."""
-    return np.uint32(max(np.int64(exponent) << 23, 1 << 22)).view(np.float32)
+    bits = np.uint32(exponent) << np.uint32(23) if exponent else np.uint32(1 << 22)
+    return np.uint32(bits).view(np.float32)
 
 
 @njit(**JIT_OPTIONS, inline="always")  # type: ignore[untyped-decorator]

@@ -172,9 +172,9 @@ class GenerateOptions(Declared):
     packed_products: bool | None = _method(
         None,
         Flag(),
-        "Multiply few rows with four-bit weights that stay packed.",
-        row="multiply up to 8 rows (32 where products are widened) with four-bit weights that stay packed in memory beside "
-        "decoded ones. Bits differ from those of decoded weights",
+        "Multiply few rows with weights in their codes.",
+        row="multiply up to 8 rows with weights in their codes (int4, FP8, MXFP4, NF4, GGUF), which alone stay in memory. "
+        "Bits differ from those of decoded weights",
         words="where tokens come faster by it",
         fixed=False,
     )
