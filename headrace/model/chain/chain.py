@@ -8,7 +8,6 @@ Invariant: what a unit computes is what the unmodified model computes there, gra
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -159,13 +158,10 @@ class Chain:
         """Whether packed rows get masks of their own, because the model makes none from positions."""
         return self.runner.packs_by_masks
 
-    def lay_out(self, layouts: Sequence[UnitLayout], others: Mapping[int, Bound] = MappingProxyType({})) -> None:
-        """Give parameters of units other places from here on, such as those in a file. Afterwards no unit is bound.
-
-        What units have in the place of views, `others` give.
-        """
+    def lay_out(self, layouts: Sequence[UnitLayout], others: Mapping[int, Bound] | None = None) -> None:
+        """Give parameters of units other places from here on (`others`: see `Binding`). Afterwards no unit is bound."""
         self.layouts = tuple(layouts)
-        self._binding = Binding(self.model, self.layouts, self.dtype, others)
+        self._binding = Binding(self.model, self.layouts, self.dtype, others or {})
 
     def bind(
         self,
