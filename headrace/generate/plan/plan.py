@@ -23,8 +23,8 @@ _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
 _NARROW_ROW_TIMES, _NARROW_TIMES = 1.3, 3.0
 # A core multiplies with packed weights while it could read three times their bytes (docs/log/packed-generation.md).
 _PACKED_TIMES = 3.0
-# While a core multiplies a row by a weight in its code, or decodes it before a product, it could read so many bytes; each
-# further row takes a part of that (docs/log/packed-generation.md).
+# While a core multiplies a row by a weight in its code, or decodes it before a product, it could read so many bytes. Each
+# further row takes a part of that (docs/log/decoding-rates.md).
 _PACKED_BYTES, _MORE_ROWS, _DECODED_BYTES = 12.0, 0.25, 25.0
 # Up to so many rows are multiplied with weights in their codes.
 PACKED_ROWS = 8
@@ -63,8 +63,8 @@ class GenerationPlan(Placement):
     block less than there are slots need not be read again in the next pass, because the order of use is known. `costs` are
     those of one seat. With `experts` these come by themselves, and `units` are without them. With `kept_copies` caches stay
     where compute is, with so many copies of each row: for beams, or drafts that may be taken back. Where
-    `packed_rows` is not 0, matrices of blocks stay in their codes: products of up to so many rows are computed with these, of
-    more with one matrix at a time decoded. Products of up to
+    `packed_rows` is not 0, matrices of blocks stay in their codes. Up to so many rows are multiplied with these, more with one
+    matrix at a time decoded. Products of up to
     `narrow_rows` rows of bfloat16 are computed by a loop of our own. With `shapes` micro-batches of short prompts have more
     rows than those of long ones: `rows` and `costs` are of a seat on average, `most` has the most of each figure. `uncoded` is
     what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
