@@ -21,9 +21,9 @@ from headrace.machine.team import take
 CHUNK = 2048  # numbers of a line in the nearest cache, whole blocks of each code
 # What scales are.
 FLOAT32, BFLOAT16, FLOAT16, EXPONENTS = range(4)
-# What loops are told as 64-bit numbers. The first eight are for a product alone: the addresses of rows and of results (float32),
-# the numbers of rows, outputs and inputs, and how many outputs a thread takes at a time. Then come the address of what fills,
-# and how many outputs are taken. The others are the addresses of parts, their bytes, and sizes.
+# What loops are told as 64-bit numbers. Eight are for a product alone. Of these the first are the addresses of rows and results
+# (float32), and the numbers of rows, outputs and inputs. Others say how many outputs a thread takes at a time, what fills, and
+# how many outputs are taken. Then come the addresses of parts, their bytes, and sizes.
 NUM_PARTS, NUM_SIZES = 5, 5
 _FILL, _TAKEN, PARTS = 6, 7, 8
 _BYTES, _SIZES = PARTS + NUM_PARTS, PARTS + 2 * NUM_PARTS
