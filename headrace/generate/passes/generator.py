@@ -99,9 +99,7 @@ class Generator(Closing):
             changes |= {"host_memory": budget.host_bytes, "device_memory": budget.device_bytes, "ssd": budget.ssd}
         options = replace(options or GenerateOptions(), **changes)
         found = (opened or GenerationModel.of_directory)(Path(model), options.budget, options.compute_dtype, sink)
-        source = found.source
-        units = GenerationUnits.of(source, found.notes)
-        planner = GenerationPlanner(found.chain, units, found.machine, options)
+        planner = GenerationPlanner(found.chain, GenerationUnits.of(found.source, found.notes), found.machine, options)
         copying = Copying(options.budget.ssd, options.copy_weights, sink or _silent)
         return cls(found, planner, interpreter, sink, copying)
 
@@ -160,8 +158,7 @@ class Generator(Closing):
         source = self._source_of(plan)
         model.chain.lay_out(source.layouts, source.others)
         experts = None
-        if plan.experts is not None:
-            assert isinstance(source, ExpertSource), "it was planned for"
+        if plan.experts is not None and isinstance(source, ExpertSource):
             experts = ExpertFlow(plan.experts, model.chain, source, buffers, model.machine)
         self._pass = Pass(plan, model.chain, model.machine, source, buffers, experts=experts)
         bind_residents(self._pass)
