@@ -298,7 +298,7 @@ def _doubled(plan: Plan, ceilings: Ceilings, found: Forecast) -> dict[str, float
     coarse = forecast(plan, ceilings, most_operations=COARSE_OPERATIONS).step_seconds
     shares: dict[Hardware, float] = {}
     for lane in Lane:
-        if part := lane.row.part:
+        if (part := lane.row.part) and (ceilings.has_device or part is not Lane.HOST_TO_DEVICE.row.part):
             shares[part] = max(shares.get(part, 0.0), found.utilisation[lane])
     times = {}
     for part, share in sorted(shares.items(), key=lambda pair: -pair[1]):

@@ -4,7 +4,7 @@ Invariant: it fits if and only if there is a plan, and a plan's peaks are within
 the report's; nothing is computed for the table but sums and units.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,12 +12,15 @@ from headrace.ask.between_steps import BesideSteps
 from headrace.plan.clock.endurance import Endurance
 from headrace.plan.forecast.forecast import Forecast
 from headrace.plan.value.plan import Plan
-from headrace.plan.value.words import explain_plan
+from headrace.plan.value.words import explain_plan, explain_step
 from headrace.terms.plain_figures import plain_figure
-from headrace.terms.sizes import format_bytes, format_seconds
-from headrace.terms.tables import Memory, Report, figures, line, memory_table
+from headrace.terms.sizes import about_seconds, format_bytes, format_seconds, rough_figure
+from headrace.terms.tables import Memory, Report, figures, line, memory_line, memory_table, ten_lines
 
 NOMINAL = ": no figures of this machine, so times are guesses; measure it with `headrace bench machine`"
+
+# So many alternatives stand in a brief report.
+_BEST = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class PlanReport(TrainingReport):
         yield line("step", f"{self.tokens_per_step} tokens, sequences of {self.sequence_length}")
         if self.plan is None:
             yield line("fits", f"no: {self.reason}")
-            yield from _alternatives(self)
+            yield from _alternatives(self, self.alternatives)
             return
         yield line("fits", "yes")
         yield ""
@@ -102,7 +105,33 @@ class PlanReport(TrainingReport):
         yield from _choices(self.plan)
         yield from _times(self)
         if self.alternatives:
-            yield from _alternatives(self)
+            yield from _alternatives(self, self.alternatives)
+
+    def brief(self) -> str:
+        """Return what decides, in ten lines: the best alternatives, and no word that only its makers use."""
+        if self.plan is None or self.forecast is None or self.endurance is None:
+            return ten_lines(self.lines())
+        plan, found, results = self.plan, self.forecast, self.plan.results
+        limit = found.explanation
+        if self.doubled:
+            part, seconds = min(self.doubled.items(), key=lambda pair: pair[1])
+            limit += f"; twice the {part}: {found.step_seconds / seconds:.2f} times as fast"
+        wear = self.endurance.explain().rsplit(" (", 1)[0]
+        head = [each for each in self.lines() if each.startswith(("model ", "machine "))]
+        best = sorted(self.alternatives, key=lambda each: each.step_seconds)[:_BEST]
+        return ten_lines(
+            (
+                *head,
+                line("step", explain_step(plan)),
+                line("fits", f"yes: {memory_line(self.needed_bytes, self.allowed_bytes)}"),
+                line("time", _time_of(self, found)),
+                line("limit", limit),
+                line("run", wear),
+                *(line(each.label, each.explain()) for each in self.between),
+                *_alternatives(self, best),
+                *(line("note", note) for note in results.notes),
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return one object of plain JSON values; unknown figures are null."""
@@ -139,15 +168,11 @@ def _times(report: PlanReport) -> Iterator[str]:
     forecast, wear = report.forecast, report.endurance
     if forecast is None or wear is None:
         return
-    yield line(
-        "time",
-        f"{format_seconds(forecast.step_seconds)} per step, {plain_figure(forecast.tokens_per_second, 4)} tokens/s (at best "
-        f"{format_seconds(forecast.lower_bound_seconds)}, if nothing waited)",
-    )
+    yield line("time", _time_of(report, forecast))
     yield line("limit", forecast.explanation)
     for resource, seconds in report.doubled.items():
         gain = forecast.step_seconds / seconds
-        yield line("", f"twice the {resource}: {format_seconds(seconds)} per step, {gain:.2f} times as fast")
+        yield line("", f"twice the {resource}: {_seconds(report, seconds)} per step, {gain:.2f} times as fast")
     read, written = forecast.ssd_bytes_read_per_step, forecast.ssd_bytes_written_per_step
     yield line("ssd", f"{format_bytes(read)} read and {format_bytes(written)} written per step")
     yield line("run", wear.explain())
@@ -155,11 +180,24 @@ def _times(report: PlanReport) -> Iterator[str]:
         yield line(each.label, each.explain())
 
 
-def _alternatives(report: PlanReport) -> Iterator[str]:
-    if not report.alternatives:
+def _time_of(report: PlanReport, found: Forecast) -> str:
+    best = _seconds(report, found.lower_bound_seconds)
+    speed = plain_figure(found.tokens_per_second, 4) if report.measured else f"about {rough_figure(found.tokens_per_second)}"
+    return f"{_seconds(report, found.step_seconds)} per step, {speed} tokens/s (at best {best}, if nothing waited)"
+
+
+def _seconds(report: PlanReport, seconds: float) -> str:
+    """Return a duration; one of a machine that nobody measured looks like the guess that it is."""
+    return format_seconds(seconds) if report.measured else about_seconds(seconds)
+
+
+def _alternatives(report: PlanReport, chosen: Sequence[Alternative]) -> Iterator[str]:
+    if not report.alternatives and report.plan is None:
         yield line("instead", "no variant was found that fits; a smaller model, or a machine with more memory, is needed")
-    for alternative in report.alternatives:
-        time = f"{format_seconds(alternative.step_seconds)} per step, {plain_figure(alternative.tokens_per_second, 4)} tokens/s"
+    for alternative in chosen:
+        speed = alternative.tokens_per_second
+        figure = plain_figure(speed, 4) if report.measured else f"about {rough_figure(speed)}"
+        time = f"{_seconds(report, alternative.step_seconds)} per step, {figure} tokens/s"
         takes = f"{format_bytes(alternative.peak_bytes['host'])} of host memory"
         wear = f"{format_bytes(alternative.ssd_bytes_written_per_step)} written per step"
         yield line("instead", f"{alternative.change}: {time}, {takes}, {wear}")

@@ -361,6 +361,7 @@ def plan(
         str | None, _in(WINGS, f"Plan compressing the model to {WRITTEN}; with --generate, how its result would answer.")
     ] = None,
     *,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all that the plan says, not its first ten lines.")] = False,
     as_json: Json = False,
     **given: Any,
 ) -> None:
@@ -380,7 +381,7 @@ def plan(
     from headrace.cli.screen import show
 
     generation = GenerationAsked(prompts=batch, prompt_length=prompt_length, new_tokens=new_tokens) if generates else None
-    text = answer_plan(options, asked, generation, compress, as_json=as_json)
+    text = answer_plan(options, asked, generation, compress, as_json=as_json, verbose=verbose)
     typer.echo(text) if as_json else show(text)
 
 

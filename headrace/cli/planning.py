@@ -58,10 +58,18 @@ class GenerationAsked:
 
 
 def answer_plan(
-    options: PlanOptions, given: Collection[str], generation: GenerationAsked | None, compress: str | None, *, as_json: bool
+    options: PlanOptions,
+    given: Collection[str],
+    generation: GenerationAsked | None,
+    compress: str | None,
+    *,
+    as_json: bool,
+    verbose: bool,
 ) -> str:
-    """Return what `headrace plan` says, as text or JSON; with `generation` or `compress` it is the plan of these. `given` are
-    the keys that were set; those that change nothing are named at the end.
+    """Return what `headrace plan` says: as JSON, as text if it is `verbose`, or in ten lines.
+
+    With `generation` or `compress` it is the plan of these. `given` are the keys that were set; those that change nothing are
+    named at the end.
 
     Raises:
         InputError: model, data, machine or a number cannot be used.
@@ -87,7 +95,7 @@ def answer_plan(
     if as_json:
         return json.dumps(report.to_json() | {"without_effect": idle}, indent=2)
     lines = [f"{'no effect':<10}on the plan: {', '.join(idle)}"] if idle else []
-    return "\n".join((report.explain(), *lines))
+    return "\n".join((report.explain() if verbose else report.brief(), *lines))
 
 
 def _draw(report: "Report", options: PlanOptions) -> None:
@@ -147,7 +155,7 @@ def make_report(options: PlanOptions) -> Report:
 
 
 def _generation(options: PlanOptions, given: Collection[str], asked: GenerationAsked, compress: str | None) -> "GenerationPlan":
-    from headrace.generate.passes.planner import plan_generation  # late: plans of training do without it
+    from headrace.generate.passes.asked import plan_generation  # late: plans of training do without it
 
     own_keys = _OF_GENERATION.intersection(given) - set(MACHINE_CHANGES)
     own = GenerateOptions.of({key: getattr(options, key) for key in own_keys})
@@ -155,7 +163,7 @@ def _generation(options: PlanOptions, given: Collection[str], asked: GenerationA
     if here:
         machine = _measured_machine(options.budget.ssd, options.compute_dtype)
     ceilings = load_profile(machine) if isinstance(machine, str) else machine
-    return plan_generation(str(options.model), own, ceilings, here=here, compress=compress, say_twice=True, **vars(asked))
+    return plan_generation(str(options.model), own, ceilings, here=here, compress=compress, say_instead=True, **vars(asked))
 
 
 def _compression(options: PlanOptions, code: str) -> Report:

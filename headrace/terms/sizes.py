@@ -4,6 +4,7 @@ import re
 import reprlib
 
 from headrace.terms.errors import ConfigError
+from headrace.terms.plain_figures import plain_figure
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -76,6 +77,21 @@ def format_seconds(seconds: float) -> str:
     if seconds < 3600:
         return f"{int(seconds // 60)} min {int(seconds % 60):02d} s"
     return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60):02d} min"
+
+
+def about_seconds(seconds: float) -> str:
+    """Return a duration that is a guess: `about 40 ms`, `about 1.4 s`, `about 3 h`."""
+    number, unit = seconds * 1e3, "ms"
+    for size, name in ((1, "s"), (60, "min"), (3600, "h")):
+        if seconds >= size:
+            number, unit = seconds / size, name
+    return f"about {rough_figure(number)} {unit}"
+
+
+def rough_figure(value: float) -> str:
+    """Return a guess as people write one: its first digit, and the second where the first is 1."""
+    text = f"{value:.1e}" if f"{value:e}".startswith("1") else f"{value:.0e}"
+    return plain_figure(float(text), 2)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -9,6 +9,8 @@ from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
 
 _LABEL, _NAME = 10, 20
+# A plan in brief has so many lines.
+MOST_LINES = 10
 
 
 class Report(ABC):
@@ -27,6 +29,27 @@ class Report(ABC):
     def explain(self) -> str:
         """Return the report as lines for people."""
         return "\n".join(self.lines())
+
+    def brief(self) -> str:
+        """Return what decides, in ten lines."""
+        return self.explain()
+
+
+def ten_lines(lines: Iterable[str]) -> str:
+    """Return the first ten lines, the last of which says how many more there are."""
+    found = list(lines)
+    if len(found) > MOST_LINES:
+        found[MOST_LINES - 1 :] = [line("more", f"{len(found) - MOST_LINES + 1} lines: --verbose")]
+    return "\n".join(found)
+
+
+def memory_line(tiers: Mapping[str, int], allowed: Mapping[str, int]) -> str:
+    """Return what is used of each tier within a sentence."""
+    used = {tier: size for tier, size in tiers.items() if size}
+    return ", ".join(
+        f"{tier} {format_bytes(size)}" + (f" of {format_bytes(allowed[tier])}" if tier in allowed else "")
+        for tier, size in used.items()
+    )
 
 
 def quantity(value: float | None, unit: str) -> str:

@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 from headrace.ask import place
 from headrace.ask.answer import plan_model
 from headrace.ask.place import KEPT_PRODUCTS_BYTES, runtime_bytes, runtime_here
-from headrace.generate.passes.planner import plan_generation
+from headrace.generate.passes.asked import plan_generation
 from headrace.machine.cpu import CpuMachine
 from headrace.machine.limits import machine_memory_bytes
 from headrace.plan.clock.machine_profiles import load_profile

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 from headrace.cli import main
 from headrace.compress.decompression import decompress_model
 from headrace.engine.merging import merge_adapters
+from headrace.generate.passes.asked import plan_generation
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated, SeatRows
-from headrace.generate.passes.planner import plan_generation
 from headrace.generate.passes.whose_weights import open_generator
 from headrace.generate.plan.plan import GenerationPlan, generation_buffers
 from headrace.generate.uses.evaluating import evaluate_model

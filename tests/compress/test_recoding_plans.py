@@ -16,7 +16,7 @@ from tiers import sampled
 
 from headrace.compress.planner import plan_compression
 from headrace.compress.recoding import recode
-from headrace.generate.passes.planner import plan_generation
+from headrace.generate.passes.asked import plan_generation
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.value.decoding import making_like, why_no_gain
 from headrace.terms.errors import ConfigError

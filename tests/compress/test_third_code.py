@@ -16,7 +16,7 @@ from headrace.codec.table import CODES
 from headrace.codec.targets import Int4Target
 from headrace.compress.planner import plan_compression
 from headrace.compress.run import compress_model
-from headrace.generate.passes.planner import plan_generation
+from headrace.generate.passes.asked import plan_generation
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import ConfigError
 from headrace.terms.options.generate_options import GenerateOptions

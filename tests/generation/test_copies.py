@@ -15,9 +15,9 @@ from some_prompts import prompts
 from tiers import sampled
 
 from headrace.files import Bandwidth, Extent, Volume
+from headrace.generate.passes.asked import plan_generation
 from headrace.generate.passes.copying import why_no_copy
 from headrace.generate.passes.generator import Generator
-from headrace.generate.passes.planner import plan_generation
 from headrace.generate.plan.peaks import with_peaks
 from headrace.generate.uses.evaluating import evaluate_model
 from headrace.machine.host_memory import huge_page_buffer

@@ -12,7 +12,7 @@ from tiers import sampled
 from transformers import LlamaConfig, Qwen3MoeConfig
 
 from headrace.cli import main
-from headrace.generate.passes.planner import plan_generation
+from headrace.generate.passes.asked import plan_generation
 from headrace.generate.plan.cache_plan import CachePlan
 from headrace.generate.plan.peaks import with_peaks
 from headrace.generate.plan.plan import GenerationPlan
@@ -30,7 +30,6 @@ from headrace.terms.errors import PlanInfeasible
 from headrace.terms.forms import DEVICE, SSD, UnitFigures
 from headrace.terms.lanes import Lane
 from headrace.terms.options.generate_options import GenerateOptions
-from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import MIB
 
 BLOCKS, ELEMENTS = 4, 8 << 20
@@ -301,7 +300,7 @@ def test_a_plan_that_reads_says_what_twice_the_memory_would_give(tmp_path: Path)
             model,
             GenerateOptions.of({"host_memory": size, "device_memory": "650MiB"}),
             machine,
-            say_twice=size == "400MiB",
+            say_instead=size == "400MiB",
             **how,
         )
         for size in ("400MiB", "800MiB")
@@ -310,4 +309,11 @@ def test_a_plan_that_reads_says_what_twice_the_memory_would_give(tmp_path: Path)
     assert few is not None
     assert many is not None
     assert few.read_bytes > many.read_bytes
-    assert f"with twice the host memory it would be {plain_figure(many.tokens_per_second)} tokens/s" in plans[0].explain()
+    ways = {each.change: each for each in plans[0].instead}
+    twice = ways["twice the host memory (800 MiB)"]
+    assert twice.forecast.pass_seconds == many.pass_seconds
+    assert twice.options == {"host_memory": 800 << 20}
+    (coded,) = (each for change, each in ways.items() if change.startswith("--compress int4"))
+    assert coded.forecast.pass_seconds < few.pass_seconds / 1.1
+    assert plans[1].instead == ()
+    assert f"instead  {twice.change}" in plans[0].brief()

@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: E402
 from headrace.ask.answer import plan_model  # noqa: E402
 from headrace.codec.published import PackQuantized  # noqa: E402
 from headrace.compress.planner import plan_compression  # noqa: E402
-from headrace.generate.passes.planner import plan_generation  # noqa: E402
+from headrace.generate.passes.asked import plan_generation  # noqa: E402
 from headrace.peers.node.planning import plan_cluster  # noqa: E402
 from headrace.plan.clock.machine_profiles import load_profile  # noqa: E402
 from headrace.terms.options.generate_options import GenerateOptions  # noqa: E402

@@ -80,7 +80,8 @@ class Measured:
         if plan is None or forecast is None or first is None:
             return ""
         speed = plain_figure(tokens / self._all.seconds)
-        found = [f"{speed} tokens/s ({plain_figure(forecast.tokens_per_second)} planned)"]
+        planned = 1 / (1 / forecast.tokens_per_second + forecast.cold_seconds / max(1, tokens))
+        found = [f"{speed} tokens/s ({plain_figure(planned)} planned)"]
         if (following := self._following).count:
             seconds = format_seconds(following.seconds / following.count)
             found.append(f"{seconds} a token of each row ({format_seconds(forecast.pass_seconds)})")

@@ -13,23 +13,18 @@ from typing import TypedDict, Unpack
 
 import torch
 
-from headrace.ask.model_config import open_coded, read_parts
-from headrace.ask.place import RunPlace, multiplies, runtime_here
+from headrace.ask.place import RunPlace, runtime_here
 from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
-from headrace.generate.passes.units import GenerationUnits, plain_and_coded
-from headrace.generate.plan.block_tables import notes_on_tables, without_embedding, without_tables
+from headrace.generate.passes.units import GenerationUnits
+from headrace.generate.plan.block_tables import notes_on_tables
 from headrace.generate.plan.plan import FewRows, GenerationPlan
-from headrace.generate.plan.plan_notes import beside_plain, of_copying, of_twice
 from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes
 from headrace.machine.protocol import Machine
-from headrace.model import Chain, Checkpoint
-from headrace.model.by_rows.embedding_rows import take_back
+from headrace.model import Chain
 from headrace.model.kernels.narrow import NARROW_ROWS, has_kernel
 from headrace.model.seats.generation_check import (
-    check_generation,
-    ready_to_generate,
     why_not_attended,
     why_not_chunked,
     why_not_narrow,
@@ -44,7 +39,6 @@ from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.generate_options import AUTO, NO_COPIES, ON_DEVICE, ON_HOST, GenerateOptions
-from headrace.terms.options.optimizer import Optimizer
 
 # Tokens of a prompt that may go through the model together. Small chunks compute at lower rates, and read weights more often.
 PREFILL_CHUNKS = (512, 2048, 8192)
@@ -269,81 +263,3 @@ def _of_architecture(*, caches: str, inputs: str, chunks: str) -> list[str]:
         "prompts of this architecture are not taken in chunks": chunks,
     }
     return [f"{what}: {why}" for what, why in lacking.items() if why]
-
-
-class Asked(TypedDict):
-    """What is to be generated: prompts of up to `prompt_length` tokens, with up to `new_tokens` for each."""
-
-    prompts: int
-    prompt_length: int
-    new_tokens: int
-
-
-def plan_generation(
-    model: str,
-    options: GenerateOptions,
-    ceilings: Ceilings | None,
-    *,
-    here: bool,
-    compress: str | None = None,
-    say_twice: bool = False,
-    **asked: Unpack[Asked],
-) -> GenerationPlan:
-    """Return the plan for generating with `model` (a directory, a config.json, or OWNER/NAME on the Hub): no weight is needed.
-
-    For a directory with coded weights, the headers of its files are read. With `compress` the plan is for the model that
-    compression to that code would write. Either says what a plan for the weights in the compute dtype would take, too.
-
-    `ceilings` is the machine, None for a nominal one of this size; `here` says that it is this machine. With `say_twice` a note
-    says what twice the host memory would give, where passes read weights.
-
-    Raises:
-        InputError: the model, its architecture or a number cannot be used.
-        PlanInfeasible: a budget is too small.
-    """
-    chain, checkpoint = _described(model, options.compute_dtype, compress)
-    place = RunPlace.of(ceilings, here=here)
-    on_cpu = place.device_bytes is None and options.device_memory is None
-    if on_cpu and not multiplies(chain.compute_dtype, ceilings, here=here):
-        chain.multiply_wide()
-    weights = None if checkpoint is None else chain.attach(checkpoint)
-    without_tables(chain, weights, place, options.budget)
-    by_rows = without_embedding(chain, weights, place, options.budget)
-    options = replace(options, machine=ceilings)
-    if not here:  # another machine's instructions are not known
-        options = replace(options, packed_products=False, narrow_products=False)
-
-    def planned(units: GenerationUnits) -> GenerationPlan:
-        return GenerationPlanner(chain, units, place, options).plan(**asked)
-
-    plain, coded = plain_and_coded(chain, checkpoint, compress, on_cpu=on_cpu)
-    plan = planned(coded or plain)
-    if checkpoint is not None:
-        plan = replace(plan, unused_tensors=chain.unused_tensors)
-    if coded is not None:
-        plan = beside_plain(compress, plan, lambda: planned(plain), ceilings)
-    if say_twice and plan.forecast is not None and plan.forecast.read_bytes:
-        given = options.budget.host_bytes
-        more = options if given is None else replace(options, host_memory=2 * given)
-        if take_back(chain):
-            without_embedding(chain, weights, place.with_twice_host(), more.budget)
-            plain, coded = plain_and_coded(chain, checkpoint, compress, on_cpu=on_cpu)
-        units = plain if plan.uncoded is None and coded is not None else coded or plain
-        twice = GenerationPlanner(chain, units, place.with_twice_host(), more)
-        faster = twice.plan(**asked, rows=plan.rows).forecast
-        plan = plan.with_notes((of_twice(faster),) if faster is not None else ())
-    return plan.with_notes(by_rows).with_notes(of_copying(plan, options, ceilings, Path(model), here=here))
-
-
-def _described(model: str, dtype: str | None, compress: str | None) -> tuple[Chain, Checkpoint | None]:
-    """Return the chain that a model's configuration describes, in `dtype` or its own; and its files where they are coded."""
-    config, _ = read_parts(model)
-    checkpoint = None
-    if getattr(config, "quantization_config", None) is not None:
-        checkpoint = open_coded(model, compress)
-        config = checkpoint.config
-    check_generation(config)
-    own = checkpoint.main_dtype if checkpoint else str(getattr(config, "dtype", None) or "bfloat16")
-    chain = Chain.from_config(config, dtype or own.removeprefix("torch."), Optimizer())
-    ready_to_generate(chain.model)
-    return chain, checkpoint

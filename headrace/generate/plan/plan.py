@@ -9,13 +9,14 @@ from typing import Any
 
 from headrace.codec.table import code_of_kind
 from headrace.generate.plan.cache_plan import HOST, SSD, CachePlan, cache_buffers
+from headrace.generate.plan.pass_forecast import FasterWay, PassForecast, explain_times
 from headrace.generate.plan.seat_shapes import SeatShapes
 from headrace.plan.value.expert_plan import ExpertPlan, expert_buffers
 from headrace.plan.value.placement import Placement, WeightSizes, weight_sizes_of
 from headrace.plan.value.weight_sizes import BufferGroup, weight_groups
 from headrace.terms.costs import FEW_ROWS, GenerationCosts
-from headrace.terms.plain_figures import plain_figure
-from headrace.terms.sizes import format_bytes, format_seconds
+from headrace.terms.sizes import format_bytes
+from headrace.terms.tables import memory_line, ten_lines
 
 # A core without bfloat16 products reads 9 GB/s of weights for few rows, and widens 2.5 GB/s for more; plain reading is 30 GB/s.
 _FEW_ROWS_TIMES, _WIDENED_TIMES = 3.3, 12.0
@@ -30,20 +31,6 @@ _PACKED_BYTES, _MORE_ROWS, _DECODED_BYTES = 12.0, 0.25, 25.0
 PACKED_ROWS = 8
 # With fewer passes bits stay those of decoded weights.
 LEAST_PACKED_PASSES = 13
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassForecast:
-    """What a pass, and a whole batch, will take. `limiting` names the lane for which a pass waits, in words."""
-
-    pass_seconds: float
-    first_pass_seconds: float
-    tokens_per_second: float
-    limiting: str
-    read_bytes: int  # of a pass, from the drives
-    written_bytes: int = 0  # for all prompts, to the drives
-    wear: str = ""  # that as a share of their endurance, in words
-    machine: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +54,8 @@ class GenerationPlan(Placement):
     matrix at a time decoded. Products of up to
     `narrow_rows` rows of bfloat16 are computed by a loop of our own. With `shapes` micro-batches of short prompts have more
     rows than those of long ones: `rows` and `costs` are of a seat on average, `most` has the most of each figure. `uncoded` is
-    what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
+    what coded weights would take in the compute dtype, by a plan of their own, where anybody asked; `instead` has changes that
+    would be faster.
     `unused_tensors` are stored tensors that the model has no place for; None if no files were opened for the plan.
     """
 
@@ -86,7 +74,18 @@ class GenerationPlan(Placement):
     most: GenerationCosts | None = None
     forecast: PassForecast | None = None
     uncoded: PassForecast | None = None
+    instead: tuple[FasterWay, ...] = ()
     unused_tensors: tuple[str, ...] | None = None
+
+    def brief(self) -> str:
+        """Return what decides, in ten lines: memory in one, and no word that only its makers use."""
+        tiers = tuple(self.results.peak_bytes)
+        left = ("products", "attention", *tiers)
+        lines = [each for each in self.explain().splitlines() if not each.startswith(left)]
+        at = next((index for index, each in enumerate(lines) if each.startswith("speed")), len(lines))
+        used = {tier: self.peak(tier) for tier in tiers}
+        lines.insert(at, f"memory   {memory_line(used, self.results.allowed_bytes)}")
+        return ten_lines(lines)
 
     @property
     def most_costs(self) -> GenerationCosts:
@@ -198,6 +197,8 @@ class GenerationPlan(Placement):
             del values["narrow_rows"]
         if self.shapes is None:
             del values["shapes"], values["most"]
+        if not self.instead:
+            del values["instead"]
         return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
@@ -212,19 +213,7 @@ class GenerationPlan(Placement):
             *self.explain_memory(),
         ]
         if self.forecast is not None:
-            found = self.forecast
-            lines.append(
-                f"speed    {plain_figure(found.tokens_per_second)} tokens/s on {found.machine}: "
-                f"{format_seconds(found.pass_seconds)} a token of each row, {format_seconds(found.first_pass_seconds)} before "
-                f"the first; limited by {found.limiting}; {format_bytes(found.read_bytes)} read for each pass"
-            )
-            if self.uncoded is not None:
-                plain = self.uncoded.tokens_per_second
-                times = found.tokens_per_second / plain
-                how = f"{times:.2f} times as fast as" if times >= 1 else "slower than"
-                lines.append(f"code     {how} plain {self.compute_dtype}, which would give {plain_figure(plain)} tokens/s")
-            if found.written_bytes:
-                lines.append(f"drives   {format_bytes(found.written_bytes)} written for all prompts{found.wear}")
+            lines += explain_times(self, self.forecast)
         lines += [f"note     {note}" for note in self.results.notes]
         return "\n".join(lines)
 

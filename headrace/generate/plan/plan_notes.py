@@ -6,19 +6,12 @@ from pathlib import Path
 
 from headrace.codec.table import CODES
 from headrace.files import on_drives_of
-from headrace.generate.plan.plan import GenerationPlan, PassForecast
+from headrace.generate.plan.plan import GenerationPlan
 from headrace.plan.value.decoding import why_no_gain
 from headrace.terms.errors import PlanInfeasible
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.generate_options import GenerateOptions
-from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-
-
-def of_twice(found: PassForecast) -> str:
-    """Return what twice the host memory would give."""
-    rest = f"{format_bytes(found.read_bytes)} read for each pass" if found.read_bytes else "nothing read in passes"
-    return f"with twice the host memory it would be {plain_figure(found.tokens_per_second)} tokens/s, {rest}"
 
 
 def beside_plain(

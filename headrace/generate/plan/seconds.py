@@ -4,13 +4,14 @@ from dataclasses import replace
 
 from headrace.generate.plan.cache_plan import COMPUTE, SSD, moved_bytes, touched_bytes
 from headrace.generate.plan.expert_search import rough_expert_seconds
-from headrace.generate.plan.plan import GenerationPlan, PassForecast
+from headrace.generate.plan.pass_forecast import PassForecast
+from headrace.generate.plan.plan import GenerationPlan
 from headrace.generate.plan.schedule import build_pass
 from headrace.plan.clock.endurance import endurance
 from headrace.plan.clock.rates import Rates
 from headrace.plan.clock.simulate import simulate, step_seconds_of
 from headrace.plan.schedules.ledger import Snapshot
-from headrace.terms.lanes import Lane
+from headrace.terms.lanes import Lane, lane_words
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Program
 
@@ -26,13 +27,14 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
     cold = max(
         first, step_seconds_of([cold_program] * 3, rates) + (plan.costs.first_passes - 1) * first / plan.costs.first_passes
     )
-    whole = rounds_of(plan) * (first + (plan.new_tokens - 1) * timeline.step_seconds) + cold - first
+    whole = rounds_of(plan) * (first + (plan.new_tokens - 1) * timeline.step_seconds)
     read = sum(timed.op.bytes for timed in timeline.step_ops() if timed.op.lane is Lane.SSD_READ)
     found = PassForecast(
         pass_seconds=timeline.step_seconds,
         first_pass_seconds=cold,
+        cold_seconds=cold - first,
         tokens_per_second=plan.prompts * plan.new_tokens / whole,
-        limiting=timeline.bottleneck.row.words,
+        limiting=lane_words(timeline.bottleneck, has_device=ceilings.has_device),
         read_bytes=read,
         written_bytes=(written := _written_bytes(plan)),
         wear=_wear(written, ceilings),

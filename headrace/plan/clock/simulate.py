@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from headrace.plan.clock.clock import Clock, LaneUse, settle, uses_of
 from headrace.plan.clock.rates import Rates
-from headrace.terms.lanes import Lane, sharing_words
+from headrace.terms.lanes import Lane, lane_words, sharing_words
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Op, Program
 
@@ -156,14 +156,14 @@ def _explain(
 ) -> tuple[Lane, str]:
     """Return the lane that limits the step, and why in words."""
     bottleneck = max(Lane, key=lambda lane: lanes[lane].utilisation)
-    share, words = lanes[bottleneck].utilisation, bottleneck.row.words
+    share, words = lanes[bottleneck].utilisation, lane_words(bottleneck, has_device=rates.ceilings.has_device)
     for shared, sharing in rates.shares.items():
         # Two directions that take turns keep busy what they share, though neither is always busy itself. Only their union shows
         # it.
         both = union_seconds(span for lane in sharing for span in spans[lane]) / step_seconds if step_seconds else 0.0
         if rates.shared_factor(sharing) < 1 and both > share + 1e-9:
             bottleneck = max(sharing, key=lambda lane: lanes[lane].utilisation)
-            share, words = min(1.0, both), sharing_words(shared, sharing)
+            share, words = min(1.0, both), sharing_words(shared, sharing, has_device=rates.ceilings.has_device)
     if share >= _SATURATED:
         return bottleneck, f"limited by {words}: busy {share:.0%} of the step"
     return bottleneck, (

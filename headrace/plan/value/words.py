@@ -51,14 +51,20 @@ def _kept_total(plan: Plan) -> int:
     return sum(plan.stash.kept_bytes) * plan.batch.num_micro_batches
 
 
+def explain_step(plan: Plan) -> str:
+    """Return the tokens of a step, and the micro-batches that it is cut into."""
+    batch = plan.batch
+    count = _count_of(batch.num_micro_batches, "micro-batch", "es")
+    return f"{batch.tokens_per_step} tokens = {count} of {batch.micro_batch_sequences} x {batch.sequence_length}"
+
+
 def explain_plan(plan: Plan) -> str:
     """Return the plan's choices in words, and its peaks in one line for each tier."""
-    batch, updates = plan.batch, plan.updates
+    updates = plan.updates
     lines = [
         f"model    {_count(plan.num_parameters)} parameters, {plan.num_blocks} blocks, {plan.compute_dtype} compute"
         + f", {plan.rule.name}",
-        f"step     {batch.tokens_per_step} tokens = {batch.num_micro_batches} micro-"
-        f"batch{'es' if batch.num_micro_batches > 1 else ''} of {batch.micro_batch_sequences} x {batch.sequence_length}",
+        f"step     {explain_step(plan)}",
         f"update   {explain_update(plan)}; "
         f"every {'step' if updates.checkpoint_every == 1 else f'{updates.checkpoint_every} steps'} a checkpoint",
         f"threads  {plan.compute_threads} for compute, {updates.threads} for updates",
@@ -72,7 +78,7 @@ def explain_plan(plan: Plan) -> str:
         lines.append(f"experts  {_experts_of(plan.experts)}")
     if plan.parts is not None:
         width, leaving = plan.planes.weight.bytes_per_element, plan.leaving_elements > 0
-        lines.append(f"parts    {plan.parts.describe(width, batch.num_micro_batches, leaving=leaving)}")
+        lines.append(f"parts    {plan.parts.describe(width, plan.batch.num_micro_batches, leaving=leaving)}")
     if plan.freed_memory == "kept":
         lines.append("heap     freed memory is kept for the next operations")
     lines += plan.results.explain_peaks()

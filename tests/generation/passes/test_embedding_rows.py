@@ -17,9 +17,9 @@ from some_prompts import GREEDY, prompts
 from tiers import sampled
 from transformers import LlamaConfig
 
+from headrace.generate.passes.asked import plan_generation
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import SeatRows
-from headrace.generate.passes.planner import plan_generation
 from headrace.model import Chain, Checkpoint
 from headrace.model.by_rows.embedding_rows import has_rows, read_embedding_rows
 from headrace.model.stored.safetensors_file import read_header

@@ -18,9 +18,9 @@ from tiny_architectures import CONFIGS, make_config
 
 from headrace.ask.place import multiplies
 from headrace.generate.passes import planner
+from headrace.generate.passes.asked import plan_generation
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import Generated, SeatRows
-from headrace.generate.passes.planner import plan_generation
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.model.kernels import narrow
 from headrace.model.kernels.narrow import NARROW_ROWS, NarrowProducts

@@ -14,9 +14,9 @@ from saved_models import save_with_tables
 from some_prompts import GREEDY, prompts
 from tiers import sampled
 
+from headrace.generate.passes.asked import plan_generation
 from headrace.generate.passes.generator import Generator
 from headrace.generate.passes.micro_batches import SeatRows
-from headrace.generate.passes.planner import plan_generation
 from headrace.model.parts.stored_rows import rows_within
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.terms.errors import StorageError
