@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from headrace.ask.between_steps import BesideSteps
-from headrace.ask.model_config import as_decoded, check_positions, has_weights, open_coded, position_limit, read_parts
+from headrace.ask.model_config import as_decoded, check_positions, open_coded, position_limit, read_parts
 from headrace.ask.model_plans import COARSE_OPERATIONS, ModelPlans
 from headrace.ask.place import RunPlace, multiplies
 from headrace.ask.plan_report import PlanReport
 from headrace.ask.question import Question
 from headrace.ask.variants import nearest_variants
 from headrace.files import Beside, default_ssd_bytes, file_systems
+from headrace.files.model_directory import has_weights
 from headrace.losses.router import note_router_loss, with_router_loss
 from headrace.model import Chain, Checkpoint, check_whole, export_bytes, import_workspace_bytes, note_on, self_check
 from headrace.model.by_rows.block_tables import block_tables_of, is_large, take_tables, trained_tables_of

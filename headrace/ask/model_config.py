@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from headrace.codec.table import Code
 from headrace.files.hub import HUB_SECONDS, hub_answers
-from headrace.files.model_directory import absent, read_configuration, refuse_no_configuration
+from headrace.files.model_directory import absent, has_weights, read_configuration, refuse_no_configuration
 from headrace.model import Checkpoint, describe, text_config
 from headrace.model.blocks.find_blocks import quantisation_of
 from headrace.model.blocks.text_part import text_part
@@ -41,12 +41,6 @@ def read_parts(model: str | Path) -> tuple[Any, Any | None]:
         raise ModelError(f"{path}: transformers does not accept it: {in_one_line(error)}") from error
     _check_sizes(values, config, path)
     return text_part(config)
-
-
-def has_weights(model: str | Path) -> bool:
-    """Return whether `model` is a directory with weight files, whole or not."""
-    endings = (".safetensors", ".gguf", ".bin", ".pt", ".index.json")
-    return Path(model).is_dir() and any(file.name.endswith(endings) for file in Path(model).iterdir())
 
 
 def as_decoded(config: Any) -> str:

@@ -19,6 +19,7 @@ from headrace.cli.first_look import (
     look_at_data,
     look_at_model,
     look_at_place,
+    look_at_plan_names,
     look_at_words,
     model_here,
     with_model_here,
@@ -375,14 +376,21 @@ def plan(
 
     options, asked = plan_options_of(words, data or (), given)
     look_at_configuration(str(options.model))
+    look_at_plan_names(options, compress)
     look_at_data(options.data)
-    look_at_choices(options, at_node=options.workers is not None)
-    from headrace.cli.planning import GenerationAsked, answer_plan
+    from headrace.cli.kept_plans import find_answer, keep_answer, kept_place
+
+    place = kept_place(options, asked, generates and (batch, prompt_length, new_tokens), compress)
+    if (answer := find_answer(place)) is None:
+        look_at_choices(options, at_node=options.workers is not None)
+        from headrace.cli.planning import GenerationAsked, answer_plan
+
+        generation = GenerationAsked(prompts=batch, prompt_length=prompt_length, new_tokens=new_tokens) if generates else None
+        answer = answer_plan(options, asked, generation, compress)
+        keep_answer(place, answer)
     from headrace.cli.screen import show
 
-    generation = GenerationAsked(prompts=batch, prompt_length=prompt_length, new_tokens=new_tokens) if generates else None
-    text = answer_plan(options, asked, generation, compress, as_json=as_json, verbose=verbose)
-    typer.echo(text) if as_json else show(text)
+    typer.echo(answer["json"]) if as_json else show(answer["whole" if verbose else "brief"])
 
 
 @bench_app.command("machine", cls=SectionedCommand)

@@ -75,7 +75,7 @@ def clean_cache(places: Places, *, unfinished: bool, dry_run: bool) -> Iterator[
         freed_bytes += removed_bytes
     if not dry_run:
         remove_dead(places.cache, ".tokens-")
-        for folder in (*(places.cache / name for name in ("machines", "references", "gguf")), places.cache):
+        for folder in (*(places.cache / name for name in ("machines", "plans", "references", "gguf")), places.cache):
             with contextlib.suppress(OSError):  # something else is in it, or it is not there
                 folder.rmdir()
     yield f"{format_bytes(freed_bytes)} {'would be ' if dry_run else ''}freed of what is kept outside runs and models"
@@ -89,6 +89,7 @@ def _kinds(places: Places) -> Iterator[_Kind]:
     yield _Kind("tokenised data", cache, tuple(sorted(sets)), remove=_remove_tokens)
     yield _Kind("data sets of the Hub", cache / "hub", _in(cache, "hub"))
     yield _Kind("brief measurements of this machine", cache / "machines", _in(cache / "machines", "*.json"))
+    yield _Kind("answers of plan", cache / "plans", _in(cache / "plans", "*.json"))
     yield _Kind("the measured profile of this machine", places.profile.parent, _there((places.profile,)))
     yield _Kind("compiled loops", places.package, _there(machine_code_files(places.package)))
     for directory in places.directories:

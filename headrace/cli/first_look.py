@@ -14,6 +14,7 @@ from typing import TypeVar
 from headrace.terms.errors import ModelError
 from headrace.terms.options.data_source import DataSource
 from headrace.terms.options.options import Options
+from headrace.terms.options.plan_options import PlanOptions
 from headrace.terms.options.run_options import RunOptions
 
 _Config = TypeVar("_Config", bound=RunOptions)
@@ -109,6 +110,22 @@ def look_at_configuration(model: str) -> None:
     from headrace.files.model_directory import refuse_no_configuration
 
     refuse_no_configuration(model)
+
+
+def look_at_plan_names(options: PlanOptions, compress: str | None) -> None:
+    """Look at the names of machines and codes that a plan is asked for: this needs neither torch nor transformers.
+
+    Raises:
+        ConfigError: there is no such machine or code.
+    """
+    from headrace.codec.table import code_to_write
+    from headrace.plan.clock.machine_profiles import load_profile
+
+    for name in (options.machine, options.node_machine):
+        if isinstance(name, str):
+            load_profile(name)
+    if compress is not None:
+        code_to_write("compress", compress)
 
 
 def look_at_place(place: str | Path) -> None:

@@ -58,15 +58,9 @@ class GenerationAsked:
 
 
 def answer_plan(
-    options: PlanOptions,
-    given: Collection[str],
-    generation: GenerationAsked | None,
-    compress: str | None,
-    *,
-    as_json: bool,
-    verbose: bool,
-) -> str:
-    """Return what `headrace plan` says: as JSON, as text if it is `verbose`, or in ten lines.
+    options: PlanOptions, given: Collection[str], generation: GenerationAsked | None, compress: str | None
+) -> dict[str, str]:
+    """Return what `headrace plan` says: `json`, the `whole` as text, and that in `brief`.
 
     With `generation` or `compress` it is the plan of these. `given` are the keys that were set; those that change nothing are
     named at the end.
@@ -92,10 +86,12 @@ def answer_plan(
         if options.html is not None:
             _draw(report, options)
     idle = sorted(set(given) - acting)
-    if as_json:
-        return json.dumps(report.to_json() | {"without_effect": idle}, indent=2)
     lines = [f"{'no effect':<10}on the plan: {', '.join(idle)}"] if idle else []
-    return "\n".join((report.explain() if verbose else report.brief(), *lines))
+    return {
+        "json": json.dumps(report.to_json() | {"without_effect": idle}, indent=2),
+        "whole": "\n".join((report.explain(), *lines)),
+        "brief": "\n".join((report.brief(), *lines)),
+    }
 
 
 def _draw(report: "Report", options: PlanOptions) -> None:

@@ -138,6 +138,12 @@ def is_adapter_directory(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).is_file() and not is_whole_model(directory)
 
 
+def has_weights(model: str | Path) -> bool:
+    """Return whether `model` is a directory with weight files, whole or not."""
+    endings = (".safetensors", ".gguf", ".bin", ".pt", ".index.json")
+    return Path(model).is_dir() and any(file.name.endswith(endings) for file in Path(model).iterdir())
+
+
 def has_tokenizer(directory: Path) -> bool:
     """Return whether a directory has the files of a tokenizer."""
     return any((directory / name).exists() for name in TOKENIZER_FILES)

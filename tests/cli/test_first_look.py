@@ -23,6 +23,7 @@ REFUSED = {
     "train, kind of data": ["train", "MODEL", "MODEL/config.txt", "max_steps=1"],
     "node": ["node", "MODEL", "x.jsonl", "--listen", "127.0.0.1:0"],
     "plan": ["plan", "NOTHING"],
+    "plan, machine": ["plan", "MODEL", "--machine", "MODEL/none.json"],
     "generate": ["generate", "NOTHING", "--prompt", "a"],
     "eval": ["eval", "NOTHING", "--data", "y.jsonl"],
     "eval, data": ["eval", "MODEL", "--data", "x.jsonl"],
