@@ -378,16 +378,9 @@ def plan(
     look_at_configuration(str(options.model))
     look_at_plan_names(options, compress)
     look_at_data(options.data)
-    from headrace.cli.kept_plans import find_answer, keep_answer, kept_place
+    from headrace.cli.kept_plans import answered
 
-    place = kept_place(options, asked, generates and (batch, prompt_length, new_tokens), compress)
-    if (answer := find_answer(place)) is None:
-        look_at_choices(options, at_node=options.workers is not None)
-        from headrace.cli.planning import GenerationAsked, answer_plan
-
-        generation = GenerationAsked(prompts=batch, prompt_length=prompt_length, new_tokens=new_tokens) if generates else None
-        answer = answer_plan(options, asked, generation, compress)
-        keep_answer(place, answer)
+    answer = answered(options, asked, (batch, prompt_length, new_tokens) if generates else None, compress)
     from headrace.cli.screen import show
 
     typer.echo(answer["json"]) if as_json else show(answer["whole" if verbose else "brief"])

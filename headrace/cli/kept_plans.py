@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import headrace
+from headrace.cli.first_look import look_at_choices
 from headrace.files.durable import write_whole
 from headrace.files.model_directory import has_weights
 from headrace.process import cache_directory
@@ -25,6 +26,25 @@ FOLDER = "plans"
 # Options that name a file whose bytes are part of the question, and those whose files are looked at apart or not at all.
 _READ, _APART = ("machine", "node_machine"), ("model", "cache")
 Answer = Mapping[str, str]
+
+
+def answered(
+    options: PlanOptions, asked: Collection[str], generation: tuple[int, int, int] | None, compress: str | None
+) -> Answer:
+    """Return what `headrace plan` says, kept or new; `generation` is prompts, and the tokens of each and of its answer.
+
+    Raises: as `planning.answer_plan`.
+    """
+    place = kept_place(options, asked, generation, compress)
+    if (answer := find_answer(place)) is not None:
+        return answer
+    look_at_choices(options, at_node=options.workers is not None)
+    from headrace.cli.planning import GenerationAsked, answer_plan  # late: this brings torch
+
+    counts = dict(zip(("prompts", "prompt_length", "new_tokens"), generation or (), strict=False))
+    answer = answer_plan(options, asked, GenerationAsked(**counts) if counts else None, compress)
+    keep_answer(place, answer)
+    return answer
 
 
 def kept_place(options: PlanOptions, asked: Collection[str], *more: Any) -> Path | None:

@@ -81,9 +81,8 @@ def test_another_question_has_another_place(tmp_path: Path, monkeypatch: pytest.
     found.append(place())
     assert None not in found
     assert len(set(found)) == len(found)
-    (tmp_path / "adapter").mkdir()
     assert place(machine=None) is None, "what is free here changes"
-    assert place(adapter=str(tmp_path / "adapter")) is None, "so do files"
+    assert place(ssd=(tmp_path,)) is None, "so do files"
     assert place(html=tmp_path / "new.html") is None, "a page is drawn each time"
     (folder / "model.safetensors").touch()
     assert place() is None

@@ -33,7 +33,8 @@ def with_faster_ways(plan: GenerationPlan, options: GenerateOptions, planned: Pl
                 gain = plan.forecast.pass_seconds / other.pass_seconds if other is not None else 0
                 if other is not None and gain >= _LEAST_GAIN:
                     found.append((gain, FasterWay(change=change, options=given, forecast=other)))
-    return replace(plan, instead=tuple(way for _, way in sorted(found, key=lambda pair: -pair[0])))
+    ways = tuple(way for _, way in sorted(found, key=lambda pair: -pair[0]))
+    return replace(plan, forecast=replace(plan.forecast, instead=ways)) if plan.forecast and ways else plan
 
 
 def _ways(plan: GenerationPlan, options: GenerateOptions, *, is_coded: bool) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -28,6 +28,7 @@ class PassForecast:
     written_bytes: int = 0  # for all prompts, to the drives
     wear: str = ""  # that as a share of their endurance, in words
     machine: str
+    instead: "tuple[FasterWay, ...]" = ()  # changes of what was asked that would be faster
 
     @property
     def is_guess(self) -> bool:
@@ -68,7 +69,7 @@ def explain_times(plan: "GenerationPlan", found: PassForecast) -> list[str]:
         lines.append(
             f"code     {how} plain {plan.compute_dtype}, which would take {seconds(plain_weights.pass_seconds)} a token"
         )
-    for each in plan.instead:
+    for each in found.instead:
         times = found.pass_seconds / each.forecast.pass_seconds
         lines.append(f"instead  {each.change}: {seconds(each.forecast.pass_seconds)} a token, {times:.1f} times as fast")
     if found.written_bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.codec.table import code_of_kind
 from headrace.generate.plan.cache_plan import HOST, SSD, CachePlan, cache_buffers
-from headrace.generate.plan.pass_forecast import FasterWay, PassForecast, explain_times
+from headrace.generate.plan.pass_forecast import PassForecast, explain_times
 from headrace.generate.plan.seat_shapes import SeatShapes
 from headrace.plan.value.expert_plan import ExpertPlan, expert_buffers
 from headrace.plan.value.placement import Placement, WeightSizes, weight_sizes_of
@@ -54,8 +54,7 @@ class GenerationPlan(Placement):
     matrix at a time decoded. Products of up to
     `narrow_rows` rows of bfloat16 are computed by a loop of our own. With `shapes` micro-batches of short prompts have more
     rows than those of long ones: `rows` and `costs` are of a seat on average, `most` has the most of each figure. `uncoded` is
-    what coded weights would take in the compute dtype, by a plan of their own, where anybody asked; `instead` has changes that
-    would be faster.
+    what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
     `unused_tensors` are stored tensors that the model has no place for; None if no files were opened for the plan.
     """
 
@@ -74,7 +73,6 @@ class GenerationPlan(Placement):
     most: GenerationCosts | None = None
     forecast: PassForecast | None = None
     uncoded: PassForecast | None = None
-    instead: tuple[FasterWay, ...] = ()
     unused_tensors: tuple[str, ...] | None = None
 
     def brief(self) -> str:
@@ -197,8 +195,9 @@ class GenerationPlan(Placement):
             del values["narrow_rows"]
         if self.shapes is None:
             del values["shapes"], values["most"]
-        if not self.instead:
-            del values["instead"]
+        for each in filter(None, (values["forecast"], values["uncoded"])):
+            if not each["instead"]:
+                del each["instead"]
         return {name: value for name, value in values.items() if name != "unused_tensors" or value is not None}
 
     def explain(self) -> str:
