@@ -14,6 +14,7 @@ from pathlib import Path
 
 from headrace.files.scratch import remove_dead
 from headrace.machine.jit import machine_code_files
+from headrace.store.prefix_files import FOLDER, remove_prefixes
 from headrace.store.weight_copy import PREFIX, remove_copy
 from headrace.terms.errors import RunDirectoryError, StorageError
 from headrace.terms.sizes import format_bytes
@@ -93,6 +94,7 @@ def _kinds(places: Places) -> Iterator[_Kind]:
     yield _Kind("the measured profile of this machine", places.profile.parent, _there((places.profile,)))
     yield _Kind("compiled loops", places.package, _there(machine_code_files(places.package)))
     for directory in places.directories:
+        yield _Kind("beginnings of prompts", directory, _in(directory, FOLDER), remove=remove_prefixes)
         yield _Kind("copies of weights", directory, _in(directory, f"{PREFIX}*"), remove=remove_copy)
     needed = "runs of preferences that are not finished need them"
     yield _Kind("log-probabilities of references", cache / "references", _in(cache / "references", "*"), needed)

@@ -5,6 +5,7 @@ Only the endpoints named here exist. A client that goes away is let go, whether 
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import ipaddress
 import json
@@ -102,7 +103,7 @@ class Service:
             asked = await run_sync(self._reader.read, shape, content, limiter=self._one_reader)
         finally:
             self._being_read -= 1
-        told, choices = self._handed_in(asked)
+        told, choices = self._handed_in(asked, getattr(http.state, "key", None))
         requests = [choice.request for choice in choices]
         reply = Reply(shape, self._reader.name, requests[0].seed)
         answers: dict[int, Answer] = {}
@@ -190,9 +191,11 @@ class Service:
 
         async def guarded(http: Request) -> Response:
             scheme, _, given = http.headers.get("authorization", "").partition(" ")
-            known = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
+            key = given.strip().encode()
+            known = [hmac.compare_digest(key, each) for each in self._keys]
             if known and not (scheme.lower() == "bearer" and any(known)):
                 raise Refused("give one of this server's keys as Authorization: Bearer KEY", 401, "invalid_api_key")
+            http.state.key = hashlib.sha256(key).hexdigest() if known else None
             return await answer(http)
 
         return guarded
@@ -218,8 +221,8 @@ class Service:
             raise Refused("the body ends early") from error
         return bytes(found)
 
-    def _handed_in(self, asked: GenerationRequest) -> tuple["asyncio.Queue[tuple[int, Told]]", list[Choice]]:
-        """Hand a request in, for each answer one; return where it is told what comes of them.
+    def _handed_in(self, asked: GenerationRequest, key: str | None) -> tuple["asyncio.Queue[tuple[int, Told]]", list[Choice]]:
+        """Hand a request in, for each answer one, with the digest of its key; return where it is told what comes of them.
 
         Raises:
             Refused: it asks for more answers than the server takes requests.
@@ -247,6 +250,7 @@ class Service:
                 special=asked.speech is not None,
                 steering=extras.steering,
                 seed=seed + number,
+                owner=(key, asked.salt),
             )
             words, echoed = cache(lambda token: self._reader.text_of([token])), asked.texts[place] if extras.echo else ""
             choices.append(Choice(asked.shape, index, request, words, asked.speech and asked.speech(), echoed))

@@ -10,8 +10,8 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class Request:
     scored. `scores` has what `steering` asks to note, once it has a seat.
 
     `tell` is called from the engine's thread, in this order: `Begun`; pieces of text, if it `streams`; then an `Answer`. Or, at
-    any time, an error, which is the last. `special`: texts have special tokens.
+    any time, an error, which is the last. `special`: texts have special tokens. Beginnings of prompts are kept for requests of
+    the same `owner`.
     """
 
     ids: tuple[int, ...]
@@ -64,6 +65,7 @@ class Request:
     steering: Steering = field(default_factory=Steering)
     scores: Scores | None = None
     seed: int = field(default_factory=lambda: secrets.randbits(32))
+    owner: Hashable = ()
     is_gone: bool = False
     came: float = field(default_factory=time.monotonic)
     times: list[float] = field(default_factory=list)  # when it got its seat, and each token
@@ -173,8 +175,9 @@ class Desk:
                 self._changed.wait_for(lambda: self._waiting or self._seated or self._is_closing)
                 if not self._waiting and not self._seated:
                     return
-                request = self._waiting.popleft() if self._waiting else None
+                request = next((each for each in self._waiting if not self._should_wait(each)), None)
                 if request is not None:
+                    self._waiting.remove(request)
                     number = self._entered = self._entered + 1
                     self._seated[number] = request
             if request is None:
@@ -183,7 +186,8 @@ class Desk:
             try:
                 settings = self._settings(request)
                 passed = None if request.scores is None else request.scores.passed
-                batch = SeatRows(number, (request.ids,), request.seed, settings, passed)
+                owner = request.owner if passed is None else None  # scores need all of the prompt
+                batch = SeatRows(number, (request.ids,), request.seed, settings, passed, owner)
             except InputError as error:
                 with self._changed:
                     del self._seated[number]
@@ -192,6 +196,10 @@ class Desk:
             request.times.append(time.monotonic())
             request.tell(Begun())
             yield batch
+
+    def _should_wait(self, request: Request) -> bool:
+        """Return whether a request in a seat is reading what this one begins with: it is there after the running pass."""
+        return self._generator.kept.is_being_read(request.owner, request.ids)
 
     def _settings(self, request: Request) -> dict[str, Any]:
         """Return the arguments of transformers' `generate`.
@@ -223,4 +231,4 @@ class Desk:
         answer = next(answers_of(done))
         if request.new_tokens == 0 and not answer.error:
             return Answer("", LENGTH, answer.prompt_tokens, 0)
-        return Unanswered(answer.error) if answer.error else answer
+        return Unanswered(answer.error) if answer.error else replace(answer, cached_tokens=done.cached)

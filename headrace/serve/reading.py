@@ -19,6 +19,7 @@ from headrace.serve.tools.speech import Speech
 from headrace.terms.errors import HeadraceError, InputError, shortened
 
 _STREAM = ("stream", "stream_options")
+_SALT = "cache_salt"
 
 
 class Refused(HeadraceError):
@@ -41,7 +42,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """What a request asks: answers to `prompts`, of which `texts` are the words. `seed` None: it names none. `speech` makes
-    what takes an answer apart, None: the answer is text.
+    what takes an answer apart, None: the answer is text. What is kept of prompts is shared by those of one `salt`.
     """
 
     shape: EndpointShape
@@ -54,6 +55,7 @@ class GenerationRequest:
     extras: Extras
     texts: tuple[str, ...] = ()
     speech: Callable[[], Speech] | None = field(default=None, compare=False)
+    salt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class RequestReader:
             extras = extras_of(body, is_chat=shape.is_chat)
             prompts, speech = self._chat_of(body) if shape.is_chat else (self._prompts_of(body), None)
             own = (*CHAT_KEYS, *TEMPLATE_KEYS) if shape.is_chat else TEXT_KEYS
-            check_keys(body, (*_STREAM, *STEERING_KEYS, *own))
+            check_keys(body, (*_STREAM, _SALT, *STEERING_KEYS, *own))
             bounded = {key: value for key, value in body.items() if not (key in RENAMED and is_one_of(value, (-1,)))}
             scores_alone = extras.steering.prompt_top is not None and is_one_of(_most_tokens(body), (0,))
             settings = settings_of({key: each for key, each in bounded.items() if not (scores_alone and key in RENAMED)})
@@ -91,7 +93,8 @@ class RequestReader:
             new = max(0, self.limits.together - longest)
         count = 0 if scores_alone else self._new_tokens(longest, new)
         texts = tuple(map(self.text_of, prompts)) if extras.echo else ()
-        return GenerationRequest(shape, prompts, settings, count, seed, streams, tells_usage, extras, texts, speech)
+        salt = _salt_of(body)
+        return GenerationRequest(shape, prompts, settings, count, seed, streams, tells_usage, extras, texts, speech, salt)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, as they are."""
@@ -146,6 +149,13 @@ def _object_of(content: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refused(f"the body must be a JSON object, found {type(body).__name__}")
     return body
+
+
+def _salt_of(body: Mapping[str, Any]) -> str | None:
+    salt = body.get(_SALT)
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise Refused(f"{_SALT} must be a text that is not empty, found {shortened(repr(salt))}")
+    return salt
 
 
 def _stream_of(body: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -75,11 +75,14 @@ def serve(
         changes = changes_of(generator, options.generation, tokenizer)
         limits = limits_of(generator, options)
         copies = kept_copies(generator.model.settings(1, None, {**changes, "max_new_tokens": 1}))
+        new = limits.together - limits.prompt
+        room = options.prefix_memory, options.prefix_ssd or 0
+        generator.planner = generator.planner.keeping_prefixes(*room, limits.prompt, new, copies)
         plan = seats_plan_of(generator, options, limits, copies)
         tell_plan(plan)
         generator.use(plan)
         desk = Desk(generator, changes, options.max_requests)
-        figures.watch(desk, plan.seats)
+        figures.watch(desk, plan.seats, generator.kept.prefixes)
         name = place.resolve().name
         day = options.template_date or generator.model.here.template_date
         variables = options.generation.template_variables

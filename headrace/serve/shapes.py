@@ -131,7 +131,9 @@ class Reply:
 def usage_of(answers: Sequence[Answer], count: int) -> Json:
     """Return the numbers of tokens; each prompt has `count` answers, and counts once."""
     prompts, new = sum(each.prompt_tokens for each in answers) // count, sum(each.completion_tokens for each in answers)
-    return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
+    cached = sum(each.cached_tokens for each in answers) // count
+    found = {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
+    return found | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def timings_of(request: Request, answer: Answer) -> Json:

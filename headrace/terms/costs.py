@@ -1,6 +1,6 @@
 """What a model costs to run, as numbers: the planner's input. `model.costs.cost_profile` makes it from shapes alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.terms.embedding_rows import BlockRows
 
@@ -120,12 +120,13 @@ class CodedCaches:
 class GenerationCosts:
     """A seat of `rows` rows: its first pass, over `prompt_length` tokens, and the one after, over one.
 
-    With a `prefill_chunk` prompts are taken in chunks of so many tokens, a pass for each, and `first` is the last of these
-    passes. `cache_bytes` are the bytes of each block's cache after the prompt; `cache_token_bytes` are what one more token of
-    all rows adds to each. `tiered` says for each block whether its cache may live elsewhere while the block does not run. It
-    may if the cache keeps tokens and nothing else. `recomputing` is there if prompts may be kept as blocks' inputs, and these
-    have fewer bytes than keys and values. With `coded` the bytes of caches are those of their codes. `head_flops` are for one
-    position of all rows; `head_bytes` are what head and sampling allocate for a moment.
+    With a `prefill_chunk` prompts are taken in chunks of so many tokens. A pass takes one of them, and `first` is the last of
+    these passes. Or a pass takes all `chunks` of a prompt, one after the other in each block. `cache_bytes` are the bytes of
+    each block's cache after the prompt; `cache_token_bytes` are what one more token of all rows adds to each. `tiered` says for
+    each block whether its cache may live elsewhere while the block does not run. It may if the cache keeps tokens and nothing
+    else. `recomputing` is there if prompts may be kept as blocks' inputs, and these have fewer bytes than keys and values. With
+    `coded` the bytes of caches are those of their codes. `head_flops` are for one position of all rows; `head_bytes` are what
+    head and sampling allocate for a moment.
     """
 
     rows: int
@@ -140,6 +141,7 @@ class GenerationCosts:
     tiered: tuple[bool, ...] = ()
     widens: bool = False  # products of 16-bit numbers are computed in float32, except where they have few rows
     prefill_chunk: int = 0
+    chunks: int = 1
     recomputing: RecomputeCosts | None = None
     coded: CodedCaches | None = None
 
@@ -150,6 +152,11 @@ class GenerationCosts:
     @property
     def first_tokens(self) -> int:
         """Tokens of a row that one pass over its prompt takes."""
+        return min(self.prompt_length, (self.prefill_chunk or self.prompt_length) * self.chunks)
+
+    @property
+    def product_tokens(self) -> int:
+        """Tokens of a row that one product takes there."""
         return self.prefill_chunk or self.prompt_length
 
     @property
@@ -162,6 +169,22 @@ class GenerationCosts:
         """Whether the host could attend for each block whose cache may lie elsewhere."""
         asked = self.next.query_bytes
         return any(self.tiered) and bool(asked) and all(size for size, may in zip(asked, self.tiered, strict=True) if may)
+
+
+def in_one_pass(last: GenerationCosts, early: PassCosts) -> GenerationCosts:
+    """Return `last`, the costs of prompts in chunks, with all chunks of a prompt in one pass; `early` is the first one's.
+
+    What a chunk takes grows evenly with the tokens before it. Memory counts each as the last one.
+    """
+    count, most = last.first_passes, last.first
+    first = replace(
+        most,
+        flops=tuple(count * (one + other) / 2 for one, other in zip(early.flops, most.flops, strict=True)),
+        calls=tuple(count * called for called in most.calls),
+        call_bytes=count * most.call_bytes,
+        hidden_bytes=count * most.hidden_bytes,
+    )
+    return replace(last, first=first, chunks=count, recomputing=None)
 
 
 def touched(experts: int, choices: int, tokens: int) -> float:

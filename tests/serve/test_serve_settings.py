@@ -111,6 +111,7 @@ def test_a_prompt_is_scored(server: Server, model: Path, new: int) -> None:
         "prompt_tokens": len(ids) + 5,
         "completion_tokens": 2 * new,
         "total_tokens": len(ids) + 5 + 2 * new,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

@@ -5,7 +5,6 @@ Each micro-batch has a seat, which runs transformers' own `generate` (`model/sea
 """
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -21,11 +20,12 @@ from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.expert_flow import ExpertFlow
 from headrace.generate.passes.measured import PromptProgress
-from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, kept_copies, padded, until_end
+from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, generated, in_chunks, kept_copies, padded
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.passes.planner import GenerationPlanner
+from headrace.generate.passes.prompts_on_their_way import KeptPrompts
 from headrace.generate.passes.seat_caches import CacheFile, SeatCache
-from headrace.generate.passes.sources import GenerationSource
+from headrace.generate.passes.sources import source_of
 from headrace.generate.passes.units import GenerationUnits
 from headrace.generate.passes.verbs import Pass, bind_residents, run_pass
 from headrace.generate.plan.compose import composed
@@ -35,7 +35,7 @@ from headrace.generate.plan.seat_shapes import PromptLengths
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.seats.generation_check import seat_taps
 from headrace.model.seats.generation_keys import check_call, is_assisted, switched_off
-from headrace.model.seats.seats import Seat, Seated
+from headrace.model.seats.seats import Seat, Seated, SeatTaps, parts_of, tokens_of_pass
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
@@ -73,6 +73,7 @@ class Generator(Closing):
         self._pass: Pass | None = None
         self._programs: dict[tuple[int, tuple[bool, int] | None, tuple[bool, ...], Snapshot], tuple[Program, Snapshot]] = {}
         self._left, self._number, self._prompts = Snapshot(), 0, PromptProgress()
+        self.kept = KeptPrompts()
         keep_freed_memory(False)
 
     @classmethod
@@ -155,7 +156,7 @@ class Generator(Closing):
         self._cache_file = CacheFile.make(plan, self.planner.directories, self._sink or _silent)
         self.plan, model.chain.narrow_products = plan, plan.narrow_rows > 0
         buffers = GenerationBuffers(plan, model.machine, self._sink or _silent)
-        source = self._source_of(plan)
+        source = source_of(self.model.source, plan)
         model.chain.lay_out(source.layouts, source.others)
         experts = None
         if plan.experts is not None and isinstance(source, ExpertSource):
@@ -165,19 +166,7 @@ class Generator(Closing):
         overlapped = self._interpreter_name == "overlapped"
         self._interpreter = (OverlappedInterpreter if overlapped else PlainInterpreter)(model.machine, self._sink)
         self._left, self._programs = Snapshot(), {}
-
-    def _source_of(self, plan: GenerationPlan) -> GenerationSource:
-        """Return the source that a plan brings weights from."""
-        source = self.model.source
-        if plan.packed_rows:
-            assert source.in_codes is not None, "it was planned for"
-            source.in_codes.workspace.use(plan.packed_rows, stay=plan.packs)
-            found: GenerationSource | None
-            found = source.in_codes.blocks if plan.experts is None else source.in_codes.experts
-        else:
-            found = source if plan.experts is None else source.by_experts
-        assert found is not None, "it was planned for"
-        return found
+        self.kept.use(plan, self.model, self.planner.directories)
 
     def generate(
         self,
@@ -234,12 +223,8 @@ class Generator(Closing):
             Whatever a seat's code raises, unless it is contained.
         """
         with seat_taps(self.model.chain.runner, self._seat_context) as taps:
-
-            def sit(batch: SeatRows) -> Seat:
-                return Seat(taps, self._call(batch), batch.seed, contain=contain, passed=batch.passed)
-
-            for batch, seat in self.through(batches, sit):
-                yield self._generated(batch, seat.result)
+            for batch, seat in self.through(batches, partial(self._sit, taps, contain)):
+                yield generated(batch, seat.result, seat.cached_tokens)
 
     def through(self, items: Iterable[_Item | None], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:
         """Yield each item with its seat, once the seat is done; `sit` seats an item. Items enter in order, as many together as
@@ -258,7 +243,8 @@ class Generator(Closing):
                     while len(live) < self.plan.seats and (item := next(waiting, None)) is not None:
                         seat = sit(item)
                         live[seat] = item
-                        self._prompts.enters(seat, item.length if isinstance(item, SeatRows) else 0)
+                        cached = seat.cached_tokens if isinstance(seat, Seat) else 0
+                        self._prompts.enters(seat, item.length - cached if isinstance(item, SeatRows) else 0)
                         self._first_turn(seat)
                         if (found := self._cache_of(seat, item, caches.values())) is not None:
                             caches[seat] = found
@@ -266,6 +252,7 @@ class Generator(Closing):
                         return
                     for seat in [each for each in live if each.done]:
                         caches.pop(seat, None)
+                        self.kept.let_go(seat)
                         with contextlib.closing(seat):  # a run may have no end: what is done is kept no longer
                             yield live.pop(seat), seat
                     if live and not any(seat.done for seat in live):
@@ -274,10 +261,12 @@ class Generator(Closing):
                 with contextlib.ExitStack() as seats:
                     for seat in live:
                         seats.callback(seat.close)
+                        self.kept.let_go(seat)
 
     def close(self) -> None:
         """Free buffers and close the model's files."""
         self._drop()
+        self.kept.close()
         self._closers.close()
 
     # -- passes -----------------------------------------------------------------------------------------------------
@@ -291,14 +280,28 @@ class Generator(Closing):
         if seat.done or kept_copies(item.settings):
             return None
         place = min({*range(plan.seats)} - {cache.place for cache in taken})
-        return SeatCache(seat, place, plan, self._pass.buffers.caches, self._cache_file)
+        return SeatCache(seat, place, plan, self._pass.buffers.caches, self._cache_file, self.kept.of(seat))
+
+    def _sit(self, taps: SeatTaps, contain: bool, batch: SeatRows) -> Seat:
+        """Return the seat of a micro-batch, which begins behind what is kept of its prompt."""
+        assert self.plan is not None, "prepared"
+        apart = kept_copies(batch.settings) > 0 or batch.passed is not None
+        prompt = None if apart or batch.owner is None else self.kept.begin(batch.owner, batch.rows[0])
+        cached = prompt.cached_tokens if prompt is not None else 0
+        together = batch.length - cached if self.plan.most_costs.chunks > 1 and not apart else 0
+        cache = prompt.cache(self.model.chain.config, self.plan, self.model.machine.device) if prompt is not None else None
+        seat = Seat(taps, self._call(batch, cache), batch.seed, contain=contain, together=together, passed=batch.passed)
+        if prompt is not None:
+            self.kept.enters(seat, prompt)
+        return seat
 
     def _run_pass(self, live: Mapping[_Seated, _Item], caches: Sequence[SeatCache | None]) -> None:
         assert self._pass is not None, "prepared"
         assert self.plan is not None, "with a plan"
         assert self._interpreter is not None, "and an interpreter"
         seats, experts = list(live), self._pass.experts
-        tokens = sum(seat.hidden.shape[0] * seat.hidden.shape[1] for seat in seats if seat.hidden is not None)
+        tokens = sum(seat.hidden.shape[0] * tokens_of_pass(seat) for seat in seats if seat.hidden is not None)
+        chunks: dict[Seated, int] = {seat: len(parts_of(seat)) for seat in seats}
         if experts is not None:
             experts.begin_pass(tokens)
         attends = tuple(cache is not None and cache.attends for cache in caches)
@@ -311,12 +314,18 @@ class Generator(Closing):
         entering, begun = self._prompts.take(seats)
         start, weights, cached = time.perf_counter(), self.model.source.bytes_read, self._cache_bytes_read
         try:
-            run_pass(program, replace(self._pass, seats=seats, caches=caches), self._interpreter, self._number)
+            run_pass(
+                program,
+                replace(self._pass, seats=seats, caches=caches, prompts=self.kept.by_seat),
+                self._interpreter,
+                self._number,
+            )
         except BaseException as failure:
             self._interpreter.fail(failure)
             raise
         if experts is not None:
             experts.loads.end_pass(idle=True)
+        self.kept.after_pass(chunks)
         self._number += 1
         if self._sink is not None:
             self._sink(
@@ -349,31 +358,17 @@ class Generator(Closing):
         stack.enter_context(self.model.chain.arithmetic())
         return stack
 
-    def _call(self, batch: SeatRows) -> Callable[[], Any]:
+    def _call(self, batch: SeatRows, cache: Any = None) -> Callable[[], Any]:
         check_call(batch.settings, len(batch.rows))
         ids, mask = padded(batch.rows, batch.settings["generation_config"].pad_token_id)
         device = self.model.machine.device
         inputs = {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
-        config = self._in_chunks(batch)
-        settings = {**batch.settings, **switched_off(config), "generation_config": config}
-        return lambda: self.model.chain.model.generate(**inputs, **settings)
-
-    def _in_chunks(self, batch: SeatRows) -> Any:
-        """Return the configuration of a micro-batch, with the plan's chunks of prompts unless it has some of its own."""
         assert self.plan is not None, "prepared"
-        config, chunk = batch.settings["generation_config"], self.plan.most_costs.prefill_chunk
-        if chunk and batch.length > chunk and config.prefill_chunk_size is None and not kept_copies(batch.settings):
-            config = copy.copy(config)
-            config.prefill_chunk_size = chunk
-        return config
-
-    def _generated(self, batch: SeatRows, raw: Any) -> Generated:
-        if isinstance(raw, Exception):
-            return Generated(batch, (), None, raw)
-        sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
-        config = batch.settings["generation_config"]
-        tokens = tuple(until_end(row, config) for row in sequences[:, batch.length :].tolist())
-        return Generated(batch, tokens, raw)
+        config = in_chunks(batch, self.plan.most_costs.prefill_chunk)
+        settings = {**batch.settings, **switched_off(config), "generation_config": config}
+        if cache is not None:
+            settings["past_key_values"] = cache
+        return lambda: self.model.chain.model.generate(**inputs, **settings)
 
     def _drop(self) -> None:
         if self._interpreter is not None:

@@ -2,37 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
-import torch
-
 from headrace.generate.plan.plan import GenerationPlan
+from headrace.model.seats.seats import Seated, tokens_of_pass
 from headrace.terms.events import Event, GenerationPass, Sink
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import format_bytes, format_seconds
-
-
-class _Parked(Protocol):
-    hidden: torch.Tensor | None
 
 
 class PromptProgress:
     """How many tokens of its prompt each seat has still to run."""
 
     def __init__(self) -> None:
-        self._left: WeakKeyDictionary[_Parked, int] = WeakKeyDictionary()
+        self._left: WeakKeyDictionary[Seated, int] = WeakKeyDictionary()
 
-    def enters(self, seat: _Parked, tokens: int) -> None:
+    def enters(self, seat: Seated, tokens: int) -> None:
         """Note a seat, whose prompt has so many tokens."""
         self._left[seat] = tokens
 
-    def take(self, seats: Sequence[_Parked]) -> tuple[int, int]:
+    def take(self, seats: Sequence[Seated]) -> tuple[int, int]:
         """Count the tokens that seats are about to run: return how many seats run prompts, and how many of these end theirs."""
         entering = [seat for seat in seats if self._left.get(seat, 0) > 0 and seat.hidden is not None]
         for seat in entering:
-            assert seat.hidden is not None, "just seen"
-            self._left[seat] -= seat.hidden.shape[1]
+            self._left[seat] -= tokens_of_pass(seat)
         return len(entering), sum(self._left[seat] <= 0 for seat in entering)
 
 

@@ -1,6 +1,7 @@
 """The input and output of a generator: micro-batches of prompts, and their answers."""
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ class SeatRows:
 
     `number` belongs to the caller. Random numbers begin at `seed`, as after `torch.manual_seed(seed)`. `passed` is that of a
     `Seat`; whoever gives it needs all positions of the prompt, so none may be left out because its keys are there already.
+    With an `owner` it is one row, whose beginning is kept for rows of the same owner.
     """
 
     number: int
@@ -30,6 +32,7 @@ class SeatRows:
     seed: int
     settings: Mapping[str, Any] = field(default_factory=dict)
     passed: Callable[[torch.Tensor], None] | None = None
+    owner: Hashable = None
 
     @property
     def length(self) -> int:
@@ -41,13 +44,14 @@ class SeatRows:
 class Generated:
     """The result of a micro-batch: per row the new tokens, without padding; `raw` is what `generate` returned.
 
-    `error` is what it raised instead, where errors are contained.
+    `error` is what it raised instead, where errors are contained. `cached` tokens of its prompt were not read.
     """
 
     batch: SeatRows
     tokens: tuple[tuple[int, ...], ...]
     raw: Any
     error: Exception | None = None
+    cached: int = 0
 
 
 def kept_copies(settings: Mapping[str, Any]) -> int:
@@ -56,6 +60,25 @@ def kept_copies(settings: Mapping[str, Any]) -> int:
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     taken_back = settings.get("assistant_model") is not None or bool(config.prompt_lookup_num_tokens)
     return copies if copies > 1 or taken_back else 0
+
+
+def in_chunks(batch: SeatRows, chunk: int) -> Any:
+    """Return the configuration of a micro-batch, with chunks of prompts (0: none) unless it has some of its own."""
+    config = batch.settings["generation_config"]
+    if chunk and batch.length > chunk and config.prefill_chunk_size is None and not kept_copies(batch.settings):
+        config = copy.copy(config)
+        config.prefill_chunk_size = chunk
+    return config
+
+
+def generated(batch: SeatRows, raw: Any, cached: int) -> Generated:
+    """Return the result of a micro-batch whose `generate` returned or raised `raw`."""
+    if isinstance(raw, Exception):
+        return Generated(batch, (), None, raw)
+    sequences = raw if isinstance(raw, torch.Tensor) else raw.sequences
+    config = batch.settings["generation_config"]
+    tokens = tuple(until_end(row, config) for row in sequences[:, batch.length :].tolist())
+    return Generated(batch, tokens, raw, cached=cached)
 
 
 def padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

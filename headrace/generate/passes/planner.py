@@ -1,7 +1,4 @@
-"""The question of a generation's plan, here or on another machine. All callers build it here.
-
-Invariant: what `headrace plan --generate` answers is what `headrace generate` runs.
-"""
+"""The question of a generation's plan, here or on another machine. All callers build it here."""
 
 import gc
 from collections.abc import Callable
@@ -18,9 +15,12 @@ from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import default_ssd_bytes
 from headrace.generate.passes.units import GenerationUnits
 from headrace.generate.plan.block_tables import notes_on_tables
+from headrace.generate.plan.peaks import with_peaks
 from headrace.generate.plan.plan import FewRows, GenerationPlan
+from headrace.generate.plan.prefix_plan import MOST_TIMES, PREFIX_CHUNKS, PrefixPlan, chunk_bytes
 from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes
+from headrace.generate.plan.seconds import with_forecast
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
 from headrace.model.kernels.narrow import NARROW_ROWS, has_kernel
@@ -32,10 +32,11 @@ from headrace.model.seats.generation_check import (
     why_not_tiered,
 )
 from headrace.model.seats.generation_costs import generation_costs
+from headrace.model.seats.prefix_check import why_not_prefixed
 from headrace.plan.clock.machine_profiles import load_profile
 from headrace.plan.clock.nominal import nominal_machine
 from headrace.plan.value.allowance import Allowance
-from headrace.terms.costs import GenerationCosts
+from headrace.terms.costs import GenerationCosts, in_one_pass
 from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.generate_options import AUTO, NO_COPIES, ON_DEVICE, ON_HOST, GenerateOptions
@@ -85,6 +86,8 @@ class GenerationPlanner:
         self._budget, self._chunks, self._most_rows = options.budget, passes.chunks, passes.most_rows
         self._code = CACHE_CODES.get(options.cache_dtype or "")
         self._costs = cache(partial(passes.costs, chain, **({"code": self._code} if self._code is not None else {})))
+        self._kept: int | None = 0  # bytes for beginnings of prompts; None: what the plan leaves
+        self._unkept, self._on_drive = "", 0
         self._has_drives = bool(self._budget.ssd) or (isinstance(machine, RunPlace) and machine.has_drives)
 
     @property
@@ -98,6 +101,54 @@ class GenerationPlanner:
         found._options = replace(self._options, seats=seats)
         return found
 
+    def keeping_prefixes(
+        self, memory_bytes: int | None, ssd_bytes: int, prompt_length: int, new_tokens: int, kept_copies: int
+    ) -> "GenerationPlanner":
+        """Return a planner whose plans read prompts in chunks and keep these in so many bytes; None: in what plans leave.
+        Those that leave memory go to a drive, with up to `ssd_bytes`.
+
+        The chunk is the one that was asked for, or the smallest that costs hardly more for prompts of `prompt_length` tokens.
+
+        Raises:
+            ConfigError: a chunk was asked for, and prompts are not read in chunks.
+            PlanInfeasible: a budget is too small.
+        """
+        found, asked = copy(self), self._options.prefix_chunk
+        found._unkept = "" if memory_bytes == 0 else self._why_not_prefixed(kept_copies) or self._why_not_kept()
+        if memory_bytes == 0 or found._unkept:
+            return found
+        found._kept, found._on_drive = memory_bytes, ssd_bytes
+        if asked is None:
+            plan = self.plan(1, prompt_length, new_tokens)
+            chunk = next((each for each in PREFIX_CHUNKS if self._costs_little(each, plan)), PREFIX_CHUNKS[-1])
+            found._options = replace(self._options, prefix_chunk=chunk)
+        return found
+
+    def _costs_little(self, chunk: int, whole: GenerationPlan) -> bool:
+        """Return whether a prompt of full length takes hardly longer in such chunks than as in the plan `whole`."""
+        costs = self._in_one_pass(self._costs(whole.rows, whole.prompt_length, chunk), chunk)
+        chunked = with_forecast(replace(whole, costs=costs), self._ceilings or self._nominal(self._allowance(lambda: costs)))
+        assert chunked.forecast is not None, "just made"
+        assert whole.forecast is not None, "plans are made with one"
+        return chunked.forecast.first_pass_seconds <= MOST_TIMES * whole.forecast.first_pass_seconds
+
+    def _in_one_pass(self, costs: GenerationCosts, chunk: int) -> GenerationCosts:
+        """Return the costs with all chunks of a prompt in one pass. Chunks of mixtures, whose experts may come one by one, take
+        a pass each.
+        """
+        if not costs.prefill_chunk or self._units.experts is not None:
+            return costs
+        return in_one_pass(costs, self._costs(costs.rows, chunk).first)
+
+    def _why_not_prefixed(self, kept_copies: int) -> str:
+        if kept_copies:
+            return "beams, several answers a row and drafts read prompts as a whole"
+        return why_not_chunked(self._chain.config) or why_not_prefixed(self._chain.config)
+
+    def _why_not_kept(self) -> str:
+        moves = self._has_drives or self._code is not None or self._budget.device_bytes is not None
+        return "experts may come one by one, and so may caches" if moves and self._units.experts is not None else ""
+
     def plan(
         self, prompts: int, prompt_length: int, new_tokens: int, kept_copies: int = 0, **fixed: Unpack[Fixed]
     ) -> GenerationPlan:
@@ -107,15 +158,20 @@ class GenerationPlanner:
 
         Raises:
             PlanInfeasible: a budget is too small.
-            ConfigError: a budget is more than there is, or attention cannot be computed on the host, as asked.
+            ConfigError: a budget is more than there is, or attention cannot be computed on the host, or prompts cannot be read
+                in chunks, as asked.
             StorageError: an SSD directory cannot be written to.
         """
         reason = not_by_inputs = ""
-        few_rows = fixed.get("few_rows") or FewRows()
+        few_rows, border = fixed.get("few_rows") or FewRows(), self._options.prefix_chunk
+        if border and (why := self._why_not_prefixed(kept_copies)):
+            raise ConfigError(f"prefix_chunk: prompts are not read in chunks here: {why}; leave it out")
 
         def costs_of(rows: int, *chunk: int, length: int = prompt_length) -> GenerationCosts:
             found: GenerationCosts = self._costs(rows * max(1, kept_copies), length, *chunk)
-            found = replace(found, recomputing=None) if reason or not_by_inputs else found
+            if border and chunk == (border,):
+                found = self._in_one_pass(found, border)
+            found = replace(found, recomputing=None) if reason or not_by_inputs or border else found
             return replace(found, tiered=()) if reason else found
 
         allowance = self._allowance(lambda: costs_of(1))
@@ -129,7 +185,11 @@ class GenerationPlanner:
             fixed.get("attention") or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
         )
         chunks, unchunked = self._chunks_of(0 if kept_copies else prompt_length)
-        chunk, in_codes = fixed.get("prefill_chunk"), self._units.in_codes
+        chunk, in_codes = fixed.get("prefill_chunk", border), self._units.in_codes
+        prefixes = None
+        if border and self._kept != 0:
+            size = chunk_bytes(self._costs(1, prompt_length), border)
+            prefixes = PrefixPlan(chunk=border, chunk_bytes=size, memory_bytes=self._kept or 0, ssd_bytes=self._on_drive)
         question = GenerationQuestion(
             units=self._units.figures,
             num_blocks=self._chain.num_blocks,
@@ -153,9 +213,16 @@ class GenerationPlanner:
             narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
             attention=places,
             lengths=fixed.get("shapes") or (None if kept_copies else fixed.get("lengths")),
+            prefixes=prefixes,
         )
         plan = make_generation_plan(question)
-        notes += _of_architecture(caches=reason, inputs=not_by_inputs, chunks=unchunked)
+        if prefixes is not None and self._kept is None:
+            left = max(0, plan.results.allowed_bytes.get("host", 0) - plan.peak("host"))
+            caches = replace(plan.caches, prefixes=replace(prefixes, memory_bytes=left))
+            plan = with_peaks(replace(plan, caches=caches), allowance)
+        notes += _of_architecture(caches=reason, inputs=not_by_inputs, chunks=unchunked, prefixes=self._unkept)
+        if border and self._code is not None:
+            notes.append(f"later chunks of a prompt see earlier ones in {self._code.name}")
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
         return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on_tables(plan.costs), *notes))
@@ -255,11 +322,12 @@ class GenerationPlanner:
         return place.allowance(self._budget, ssd_bytes=ssd_bytes, import_workspace_bytes=None)
 
 
-def _of_architecture(*, caches: str, inputs: str, chunks: str) -> list[str]:
+def _of_architecture(*, caches: str, inputs: str, chunks: str, prefixes: str) -> list[str]:
     """Return notes on what is not done with an architecture, for these reasons; "" where it is done."""
     lacking = {
         "caches of this architecture stay in memory": caches,
         "prompts of this architecture are not kept as inputs of blocks": inputs,
         "prompts of this architecture are not taken in chunks": chunks,
+        "beginnings of prompts are not kept": prefixes,
     }
     return [f"{what}: {why}" for what, why in lacking.items() if why]

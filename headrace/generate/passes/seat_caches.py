@@ -16,9 +16,10 @@ from headrace.codec.cache_codes import CACHE_CODES
 from headrace.files import DirectFile, ThreadEngine, Volume, stripe_shares
 from headrace.generate.plan.cache_plan import COMPUTE, HOST, SSD, cache_drive_bytes, resident_blocks, tail_bytes, whole_bytes
 from headrace.generate.plan.plan import GenerationPlan
-from headrace.machine.host_memory import Bytes
+from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.model.blocks.taps import BlockCall
+from headrace.model.caches.borders import Border, tokens_of
 from headrace.model.caches.stored_layer import RunBlock, StoredLayer
 from headrace.model.caches.tiered_cache import tier_layers
 from headrace.model.seats.attention_errors import AttentionErrors
@@ -112,18 +113,27 @@ class CacheFile:
 class SeatCache:
     """The parts of one seat's cache that are not where compute is, by block (from 1)."""
 
-    def __init__(self, seat: Seat, place: int, plan: GenerationPlan, buffers: CacheBuffers, file: CacheFile | None) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        place: int,
+        plan: GenerationPlan,
+        buffers: CacheBuffers,
+        file: CacheFile | None,
+        kept: Sequence[Border] = (),
+    ) -> None:
         self.place, self._seat, self._plan, self._buffers, self._file = place, seat, plan, buffers, file
         away = [block - 1 for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) != COMPUTE]
-        coded = [block - 1 for block in range(1, plan.num_blocks + 1) if plan.costs.is_coded(block)]
         code = CACHE_CODES[plan.costs.coded.name] if plan.costs.coded is not None else None
         self._layers: dict[int, StoredLayer] = {
             block + 1: StoredLayer(found, by_inputs=block + 1 in plan.caches.inputs)
-            for block, found in tier_layers(seat.calls, coded or away, code).items()
+            for block, found in tier_layers(seat.calls, plan.tiered_blocks, code).items()
         }
         self._on_drive = dict.fromkeys(self._layers, 0)
         self._away: dict[int, Away] = {}
         self._all_away = len(away) == len(self._layers)
+        for block in self._layers if kept else ():
+            self._put(block, tokens_of(kept, block - 1))
 
     @property
     def attends(self) -> bool:
@@ -143,6 +153,15 @@ class SeatCache:
         if (errors := self._buffers.errors) is not None and errors.wants(op.unit):
             return errors.of(op.unit, block, stored.layer, memory)
         return stored.used(memory, *self._called(op))
+
+    def together(self, op: Op) -> AbstractContextManager[None]:
+        """Return a context in which all uses of the block of `op` count as one."""
+        stored = self._layers.get(op.unit)
+        return stored.layer.together() if stored is not None else nullcontext()
+
+    def memory(self, op: Op) -> torch.Tensor | None:
+        """Return where the tokens of the block of `op` lie while it runs; None where its layer has them itself."""
+        return self._at_compute(op) if op.unit in self._layers else None
 
     def recompute(self, op: Op, run: RunBlock) -> None:
         """Make keys and values of the block's inputs that are stored; `run` runs the block."""
@@ -233,6 +252,22 @@ class SeatCache:
             self._file.write(self.place, op.unit, before, found[before:pages])
             self._on_drive[op.unit] = pages
         waiting[: size - pages] = found[pages:size]
+
+    def _put(self, block: int, tokens: torch.Tensor) -> None:
+        """Put kept tokens where those of the block live."""
+        if (home := self._plan.caches.home(block)) == COMPUTE:
+            self._buffers.resident[self.place][block][: tokens.numel()].copy_(tokens)
+        elif home == HOST:
+            self._buffers.kept[self.place][block][: tokens.numel()] = tokens.numpy()
+        else:
+            pages = tokens.numel() // self._plan.caches.page_bytes * self._plan.caches.page_bytes
+            if pages:
+                assert self._file is not None, "what goes to the drives goes into a file"
+                aligned = huge_page_buffer(pages)
+                aligned[:] = tokens[:pages].numpy()
+                self._file.write(self.place, block, 0, aligned)
+                self._on_drive[block] = pages
+            self._buffers.tails[self.place][block][: tokens.numel() - pages] = tokens[pages:].numpy()
 
     @property
     def _carried_host(self) -> Bytes:

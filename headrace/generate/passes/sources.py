@@ -14,6 +14,7 @@ import torch
 from headrace.files import ExtentReader, Reader
 from headrace.flow.weights.expert_source import ExpertSource, FileSource, expert_figures
 from headrace.flow.weights.weights import StoreSource, WeightSource
+from headrace.generate.plan.plan import GenerationPlan
 from headrace.model import Chain, WeightMap
 from headrace.model.blocks.beside import StoredBeside
 from headrace.model.blocks.binding import Bound
@@ -286,3 +287,16 @@ def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> Uni
         making_bytes=unit.making_bytes(chain.dtype, on_host=on_cpu),
         decodes=unit.decodes,
     )
+
+
+def source_of(source: GenerationSource, plan: GenerationPlan) -> GenerationSource:
+    """Return the source that a plan brings weights from."""
+    if plan.packed_rows:
+        assert source.in_codes is not None, "it was planned for"
+        source.in_codes.workspace.use(plan.packed_rows, stay=plan.packs)
+        found: GenerationSource | None
+        found = source.in_codes.blocks if plan.experts is None else source.in_codes.experts
+    else:
+        found = source if plan.experts is None else source.by_experts
+    assert found is not None, "it was planned for"
+    return found

@@ -5,7 +5,7 @@ The interpreters are those of a step, so reading ahead, copies and compute overl
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,13 @@ from headrace.flow.run.execute import Interpreter, ProgramRun
 from headrace.flow.weights.weights import WEIGHT_VERBS, load_residents
 from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.expert_flow import ExpertFlow
+from headrace.generate.passes.prompts_on_their_way import PromptOnItsWay
 from headrace.generate.passes.seat_caches import SeatCache
 from headrace.generate.passes.sources import GenerationSource
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
-from headrace.model.seats.seats import Seat, Seated
+from headrace.model.seats.seats import Seat, Seated, parts_of
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Program, Verb
 
@@ -30,7 +31,8 @@ class Pass:
     """What the operations of passes share. `seats` are those of this pass, by their number in operations. `caches` are the
     parts of their caches that lie elsewhere; None for a seat whose cache stays where it is computed.
 
-    `experts` brings experts that come by themselves; operations with a `part` belong to these.
+    `prompts` are those of which something is kept. `experts` brings experts that come by themselves; operations with a `part`
+    belong to these.
     """
 
     plan: GenerationPlan
@@ -41,6 +43,7 @@ class Pass:
     seats: Sequence[Seated] = ()
     experts: ExpertFlow | None = None
     caches: Sequence[SeatCache | None] = ()
+    prompts: Mapping[Seated, PromptOnItsWay] = field(default_factory=dict)
 
 
 def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: int) -> ProgramRun:
@@ -50,6 +53,9 @@ def run_pass(program: Program, state: Pass, interpreter: Interpreter, number: in
         with state.chain.arithmetic() if op.lane is Lane.COMPUTE else nullcontext():
             if op.part >= 0 and state.experts is not None:
                 EXPERT_HANDLERS[op.verb](state.experts, op)
+                if op.verb is Verb.FORWARD and _ends_block(op):
+                    for seat in state.seats:
+                        _note_passed(state, seat, op.unit)
             else:
                 HANDLERS[op.verb](state, op)
 
@@ -108,10 +114,20 @@ def _forward(state: Pass, op: Op) -> None:
         if cache is not None and cache.is_within(op.unit):
             cache.leave(op.unit)
             return
-        with cache.lent(op, block) if cache is not None else nullcontext():
-            seat.hidden = chain.block(op.unit - 1, seat.hidden, seat.calls[op.unit - 1]).hidden
+        with cache.together(op) if cache is not None else nullcontext():
+            for number, part in enumerate(parts_of(seat)):
+                assert part.hidden is not None, "a seat of a pass is parked"
+                with cache.lent(op, block) if cache is not None else nullcontext():
+                    part.hidden = chain.block(op.unit - 1, part.hidden, part.calls[op.unit - 1]).hidden
+                _note_passed(state, seat, op.unit, number, cache.memory(op) if cache is not None else None)
     finally:
         chain.release(op.unit)
+
+
+def _note_passed(state: Pass, seat: Seated, unit: int, number: int = 0, memory: torch.Tensor | None = None) -> None:
+    """Note that a chunk of a seat's prompt, of which something is kept, has passed a block; `memory` has its tokens."""
+    if (prompt := state.prompts.get(seat)) is not None:
+        prompt.passed(unit, number, parts_of(seat)[number].calls[unit - 1], memory)
 
 
 def _recompute(state: Pass, op: Op) -> None:
@@ -159,9 +175,13 @@ def _route(state: Pass, op: Op) -> None:
     state.experts.route(op)
 
 
+def _ends_block(op: Op) -> bool:
+    return op.slot(Pool.EXPERTS) < 0 and op.slot(Pool.DEVICE_EXPERTS) < 0
+
+
 def _go_on(experts: ExpertFlow, op: Op) -> None:
     """Compute a round of experts; a round without a slot ends the block."""
-    if op.slot(Pool.EXPERTS) < 0 and op.slot(Pool.DEVICE_EXPERTS) < 0:
+    if _ends_block(op):
         experts.leave(op)
     else:
         experts.go_on(op)

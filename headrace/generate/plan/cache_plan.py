@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from headrace.generate.plan.prefix_plan import PrefixPlan
 from headrace.plan.value.weight_sizes import BufferGroup
 from headrace.terms.costs import CARRIED_ALIGNMENT, GenerationCosts
 from headrace.terms.sizes import MIB, PAGE_BYTES, round_up
@@ -29,6 +30,7 @@ class CachePlan:
 
     `attends`: where caches live elsewhere the host attends for new tokens, so that these caches do not come to the device.
     `inputs` are the blocks (from 1) whose prompts are kept as inputs, of which keys and values are computed again (KVPR).
+    `prefixes` says what is kept of prompts for others that begin alike, None where nothing is.
     """
 
     homes: tuple[str, ...] = ()
@@ -36,6 +38,7 @@ class CachePlan:
     page_bytes: int = MIB
     attends: bool = False
     inputs: tuple[int, ...] = ()
+    prefixes: PrefixPlan | None = None
 
     def home(self, block: int) -> str:
         """Return the home of block `block` (from 1)."""

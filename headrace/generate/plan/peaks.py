@@ -44,6 +44,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
     if plan.adapter_bytes:
         compute["adapters"] = plan.adapter_bytes
     on_cpu = not allowance.device_overhead_bytes
+    if plan.prefixes is not None:
+        rows["host"]["prefixes"] = plan.prefixes.memory_bytes
     rows["host"]["seats"] = threads * _SEAT_BYTES
     if held := held_bytes(costs):
         rows["host"]["rows of tables in blocks"] = held
@@ -59,6 +61,8 @@ def with_peaks(plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
         )
     if on_drives := sum(cache_drive_bytes(plan.caches, costs, plan.new_tokens, block) for block in plan.caches.blocks(SSD)):
         rows["ssd"] = {"cache": plan.seats * on_drives}
+    if plan.prefixes is not None and plan.prefixes.ssd_bytes:
+        rows["ssd"] = {**rows.get("ssd", {}), "prefixes": plan.prefixes.ssd_bytes}
     return replace(plan, results=Results(peak_bytes=rows, allowed_bytes=allowance.of(rows), notes=plan.results.notes))
 
 

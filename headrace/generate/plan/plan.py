@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from headrace.codec.table import code_of_kind
-from headrace.generate.plan.cache_plan import HOST, SSD, CachePlan, cache_buffers
+from headrace.generate.plan.cache_plan import COMPUTE, HOST, SSD, CachePlan, cache_buffers
 from headrace.generate.plan.pass_forecast import PassForecast, explain_times
+from headrace.generate.plan.prefix_plan import PrefixPlan
 from headrace.generate.plan.seat_shapes import SeatShapes
 from headrace.plan.value.expert_plan import ExpertPlan, expert_buffers
 from headrace.plan.value.placement import Placement, WeightSizes, weight_sizes_of
@@ -53,9 +54,9 @@ class GenerationPlan(Placement):
     `packed_rows` is not 0, matrices of blocks stay in their codes. Up to so many rows are multiplied with these, more with one
     matrix at a time decoded. Products of up to
     `narrow_rows` rows of bfloat16 are computed by a loop of our own. With `shapes` micro-batches of short prompts have more
-    rows than those of long ones: `rows` and `costs` are of a seat on average, `most` has the most of each figure. `uncoded` is
-    what coded weights would take in the compute dtype, by a plan of their own, where anybody asked.
-    `unused_tensors` are stored tensors that the model has no place for; None if no files were opened for the plan.
+    rows than those of long ones: `rows` and `costs` are of a seat on average, `most` has the most of each figure. `uncoded`
+    is what coded weights would take in the compute dtype, by a plan of their own, where anybody asked. `unused_tensors` are
+    stored tensors that the model has no place for; None if no files were opened for the plan.
     """
 
     rows: int
@@ -95,6 +96,18 @@ class GenerationPlan(Placement):
         """Tokens of all rows of a seat in a pass over prompts, at most."""
         each = self.shapes.each if self.shapes is not None else ((self.rows, self.prompt_length),)
         return max(rows * min(length, self.most_costs.first_tokens) for rows, length in each)
+
+    @property
+    def prefixes(self) -> PrefixPlan | None:
+        """What is kept of prompts, None where nothing is."""
+        return self.caches.prefixes
+
+    @property
+    def tiered_blocks(self) -> tuple[int, ...]:
+        """The blocks (from 0) whose caches lie in buffers of the plan, coded or elsewhere, if they grow with each token."""
+        blocks = range(1, self.num_blocks + 1)
+        coded = tuple(block - 1 for block in blocks if self.costs.is_coded(block))
+        return coded or tuple(block - 1 for block in blocks if self.caches.home(block) != COMPUTE)
 
     @property
     def micro_batches(self) -> int:
@@ -185,6 +198,10 @@ class GenerationPlan(Placement):
             del values["costs"]["recomputing"]
         if self.costs.coded is None:
             del values["costs"]["coded"]
+        if self.costs.chunks == 1:
+            del values["costs"]["chunks"]
+        if self.prefixes is None:
+            del values["caches"]["prefixes"]
         for each in (values["costs"]["first"], values["costs"]["next"]):
             for name in ("tables", "waited_bytes"):
                 if not each[name]:
@@ -209,6 +226,7 @@ class GenerationPlan(Placement):
             f"generate {self.prompts} prompt{'s' if self.prompts > 1 else ''} of up to {self.prompt_length} tokens, up to "
             f"{self.new_tokens} new ones each; {seats} together",
             *self._explain_prompts(),
+            *([f"prefixes {self.prefixes.words}"] if self.prefixes is not None else []),
             *self.explain_memory(),
         ]
         if self.forecast is not None:
@@ -244,6 +262,8 @@ class GenerationPlan(Placement):
 
     def _explain_prompts(self) -> list[str]:
         costs = self.costs
+        if costs.chunks > 1:
+            return [f"prompts  in chunks of {costs.prefill_chunk} tokens, which pass each block one after the other"]
         if costs.first_passes == 1:
             return []
         return [f"prompts  in chunks of {costs.first_tokens} tokens, {costs.first_passes} passes before the first new token"]

@@ -39,7 +39,8 @@ def build_pass(
     likely. `attends` says for which seats the host attends, () of a forecast.
     """
     schedule = _Pass(plan, before, plan.costs.first if first else plan.costs.next)
-    schedule.rows = plan.rows * (plan.costs.first_tokens if first else 1)
+    schedule.rows = plan.rows * (plan.costs.product_tokens if first else 1)
+    schedule.times = plan.costs.chunks if first else 1
     if plan.experts is not None:
         likely = schedule.rows * num_seats
         schedule.experts = ExpertRounds(
@@ -64,6 +65,7 @@ class _Pass(PagedWeights):
         self.waited_bytes = costs.waited_bytes or (0,) * plan.num_blocks
         self.experts: ExpertRounds | None = None
         self.rows = plan.rows  # of a seat's products
+        self.times = 1  # that a seat's pass takes a block
 
     def run(self, num_seats: int, caches: Caches) -> None:
         plan, op = self.plan, self.ledger.op
@@ -73,7 +75,7 @@ class _Pass(PagedWeights):
                 self.acquire((ahead - 1) % self.blocks + 1)
             self.have_come(block)
             weights = (self.acquired.pop(block)[1],)
-            weight_bytes = plan.block_bytes(block, self.rows) + self.waited_bytes[block - 1]
+            weight_bytes = self.times * plan.block_bytes(block, self.rows) + self.waited_bytes[block - 1]
             flops, calls = self.block_flops[block - 1], self.calls[block - 1]
             if self.experts is not None and self.experts.plan.has(block):
                 touched = weight_bytes + caches.touched_bytes(block, 0)

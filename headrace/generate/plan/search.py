@@ -12,6 +12,7 @@ from headrace.generate.plan.cache_plan import cache_choices, with_inputs
 from headrace.generate.plan.expert_search import ways_of_experts, with_cached_experts
 from headrace.generate.plan.peaks import ATTENDING_OPERATIONS, with_peaks, with_weights
 from headrace.generate.plan.plan import LEAST_PACKED_PASSES, PACKED_ROWS, GenerationPlan
+from headrace.generate.plan.prefix_plan import PrefixPlan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes, most_of, shapes_to_try
 from headrace.generate.plan.seconds import rough_seconds, rounds_of, seconds_of_all_tokens, with_forecast
 from headrace.plan.clock.rates import Rates
@@ -53,7 +54,7 @@ class GenerationQuestion:
     are units and experts for that; there may be none. `narrow_rows` is as in the plan.
     `attention`: which of attending on the host (true) and where blocks are computed are tried. Where `lengths` are those of
     prompts, and rows are not fixed, short prompts may have more rows; as shapes of seats they are fixed. `costs_of` is then
-    given a length.
+    given a length. `prefixes` are as in the plan.
     """
 
     units: tuple[UnitFigures, ...]
@@ -79,6 +80,7 @@ class GenerationQuestion:
     narrow_rows: int = 0
     attention: tuple[bool, ...] = (False,)
     lengths: PromptLengths | SeatShapes | None = None
+    prefixes: PrefixPlan | None = None
 
     @property
     def separate_device(self) -> bool:
@@ -275,7 +277,7 @@ def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> I
                     prefetch=min(prefetch, question.num_blocks - 1),
                     compute_threads=question.allowance.cores,
                     costs=costs,
-                    caches=caches,
+                    caches=replace(caches, prefixes=question.prefixes),
                     shapes=seating.shapes,
                     most=seating.most,
                 )

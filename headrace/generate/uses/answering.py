@@ -28,13 +28,16 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer: its text, why it ends (`stop` or `length`), and the numbers of tokens. `error`: why there is none."""
+    """An answer: its text, why it ends (`stop` or `length`), and the numbers of tokens. `error`: why there is none. Of the
+    prompt, `cached_tokens` were kept and not read.
+    """
 
     text: str
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
     error: str = ""
+    cached_tokens: int = 0
 
 
 class Answerer(Closing):

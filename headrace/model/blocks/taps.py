@@ -50,6 +50,14 @@ class Kept:
         """Whether nothing is kept now."""
         return all(value is None for value in self._values)
 
+    def copied(self, copy: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        """Return copies of what is kept now."""
+        return [copy(value) if isinstance(value, torch.Tensor) else value for value in self._values]
+
+    def take(self, values: Sequence[Any]) -> None:
+        """Keep these from now on: what `copied` gave."""
+        self._values = list(values)
+
     @contextmanager
     def at_hand(self) -> Iterator[None]:
         """While entered, the modules have what they keep for this caller; afterwards what they had before."""

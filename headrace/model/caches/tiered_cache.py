@@ -33,7 +33,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class Form:
     """How one token lies: the keys of all rows, then the values. Shapes are (rows, heads, dimension)."""
 
     dtype: torch.dtype
@@ -41,7 +41,13 @@ class _Form:
     value: Shape
 
     @property
+    def code_name(self) -> str:
+        """The name of its code; "" without one."""
+        return ""
+
+    @property
     def token_bytes(self) -> int:
+        """Bytes of a token."""
         return (prod(self.key) + prod(self.value)) * self.dtype.itemsize
 
     def views(self, lent: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,10 +73,14 @@ class _Form:
 
 
 @dataclass(frozen=True, slots=True)
-class _CodedForm(_Form):
+class _CodedForm(Form):
     """How one token lies coded: the keys of a row after those of another, then the values."""
 
     code: CacheCode
+
+    @property
+    def code_name(self) -> str:
+        return self.code.name
 
     @property
     def token_bytes(self) -> int:
@@ -111,6 +121,17 @@ class _CodedForm(_Form):
         return torch.split(table, list(self._line_bytes), dim=1)
 
 
+def form_of(pair: Pair, code: CacheCode | None = None) -> Form:
+    """Return how tokens with such keys and values (rows, heads, tokens, dimension) lie."""
+    keys, values = ((rows, heads, width) for rows, heads, _, width in (each.shape for each in pair))
+    return form_in(pair[0].dtype, keys, values, code)
+
+
+def form_in(dtype: torch.dtype, key: Shape, value: Shape, code: CacheCode | None) -> Form:
+    """Return how a token lies in a code, or as it is."""
+    return _CodedForm(dtype, key, value, code) if code else Form(dtype, key, value)
+
+
 class Elsewhere(Protocol):
     """Computes attention of a new token where the past lies, which is not where the block is run."""
 
@@ -128,7 +149,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.code = code
         self.length = self.before = 0
-        self._form: _Form | None = None
+        self._form: Form | None = None
         self._lent: torch.Tensor | None = None
         self._elsewhere: Elsewhere | None = None
 
@@ -150,6 +171,15 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
             yield
         finally:
             self._lent = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """While entered, uses follow one another; afterwards they count as one."""
+        before = self.length
+        try:
+            yield
+        finally:
+            self.before = before
 
     @contextmanager
     def attended(self, elsewhere: Elsewhere) -> Iterator[None]:
@@ -174,8 +204,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
     def taken(self, memory: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
         """Do as `append`, and return what attention gets: keys and values of all tokens."""
         self.append(memory, key_states, value_states)
-        assert self._form is not None, "it has tokens"
-        return self._form.with_new(memory, self.before, (key_states, value_states))
+        return self.form.with_new(memory, self.before, (key_states, value_states))
 
     def append(self, memory: torch.Tensor, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Put new keys and values (rows, heads, new tokens, dimension) behind the others in `memory`.
@@ -184,28 +213,32 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
             ModelError: there is no room for them.
         """
         if self._form is None:
-            rows, heads, _, width = key_states.shape
-            value_rows, value_heads, _, value_width = value_states.shape
-            shapes = (rows, heads, width), (value_rows, value_heads, value_width)
-            self._form = _CodedForm(key_states.dtype, *shapes, self.code) if self.code else _Form(key_states.dtype, *shapes)
-            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.take_form(form_of((key_states, value_states), self.code), key_states.device)
         self.before, self.length = self.length, self.length + key_states.shape[-2]
         if self.num_bytes > memory.numel():
             raise ModelError(
                 f"generation: {self.length} tokens of a block's keys and values take {self.num_bytes} bytes, "
                 f"{memory.numel()} are planned; a row grew longer than planned"
             )
-        self._form.put(memory, self.before, (key_states, value_states))
+        self.form.put(memory, self.before, (key_states, value_states))
+
+    def take_form(self, form: Form, device: torch.device) -> None:
+        """Settle how its tokens lie."""
+        self._form, self.dtype, self.device, self.is_initialized = form, form.dtype, device, True
+
+    @property
+    def form(self) -> Form:
+        """How its tokens lie; it has some."""
+        assert self._form is not None, "it has tokens"
+        return self._form
 
     def views(self, memory: torch.Tensor) -> Pair:
         """Return its keys and values (rows, heads, tokens, dimension) in `memory`, without copying them."""
-        assert self._form is not None, "it has tokens"
-        return self._form.views(memory, self.length)
+        return self.form.views(memory, self.length)
 
     def read(self, memory: torch.Tensor) -> Pair:
         """Return copies of its keys and values as the next pass gets them."""
-        assert self._form is not None, "it has tokens"
-        return self._form.read(memory, self.length)
+        return self.form.read(memory, self.length)
 
     def get_seq_length(self) -> int:
         """Return how many tokens it has."""
@@ -231,12 +264,13 @@ def tier_layers(calls: Sequence[BlockCall], blocks: Sequence[int], code: CacheCo
     """Put tiered layers into the cache with which blocks are called, which is still empty; return them by block (from 0).
 
     `blocks` are the blocks to do this for. Those that are called without a layer, or with one of another kind, keep theirs.
+    Layers that are tiered already are returned, too.
     """
     found = {}
     for block in blocks:
         cache = cache_of(calls[block])
-        if cache is not None and block < len(cache.layers) and type(cache.layers[block]) is DynamicLayer:
-            found[block] = cache.layers[block] = TieredLayer(code)
+        if cache is not None and block < len(cache.layers) and can_be_tiered(layer := cache.layers[block]):
+            found[block] = cache.layers[block] = layer if isinstance(layer, TieredLayer) else TieredLayer(code)
     return found
 
 

@@ -4,7 +4,7 @@ As in `cost_profile`, the model's own code runs on fake tensors. Caches are tran
 keys and values, latents, windows, states.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from headrace.codec.cache_codes import CacheCode
 from headrace.model.blocks.call_tensors import call_bytes, tensors_of
 from headrace.model.blocks.on_shapes import either_answer
 from headrace.model.blocks.taps import BlockCall, Kept, Taps
+from headrace.model.caches.borders import tensors_within
 from headrace.model.caches.stored_layer import can_be_called_again, keys_and_values, without_mask
 from headrace.model.caches.tiered_cache import TieredLayer, can_be_tiered, tier_layers, token_bytes_of
 from headrace.model.chain.chain import Chain
@@ -316,21 +317,3 @@ def _bytes_by_block(chain: Chain, cache: Any) -> list[int]:
     layers += [0] * (chain.num_blocks - len(layers))
     places = [[getattr(module, name) for module, name in Kept.places(block)] for block in chain.runner.blocks]
     return [own + sum(each.nbytes for each in tensors_within(kept)) for own, kept in zip(layers, places, strict=False)]
-
-
-def tensors_within(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in nested dictionaries, lists and tuples."""
-    found: list[torch.Tensor] = []
-    map_tensors(value, found.append)
-    return found
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return `value` with each tensor in nested dictionaries, lists and tuples replaced by what `change` makes of it."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(inner, change) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(inner, change) for inner in value)
-    return value

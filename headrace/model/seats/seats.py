@@ -5,6 +5,9 @@ calls `turn`. The model's blocks have taps, as in training (`Taps`). All but the
 parks the thread until the hidden states after all blocks are there. So all that `generate` does around blocks (embedding,
 masks, head, sampling, stopping, beams) is neither known nor repeated here.
 
+A prompt in chunks may also stop once for all of them: its chunks then pass each block one after the other (`earlier`). How a
+block is called depends on how many tokens its cache has. So until the last chunk is there, stand-ins say so (`borders.ahead`).
+
 Work between two stops of the seat's own code can also run in its thread (`work`). So it can stop in the middle: within a block,
 at an expert that is not in memory.
 
@@ -15,6 +18,7 @@ random numbers.
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -23,24 +27,53 @@ from torch import nn
 
 from headrace.model.blocks.parking import ParkedThread
 from headrace.model.blocks.taps import BlockCall, Handed, Kept, wanted_calls
+from headrace.model.caches.borders import ahead
+from headrace.model.caches.tiered_cache import cache_of
 from headrace.terms.errors import ModelError
 
 
-class Seated(Protocol):
-    """What a pass takes through the blocks. Attributes and methods mean what they mean for a `Seat`."""
+class OnItsWay(Protocol):
+    """What passes a block at once: a chunk of a prompt, or a token of each row."""
 
     hidden: torch.Tensor | None
-    done: bool
 
     @property
     def calls(self) -> Sequence[BlockCall]:
         """What each block is called with."""
+
+
+@dataclass(slots=True)
+class Part:
+    """A chunk of a prompt behind which others come."""
+
+    hidden: torch.Tensor | None
+    calls: Sequence[BlockCall]
+
+
+class Seated(OnItsWay, Protocol):
+    """What a pass takes through the blocks. Attributes and methods mean what they mean for a `Seat`."""
+
+    done: bool
+
+    @property
+    def earlier(self) -> Sequence[Part]:
+        """Chunks that pass each block before `hidden` does."""
 
     def turn(self) -> None:
         """Run what lies between the blocks' passes."""
 
     def close(self) -> None:
         """End it where it is."""
+
+
+def parts_of(seat: Seated) -> Sequence[OnItsWay]:
+    """Return what passes each block for a seat, in this order."""
+    return (*seat.earlier, seat)
+
+
+def tokens_of_pass(seat: Seated) -> int:
+    """Return how many tokens of a row a seat takes through the blocks."""
+    return sum(part.hidden.shape[1] for part in parts_of(seat) if part.hidden is not None)
 
 
 class _Own(threading.local):
@@ -105,13 +138,16 @@ class Seat:
     """One micro-batch: `run` is its `generate`, called in a thread of its own with random numbers that begin at `seed`.
 
     With `contain` an error of its own code between blocks ends it alone: it is `done`, and the error is its `result`. `passed`
-    gets the hidden states behind all blocks, in the seat's thread.
+    gets the hidden states behind all blocks, in the seat's thread. It does not stop before `run` has asked for all of
+    `together` tokens of a row.
 
     Attributes:
+        earlier: the chunks of its prompt that pass each block before `hidden`.
         calls: what each block is called with, while it is parked.
         hidden: the hidden states (rows, tokens, hidden) that go through the blocks; the code that runs the blocks replaces
             them.
         result: what `run` returned, once it is `done`.
+        cached_tokens: tokens of its prompt that were there when it began; who seats it sets them.
         kept: what each block's modules keep for it from one pass to the next, None where they keep nothing.
     """
 
@@ -122,12 +158,15 @@ class Seat:
         seed: int,
         *,
         contain: bool = False,
+        together: int = 0,
         passed: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.calls: list[BlockCall] = []
+        self.earlier: list[Part] = []
+        self._together, self._layers = together, dict[Any, list[Any]]()
         self.hidden: torch.Tensor | None = None
         self.result: Any = None
-        self.done = False
+        self.done, self.cached_tokens = False, 0
         self.kept = taps.kept()
         self._taps, self._run, self._contain, self._passed = taps, run, contain, passed
         self._work: Callable[[], None] | None = None
@@ -189,6 +228,13 @@ class Seat:
                 "repeats blocks cannot be run block by block"
             )
         self.calls = [*wanted_calls(self.calls, self._taps.takes)]
+        assert self.hidden is not None, "the first block was called"
+        self._together -= hidden.shape[1]
+        if self._together > 0:
+            return self._one_of_many(hidden)
+        for cache, layers in self._layers.items():
+            cache.layers = layers
+        self._layers = {}
         self._thread.park()
         while self._work is not None:
             self._taps.sit(None)  # from here on this thread runs blocks
@@ -198,11 +244,20 @@ class Seat:
                 self._taps.sit(self)
             self._work = None
             self._thread.park()
-        final, self.hidden, self.calls = self.hidden, None, []
+        final, self.hidden, self.calls, self.earlier = self.hidden, None, [], []
         assert final is not None, "the blocks have run"
         if self._passed is not None:
             self._passed(final)
         return final
+
+    def _one_of_many(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Note a chunk behind which others come, as if it had been read; nothing depends on what is returned."""
+        assert self.hidden is not None, "the first block was called"
+        self.earlier.append(Part(self.hidden, self.calls))
+        for cache in {id(found): found for call in self.calls if (found := cache_of(call)) is not None}.values():
+            self._layers.setdefault(cache, cache.layers)
+            cache.layers = [ahead(layer, hidden.shape[1]) for layer in cache.layers]
+        return hidden
 
     def _generate(self) -> None:
         try:

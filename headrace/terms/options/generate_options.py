@@ -204,6 +204,14 @@ class GenerateOptions(Declared):
         words="that of activations",
         plan=True,
     )
+    prefix_chunk: int | None = _method(
+        None,
+        Whole(),
+        "Read prompts in chunks of this many tokens, from their first one.",
+        row="read prompts in chunks of this many tokens, from their first one; bits are those of a server with that chunk",
+        words="whole prompts, or as memory allows",
+        plan=True,
+    )
     compute_dtype: str | None = option_as(
         Options,
         "compute_dtype",

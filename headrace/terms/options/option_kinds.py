@@ -176,12 +176,15 @@ class OneOf(OptionKind):
         return {"enum": [*self.names, *self.others]}
 
 
+@dataclass(frozen=True)
 class Size(OptionKind):
-    """Bytes: `16GiB` and the like, or a number."""
+    """Bytes: `16GiB` and the like, or a number; 0 only if `or_none`."""
+
+    or_none: bool = False
 
     def read(self, value: Any, key: str) -> int:
         """Return the number of bytes."""
-        return parse_bytes(value, name=key)
+        return 0 if self.or_none and str(value) == "0" else parse_bytes(value, name=key)
 
     def schema(self) -> Schema:
         """Return the JSON schema."""

@@ -8,7 +8,7 @@ from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.declared import Declared, Group, option, option_as
 from headrace.terms.options.generate_options import NO_PLACE, GenerateOptions
-from headrace.terms.options.option_kinds import Listed, OneOf, PathOf, Text, Whole
+from headrace.terms.options.option_kinds import Listed, OneOf, PathOf, Size, Text, Whole
 
 _server = partial(option, group=Group.SERVER)
 
@@ -56,6 +56,26 @@ class ServeOptions(Declared):
         "tools, a system message does",
         words="the tokenizer's `response_template`, or what the chat template's marks say",
     )
+    prefix_chunk: int | None = option_as(
+        GenerateOptions,
+        "prefix_chunk",
+        row="read prompts in chunks of this many tokens, from their first one; those of which prompts begin are kept",
+        words="the first of 128, 256, 512 and 2048 that costs a long prompt at most a tenth more",
+    )
+    prefix_memory: int | None = _server(
+        None,
+        Size(or_none=True),
+        "Host memory for beginnings of prompts that are kept, such as 8GiB; 0: none are.",
+        row="host memory for beginnings of prompts that are kept; 0: none are, and prompts are read whole",
+        words="what the plan leaves",
+    )
+    prefix_ssd: int | None = _server(
+        None,
+        Size(),
+        "Room on the first --ssd directory for beginnings of prompts that leave memory, such as 50GiB.",
+        row="room on the first directory of `ssd` for beginnings of prompts that leave memory; they outlive the server",
+        words="none",
+    )
     system: str | None = option_as(GenerateOptions, "system")
     template_option: tuple[str, ...] = option_as(GenerateOptions, "template_option")
     template_date: str | None = option_as(GenerateOptions, "template_date")
@@ -81,6 +101,8 @@ class ServeOptions(Declared):
         super().__post_init__()
         if self.copy_weights and not self.ssd:
             raise ConfigError(NO_PLACE)
+        if self.prefix_ssd and not self.ssd:
+            raise ConfigError("prefix_ssd: no drive is named to keep beginnings of prompts on; give --ssd DIR")
 
     @property
     def generation(self) -> GenerateOptions:
