@@ -362,7 +362,6 @@ def plan(
         str | None, _in(WINGS, f"Plan compressing the model to {WRITTEN}; with --generate, how its result would answer.")
     ] = None,
     *,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print all that the plan says, not its first ten lines.")] = False,
     as_json: Json = False,
     **given: Any,
 ) -> None:
@@ -378,12 +377,12 @@ def plan(
     look_at_configuration(str(options.model))
     look_at_plan_names(options, compress)
     look_at_data(options.data)
-    from headrace.cli.kept_plans import answered
+    from headrace.cli.kept_plans import answered_plan
 
-    answer = answered(options, asked, (batch, prompt_length, new_tokens) if generates else None, compress)
+    answer = answered_plan(options, asked, (batch, prompt_length, new_tokens) if generates else None, compress)
     from headrace.cli.screen import show
 
-    typer.echo(answer["json"]) if as_json else show(answer["whole" if verbose else "brief"])
+    typer.echo(answer["json"]) if as_json else show(answer["whole" if options.verbose else "brief"])
 
 
 @bench_app.command("machine", cls=SectionedCommand)

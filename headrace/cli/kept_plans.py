@@ -8,7 +8,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +28,7 @@ _READ, _APART = ("machine", "node_machine"), ("model", "cache")
 Answer = Mapping[str, str]
 
 
-def answered(
+def answered_plan(
     options: PlanOptions, asked: Collection[str], generation: tuple[int, int, int] | None, compress: str | None
 ) -> Answer:
     """Return what `headrace plan` says, kept or new; `generation` is prompts, and the tokens of each and of its answer.
@@ -61,7 +61,8 @@ def kept_place(options: PlanOptions, asked: Collection[str], *more: Any) -> Path
                 return None
             read.append(Path(value).read_bytes())
     versions = [sys.version, headrace.__version__, *map(version, ("torch", "transformers")), *_stamps()]
-    question = repr((options, sorted(asked), more, versions, [sha256(each).hexdigest() for each in read]))
+    alike = replace(options, verbose=False), sorted({*asked} - {"verbose"})
+    question = repr((*alike, more, versions, [sha256(each).hexdigest() for each in read]))
     return cache_directory() / FOLDER / f"{sha256(question.encode()).hexdigest()[:32]}.json"
 
 

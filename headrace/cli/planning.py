@@ -18,7 +18,7 @@ from headrace.cli.screen import say, tell
 from headrace.files.model_directory import refuse_no_configuration
 from headrace.measure.kept import Wanted, alone, find_kept
 from headrace.peers import plan_ranks, plan_stages, plan_which, plan_workers
-from headrace.plan.clock.machine_profiles import changed, load_profile
+from headrace.plan.clock.machine_profiles import load_profile, with_changes
 from headrace.plan.search.given import lengths_in_plan
 from headrace.process import cache_directory, machine_profile_path
 from headrace.terms.errors import ConfigError, StorageError
@@ -75,7 +75,7 @@ def answer_plan(
     if changes := {key: getattr(options, key) for key in MACHINE_CHANGES if getattr(options, key) is not None}:
         assert options.machine is not None, "options refuse changes of nothing"
         machine = load_profile(options.machine) if isinstance(options.machine, str) else options.machine
-        options = replace(options, machine=changed(machine, changes))
+        options = replace(options, machine=with_changes(machine, changes))
     report: Report | GenerationPlan
     if generation is not None:
         acting, report = _OF_GENERATION, _generation(options, given, generation, compress)

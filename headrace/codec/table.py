@@ -296,8 +296,8 @@ _ROWS = (
         device_bytes_per_weight=96.0,
     ),
     Code(
-        name="int8",
-        kind="int8",
+        name="llm-int8",
+        kind="llmint8",
         words="eight bits, and a scale for each row",
         files="bitsandbytes int8",
         bits=8,

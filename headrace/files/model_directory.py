@@ -139,8 +139,8 @@ def is_adapter_directory(directory: Path) -> bool:
 
 
 def has_weights(model: str | Path) -> bool:
-    """Return whether `model` is a directory with weight files, whole or not."""
-    endings = (".safetensors", ".gguf", ".bin", ".pt", ".index.json")
+    """Return whether `model` is a directory with weight files, whole or not, or of a GGUF file."""
+    endings = (GGUF_TABLE, ".safetensors", ".gguf", ".bin", ".pt", ".index.json")
     return Path(model).is_dir() and any(file.name.endswith(endings) for file in Path(model).iterdir())
 
 

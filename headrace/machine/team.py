@@ -11,7 +11,7 @@ from numba.extending import intrinsic
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def take(context: Any, words: Any, place: Any, count: Any) -> Any:
+def take_team(context: Any, words: Any, place: Any, count: Any) -> Any:
     """Add `count` to the 64-bit number at `place` of `words`, as several threads do at once; return what it was."""
 
     def lower(ctx: Any, builder: Any, sig: Any, args: Any) -> Any:

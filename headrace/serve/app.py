@@ -29,7 +29,7 @@ from headrace.serve.desk import Begun, Desk, Full, ServerClosing, Told
 from headrace.serve.desk import Request as Handed
 from headrace.serve.figures import ServerFigures
 from headrace.serve.reading import GenerationRequest, Refused, RequestReader
-from headrace.serve.shapes import CHAT, TEXT, Choice, EndpointShape, Reply, error_of, model_entry, timings_of, usage_of
+from headrace.serve.shapes import CHAT, TEXT, AnswerChoice, EndpointShape, Reply, error_of, model_entry, timings_of, usage_of
 from headrace.serve.tools.dialect import Json
 from headrace.terms.errors import InputError, in_one_line, shortened
 
@@ -129,7 +129,7 @@ class Service:
         return JSONResponse(whole | beside | self._timings(asked, choices[0], answers[0]))
 
     async def _events(
-        self, asked: GenerationRequest, reply: Reply, choices: Sequence[Choice], told: "asyncio.Queue[tuple[int, Told]]"
+        self, asked: GenerationRequest, reply: Reply, choices: Sequence[AnswerChoice], told: "asyncio.Queue[tuple[int, Told]]"
     ) -> AsyncIterator[str]:
         """Yield the events of a stream, one of whose requests has its seat."""
         texts, answers = set[int](), list[Answer]()
@@ -165,7 +165,7 @@ class Service:
         yield "data: [DONE]\n\n"
 
     @staticmethod
-    def _timings(asked: GenerationRequest, choice: Choice, answer: Answer) -> Json:
+    def _timings(asked: GenerationRequest, choice: AnswerChoice, answer: Answer) -> Json:
         return {"timings": timings_of(choice.request, answer)} if asked.extras.timings else {}
 
     # -- what they are made of --------------------------------------------------------------------------------------
@@ -221,7 +221,9 @@ class Service:
             raise Refused("the body ends early") from error
         return bytes(found)
 
-    def _handed_in(self, asked: GenerationRequest, key: str | None) -> tuple["asyncio.Queue[tuple[int, Told]]", list[Choice]]:
+    def _handed_in(
+        self, asked: GenerationRequest, key: str | None
+    ) -> tuple["asyncio.Queue[tuple[int, Told]]", list[AnswerChoice]]:
         """Hand a request in, for each answer one, with the digest of its key; return where it is told what comes of them.
 
         Raises:
@@ -229,7 +231,7 @@ class Service:
             Full, Closing: it was not taken.
         """
         told, loop = asyncio.Queue[tuple[int, Told]](), asyncio.get_running_loop()
-        extras, choices = asked.extras, list[Choice]()
+        extras, choices = asked.extras, list[AnswerChoice]()
         if len(asked.prompts) * extras.count > self._desk.most:
             found = f"{len(asked.prompts)} prompts with {extras.count} answers each"
             raise Refused(f"{found} are more than the {self._desk.most} requests of this server (--max-requests)")
@@ -253,7 +255,7 @@ class Service:
                 owner=(key, asked.salt),
             )
             words, echoed = cache(lambda token: self._reader.text_of([token])), asked.texts[place] if extras.echo else ""
-            choices.append(Choice(asked.shape, index, request, words, asked.speech and asked.speech(), echoed))
+            choices.append(AnswerChoice(asked.shape, index, request, words, asked.speech and asked.speech(), echoed))
         self._desk.hand_in(*(choice.request for choice in choices))
         return told, choices
 

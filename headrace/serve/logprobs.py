@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from headrace.generate.uses.scores import Scored
+from headrace.generate.uses.scores import ScoredTokens
 from headrace.serve.tools.dialect import Json
 
 Words = Callable[[int], str]
 """What makes the text of a token."""
 
 
-def of_chat(scored: Sequence[Scored], words: Words) -> Json:
+def of_chat(scored: Sequence[ScoredTokens], words: Words) -> Json:
     """Return the tokens of a message, each with the likeliest in its place."""
 
     def entry(token: int, logprob: float | None) -> Json:
@@ -21,7 +21,7 @@ def of_chat(scored: Sequence[Scored], words: Words) -> Json:
     return {"content": [each | {"top_logprobs": top} for each, top in zip(entries, tops, strict=True)], "refusal": None}
 
 
-def of_text(scored: Sequence[Scored], words: Words, offset: int) -> Json:
+def of_text(scored: Sequence[ScoredTokens], words: Words, offset: int) -> Json:
     """Return the tokens of a text that begins at character `offset`. The token itself is among the likeliest. Of tokens with
     the same text the likeliest counts.
     """
@@ -34,7 +34,7 @@ def of_text(scored: Sequence[Scored], words: Words, offset: int) -> Json:
     return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": starts}
 
 
-def of_prompt(scored: Sequence[Scored], words: Words) -> list[Json | None]:
+def of_prompt(scored: Sequence[ScoredTokens], words: Words) -> list[Json | None]:
     """Return the tokens of a prompt, by their ids; None for the first, which nothing predicts."""
     found = list[Json | None]()
     for each in scored:
@@ -47,6 +47,6 @@ def of_prompt(scored: Sequence[Scored], words: Words) -> list[Json | None]:
     return found
 
 
-def _with_own(scored: Scored) -> list[tuple[int, float | None]]:
+def _with_own(scored: ScoredTokens) -> list[tuple[int, float | None]]:
     own = [] if scored.token in dict(scored.top) else [(scored.token, scored.logprob)]
     return [*scored.top, *own]

@@ -28,7 +28,7 @@ TEXT = EndpointShape("cmpl", "text_completion", "text_completion", is_chat=False
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """One of a reply's answers: what becomes of the text of `request`. `speech` takes it apart, None: it is text, behind what
     is echoed. `words` makes the text of a token.
     """

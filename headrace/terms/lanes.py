@@ -214,7 +214,7 @@ def sharing_lanes() -> dict[LaneShare, tuple[Lane, ...]]:
     return {thing: tuple(lane for lane in Lane if lane.row.shares == thing) for thing in things if thing is not None}
 
 
-def lane_words(lane: Lane, *, has_device: bool) -> str:
+def words_of_lane(lane: Lane, *, has_device: bool) -> str:
     """Return what a lane is called in a sentence about a machine; without a device there is no link to one."""
     return lane.row.words if has_device or lane.row.part is not _LINK_PART else "copies in host memory"
 
@@ -222,7 +222,7 @@ def lane_words(lane: Lane, *, has_device: bool) -> str:
 def sharing_words(share: LaneShare, lanes: tuple[Lane, ...], *, has_device: bool = True) -> str:
     """Return what `lanes`, which share something, are called together within a sentence."""
     if not has_device:
-        return lane_words(lanes[0], has_device=False)
+        return words_of_lane(lanes[0], has_device=False)
     directions = [lanes[0].row.words, *(lane.row.words.split()[-1] for lane in lanes[1:])]
     return f"{' and '.join(directions)}, which share the {share.name}"
 

@@ -38,7 +38,16 @@ def test_full_training_of_a_coded_configuration_is_planned_as_of_decoded_weights
     assert coded.planner.quick_plan(coded.question) == plain.planner.quick_plan(plain.question)
 
 
-@pytest.mark.parametrize("option", [{"adapter": "lora"}, {"train": "matrices"}])
-def test_where_codes_stay_their_files_are_asked_for(option: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises((ConfigError, ModelError), match="no weight files"):
-        opened(tmp_path / "coded", coded=True, **option)
+def test_where_codes_stay_their_sizes_follow_from_the_configuration(tmp_path: Path) -> None:
+    coded, plain = (opened(tmp_path / str(each), coded=each, adapter="lora") for each in (True, False))
+    assert not [note for note in coded.notes if "planned as decoded" in note]
+    read = [each.planner.quick_plan(each.question).peak("ssd") for each in (coded, plain)]
+    assert read[0] <= read[1]
+    with pytest.raises(ConfigError, match="cannot be trained in place"):
+        opened(tmp_path / "matrices", coded=True, train="matrices")
+
+
+def test_where_only_files_say_how_small_codes_are_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TINY, "quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises((ConfigError, ModelError), match="only its files say how small"):
+        opened(tmp_path / "coded", coded=False, adapter="lora")

@@ -19,6 +19,7 @@ from tiers import sampled
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from headrace.cli import main
+from headrace.codec.published.gguf_blocks import BLOCKS
 from headrace.compress.decompression import decompress_model
 from headrace.generate.passes.generator import Generator
 from headrace.model import Checkpoint
@@ -98,8 +99,9 @@ def test_one_of_several_files_is_refused_by_name(dense: Path, tmp_path: Path) ->
         gguf_directory(tmp_path / "m-00001-of-00002.gguf", tmp_path / "cache")
 
 
-def test_a_type_that_is_not_read_is_named(dense: Path, tmp_path: Path) -> None:
+def test_a_type_that_is_not_read_is_named(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(dense, tmp_path / "model.gguf", "Q5_0")
+    monkeypatch.delitem(BLOCKS, "Q5_0")
     with pytest.raises(ModelError, match=r"is of type Q5_0; read are Q8_0, Q4_0, Q4_K"):
         gguf_directory(tmp_path / "model.gguf", tmp_path / "cache")
     assert not [*tmp_path.glob("cache/gguf/*")]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from headrace.codec.published.loops import half_number, part, words_sizes
+from headrace.codec.published.loops import half_number, stored_part, words_sizes
 from headrace.machine.jit import JIT_OPTIONS, full_width
 
 
@@ -13,9 +13,9 @@ from headrace.machine.jit import JIT_OPTIONS, full_width
 def _block(words: Any, line: Any, first: Any, numbers: Any, num_bytes: Any) -> Any:
     """Return the bytes of a line from a block of GGUF on; `sizes` have the bytes of a line, and whether lines are ordered."""
     sizes = words_sizes(words)
-    own = np.int64(part(words, 1).view(np.int32)[line]) if sizes[1] else line
+    own = np.int64(stored_part(words, 1).view(np.int32)[line]) if sizes[1] else line
     start = own * sizes[0] + first // numbers * num_bytes
-    return part(words, 0)[start : (own + 1) * sizes[0]]
+    return stored_part(words, 0)[start : (own + 1) * sizes[0]]
 
 
 @njit(**JIT_OPTIONS, inline="always")  # type: ignore[untyped-decorator]

@@ -21,7 +21,7 @@ _STEP = 7.874015718698502e-3  # 1 / 127 in float32
 class Int8Rows:
     """One scale to a row."""
 
-    name = "int8"
+    name = "llmint8"
     digest = None
     idempotent = False
     lossless = False

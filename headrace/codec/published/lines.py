@@ -113,7 +113,7 @@ def _fill(kind: str) -> Any:
 
 @cache
 def _product() -> Any:
-    return callback(loops.multiply, types.CPointer(types.int64))
+    return callback(loops.multiply_lines, types.CPointer(types.int64))
 
 
 @cache

@@ -16,7 +16,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from headrace.machine.jit import JIT_OPTIONS, compiled, full_width
-from headrace.machine.team import take
+from headrace.machine.team import take_team
 
 CHUNK = 2048  # numbers of a line in the nearest cache, whole blocks of each code
 # What scales are.
@@ -63,7 +63,7 @@ def _call(context: Any, fill: Any, words: Any, line: Any, first: Any, count: Any
 
 
 @njit(**JIT_OPTIONS, inline="always")  # type: ignore[untyped-decorator]
-def part(words: Any, number: Any) -> Any:
+def stored_part(words: Any, number: Any) -> Any:
     """Return the bytes of a part."""
     return carray(_uint8(words[PARTS + number]), words[_BYTES + number])
 
@@ -128,9 +128,9 @@ def fill_int4(words: Any, line: Any, first: Any, count: Any, place: Any) -> None
     while at < into.size:
         size, zero = min((number + 1) * group - first, into.size) - at, np.int32(8)
         if zeros:
-            zero = np.int32((part(words, 2).view(np.int32)[row + number] >> shift) & 15)
-        scale, start = _scale(part(words, 1), line * groups + number, kind), line * width + (first + at) // 2
-        codes, room = part(words, 0)[start : start + size // 2], into[at : at + size]
+            zero = np.int32((stored_part(words, 2).view(np.int32)[row + number] >> shift) & 15)
+        scale, start = _scale(stored_part(words, 1), line * groups + number, kind), line * width + (first + at) // 2
+        codes, room = stored_part(words, 0)[start : start + size // 2], into[at : at + size]
         for i in range(size // 2):
             both = np.int32(codes[i])
             room[2 * i] = np.float32((both & 15) - zero) * scale
@@ -144,10 +144,10 @@ def fill_fp8(words: Any, line: Any, first: Any, count: Any, place: Any) -> None:
     into, sizes = carray(place, count), words_sizes(words)
     columns, block_rows, block, blocks, kind = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4]
     start, row, number, at = line * columns + first, line // block_rows * blocks, first // block, 0
-    codes = part(words, 0)[start : start + into.size]
+    codes = stored_part(words, 0)[start : start + into.size]
     while at < into.size:
         stop = min((number + 1) * block - first, into.size)
-        scale = _scale(part(words, 1), row + number, kind)
+        scale = _scale(stored_part(words, 1), row + number, kind)
         some, room = codes[at:stop], into[at:stop]
         for i in range(room.size):
             code = np.uint32(some[i])
@@ -164,9 +164,9 @@ def fill_mxfp4(words: Any, line: Any, first: Any, count: Any, place: Any) -> Non
     full_width()
     into, sizes = carray(place, count), words_sizes(words)
     place = line * sizes[0] + first // 32
-    _pairs(part(words, 0)[16 * place : 16 * place + into.size // 2], part(words, 2), into)
+    _pairs(stored_part(words, 0)[16 * place : 16 * place + into.size // 2], stored_part(words, 2), into)
     for number in range(into.size // 32):
-        some, exponent = into[32 * number : 32 * number + 32], part(words, 1)[place + number]
+        some, exponent = into[32 * number : 32 * number + 32], stored_part(words, 1)[place + number]
         _times(some, _power(exponent - (exponent == 255)))
         if exponent == 255:  # twice the power before, which float32 does not have
             _times(some, np.float32(2))
@@ -180,16 +180,16 @@ def fill_nf4(words: Any, line: Any, first: Any, count: Any, place: Any) -> None:
     start, at = line * columns + first, 0
     number = start // block
     outer = number // max(1, nested)
-    _pairs(part(words, 0)[start // 2 : (start + into.size) // 2], part(words, 2), into)
+    _pairs(stored_part(words, 0)[start // 2 : (start + into.size) // 2], stored_part(words, 2), into)
     while at < into.size:
         stop = min((number + 1) * block - start, into.size)
         if nested:
-            tables = part(words, 3).view(np.float32)
+            tables = stored_part(words, 3).view(np.float32)
             outer += number == (outer + 1) * nested
-            share = tables[part(words, 1)[number]] * part(words, 4).view(np.float32)[outer]
+            share = tables[stored_part(words, 1)[number]] * stored_part(words, 4).view(np.float32)[outer]
             scale = share + tables[base]
         else:
-            scale = part(words, 1).view(np.float32)[number]
+            scale = stored_part(words, 1).view(np.float32)[number]
         _times(into[at:stop], scale)
         number, at = number + 1, stop
 
@@ -261,12 +261,12 @@ def _sum(numbers: Any, others: Any) -> Any:
     return total
 
 
-def multiply(words: Any) -> None:
+def multiply_lines(words: Any) -> None:
     """Compute outputs that no other thread has taken, until none is left: rows times lines. A callback of C."""
     rows, outputs, columns, step = words[2], words[3], words[4], words[5]
     inputs, out = carray(_float32(words[0]), (rows, columns)), carray(_float32(words[1]), (rows, outputs))
     room = np.empty(min(columns, CHUNK), np.float32)
-    begin = take(words, _TAKEN, step)
+    begin = take_team(words, _TAKEN, step)
     while begin < outputs:
         for line in range(begin, min(begin + step, outputs)):
             for start in range(0, columns, CHUNK):
@@ -275,4 +275,4 @@ def multiply(words: Any) -> None:
                 for row in range(rows):
                     total = _sum(numbers, inputs[row, start : start + numbers.size])
                     out[row, line] = out[row, line] + total if start else total
-        begin = take(words, _TAKEN, step)
+        begin = take_team(words, _TAKEN, step)

@@ -20,12 +20,12 @@ from headrace.generate.passes.buffers import GenerationBuffers
 from headrace.generate.passes.copying import Copying
 from headrace.generate.passes.expert_flow import ExpertFlow
 from headrace.generate.passes.measured import PromptProgress
-from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, generated, in_chunks, kept_copies, padded
+from headrace.generate.passes.micro_batches import Generated, SeatRows, Together, generated_of, in_chunks, kept_copies, padded
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.passes.planner import GenerationPlanner
 from headrace.generate.passes.prompts_on_their_way import KeptPrompts
 from headrace.generate.passes.seat_caches import CacheFile, SeatCache
-from headrace.generate.passes.sources import source_of
+from headrace.generate.passes.sources import source_of_plan
 from headrace.generate.passes.units import GenerationUnits
 from headrace.generate.passes.verbs import Pass, bind_residents, run_pass
 from headrace.generate.plan.compose import composed
@@ -35,7 +35,7 @@ from headrace.generate.plan.seat_shapes import PromptLengths
 from headrace.machine.host_memory import keep_freed_memory
 from headrace.model.seats.generation_check import seat_taps
 from headrace.model.seats.generation_keys import check_call, is_assisted, switched_off
-from headrace.model.seats.seats import Seat, Seated, SeatTaps, parts_of, tokens_of_pass
+from headrace.model.seats.seats import Seat, Seated, SeatTaps, parts_of_prompt, tokens_of_pass
 from headrace.plan.schedules.ledger import Snapshot
 from headrace.terms.closing import Closing
 from headrace.terms.errors import ConfigError, PlanInfeasible, StepFailed
@@ -156,7 +156,7 @@ class Generator(Closing):
         self._cache_file = CacheFile.make(plan, self.planner.directories, self._sink or _silent)
         self.plan, model.chain.narrow_products = plan, plan.narrow_rows > 0
         buffers = GenerationBuffers(plan, model.machine, self._sink or _silent)
-        source = source_of(self.model.source, plan)
+        source = source_of_plan(self.model.source, plan)
         model.chain.lay_out(source.layouts, source.others)
         experts = None
         if plan.experts is not None and isinstance(source, ExpertSource):
@@ -224,7 +224,7 @@ class Generator(Closing):
         """
         with seat_taps(self.model.chain.runner, self._seat_context) as taps:
             for batch, seat in self.through(batches, partial(self._sit, taps, contain)):
-                yield generated(batch, seat.result, seat.cached_tokens)
+                yield generated_of(batch, seat.result, seat.cached_tokens)
 
     def through(self, items: Iterable[_Item | None], sit: Callable[[_Item], _Seated]) -> Iterator[tuple[_Item, _Seated]]:
         """Yield each item with its seat, once the seat is done; `sit` seats an item. Items enter in order, as many together as
@@ -301,7 +301,7 @@ class Generator(Closing):
         assert self._interpreter is not None, "and an interpreter"
         seats, experts = list(live), self._pass.experts
         tokens = sum(seat.hidden.shape[0] * tokens_of_pass(seat) for seat in seats if seat.hidden is not None)
-        chunks: dict[Seated, int] = {seat: len(parts_of(seat)) for seat in seats}
+        chunks: dict[Seated, int] = {seat: len(parts_of_prompt(seat)) for seat in seats}
         if experts is not None:
             experts.begin_pass(tokens)
         attends = tuple(cache is not None and cache.attends for cache in caches)

@@ -71,7 +71,7 @@ def in_chunks(batch: SeatRows, chunk: int) -> Any:
     return config
 
 
-def generated(batch: SeatRows, raw: Any, cached: int) -> Generated:
+def generated_of(batch: SeatRows, raw: Any, cached: int) -> Generated:
     """Return the result of a micro-batch whose `generate` returned or raised `raw`."""
     if isinstance(raw, Exception):
         return Generated(batch, (), None, raw)

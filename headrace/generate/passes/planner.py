@@ -17,8 +17,8 @@ from headrace.generate.passes.units import GenerationUnits
 from headrace.generate.plan.block_tables import notes_on_tables
 from headrace.generate.plan.peaks import with_peaks
 from headrace.generate.plan.plan import FewRows, GenerationPlan
-from headrace.generate.plan.prefix_plan import MOST_TIMES, PREFIX_CHUNKS, PrefixPlan, chunk_bytes
-from headrace.generate.plan.search import GenerationQuestion, make_generation_plan
+from headrace.generate.plan.prefix_plan import MOST_TIMES, PREFIX_CHUNKS, PrefixPlan, prefix_chunk_bytes
+from headrace.generate.plan.search import FewRowProducts, GenerationQuestion, make_generation_plan
 from headrace.generate.plan.seat_shapes import PromptLengths, SeatShapes
 from headrace.generate.plan.seconds import with_forecast
 from headrace.machine.protocol import Machine
@@ -163,7 +163,7 @@ class GenerationPlanner:
             StorageError: an SSD directory cannot be written to.
         """
         reason = not_by_inputs = ""
-        few_rows, border = fixed.get("few_rows") or FewRows(), self._options.prefix_chunk
+        border = self._options.prefix_chunk
         if border and (why := self._why_not_prefixed(kept_copies)):
             raise ConfigError(f"prefix_chunk: prompts are not read in chunks here: {why}; leave it out")
 
@@ -175,21 +175,14 @@ class GenerationPlanner:
             return replace(found, tiered=()) if reason else found
 
         allowance = self._allowance(lambda: costs_of(1))
-        moves = self._code is not None or self._has_drives or allowance.device_bytes is not None
-        if moves and any(costs_of(1).tiered) and not kept_copies:
-            reason = why_not_tiered(self._chain.config)
-            not_by_inputs = why_not_recomputed(self._chain.config) if costs_of(1).recomputing is not None else ""
+        reason, not_by_inputs = self._why_caches_stay(costs_of(1), allowance, kept_copies)
         self._check_code(costs_of(1), kept_copies, reason)
         notes: list[str] = []
         places = self._places_of_attention(
             fixed.get("attention") or self._options.attention, allowance, costs_of(1), kept_copies, reason, notes
         )
         chunks, unchunked = self._chunks_of(0 if kept_copies else prompt_length)
-        chunk, in_codes = fixed.get("prefill_chunk", border), self._units.in_codes
-        prefixes = None
-        if border and self._kept != 0:
-            size = chunk_bytes(self._costs(1, prompt_length), border)
-            prefixes = PrefixPlan(chunk=border, chunk_bytes=size, memory_bytes=self._kept or 0, ssd_bytes=self._on_drive)
+        chunk, prefixes = fixed.get("prefill_chunk", border), self._prefixes(border, prompt_length)
         question = GenerationQuestion(
             units=self._units.figures,
             num_blocks=self._chain.num_blocks,
@@ -207,25 +200,53 @@ class GenerationPlanner:
             has_drives=self._has_drives,
             kept_copies=kept_copies,
             prefill_chunks=chunks if chunk is None else (chunk,),
-            packed=self._options.packed_products if few_rows.packed is None else few_rows.packed,
-            coded_units=in_codes.figures if in_codes is not None else (),
-            coded_experts=in_codes.experts if in_codes is not None else None,
-            narrow_rows=self._narrow_rows(few_rows.narrow, allowance, notes),
+            few_rows=self._few_rows(fixed.get("few_rows") or FewRows(), allowance, notes),
             attention=places,
             lengths=fixed.get("shapes") or (None if kept_copies else fixed.get("lengths")),
             prefixes=prefixes,
         )
-        plan = make_generation_plan(question)
-        if prefixes is not None and self._kept is None:
-            left = max(0, plan.results.allowed_bytes.get("host", 0) - plan.peak("host"))
-            caches = replace(plan.caches, prefixes=replace(prefixes, memory_bytes=left))
-            plan = with_peaks(replace(plan, caches=caches), allowance)
+        plan = self._with_prefixes(make_generation_plan(question), allowance)
         notes += _of_architecture(caches=reason, inputs=not_by_inputs, chunks=unchunked, prefixes=self._unkept)
-        if border and self._code is not None:
+        notes += self._notes_on_caches(kept_copies)
+        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on_tables(plan.costs), *notes))
+
+    def _notes_on_caches(self, kept_copies: int) -> list[str]:
+        notes = []
+        if self._options.prefix_chunk and self._code is not None:
             notes.append(f"later chunks of a prompt see earlier ones in {self._code.name}")
         if kept_copies and self._has_drives:
             notes.append("beams and drafts exchange rows and take tokens back: caches stay in memory")
-        return plan.with_notes((*self._units.notes, *self._chain.notes, *notes_on_tables(plan.costs), *notes))
+        return notes
+
+    def _why_caches_stay(self, costs: GenerationCosts, allowance: Allowance, kept_copies: int) -> tuple[str, str]:
+        """Return why caches stay where compute is, and why prompts are not kept as inputs; "" where they need not."""
+        moves = self._code is not None or self._has_drives or allowance.device_bytes is not None
+        if not moves or not any(costs.tiered) or kept_copies:
+            return "", ""
+        return why_not_tiered(self._chain.config), why_not_recomputed(self._chain.config) if costs.recomputing else ""
+
+    def _few_rows(self, given: FewRows, allowance: Allowance, notes: list[str]) -> FewRowProducts:
+        in_codes = self._units.in_codes
+        return FewRowProducts(
+            in_codes=self._options.packed_products if given.packed is None else given.packed,
+            units=in_codes.figures if in_codes is not None else (),
+            experts=in_codes.experts if in_codes is not None else None,
+            narrow_rows=self._narrow_rows(given.narrow, allowance, notes),
+        )
+
+    def _prefixes(self, border: int | None, prompt_length: int) -> PrefixPlan | None:
+        if not border or self._kept == 0:
+            return None
+        size = prefix_chunk_bytes(self._costs(1, prompt_length), border)
+        return PrefixPlan(chunk=border, chunk_bytes=size, memory_bytes=self._kept or 0, ssd_bytes=self._on_drive)
+
+    def _with_prefixes(self, plan: GenerationPlan, allowance: Allowance) -> GenerationPlan:
+        """Return the plan with what it leaves for beginnings of prompts, where nobody said how much."""
+        if plan.prefixes is None or self._kept is not None:
+            return plan
+        left = max(0, plan.results.allowed_bytes.get("host", 0) - plan.peak("host"))
+        caches = replace(plan.caches, prefixes=replace(plan.prefixes, memory_bytes=left))
+        return with_peaks(replace(plan, caches=caches), allowance)
 
     def _chunks_of(self, prompt_length: int) -> tuple[tuple[int, ...], str]:
         """Return the chunks of prompts that are tried, 0 for whole ones, and why not if it is the architecture."""

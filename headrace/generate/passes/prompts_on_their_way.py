@@ -14,16 +14,16 @@ from headrace.codec.cache_codes import CACHE_CODES
 from headrace.generate.passes.opened import GenerationModel
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.model.blocks.taps import BlockCall
-from headrace.model.caches.border_bytes import border_from, bytes_of
-from headrace.model.caches.borders import BlockBorder, Border, border_of, cache_from
-from headrace.model.caches.prefixes import Prefixes, Reader
+from headrace.model.caches.border_bytes import border_from, bytes_of_border
+from headrace.model.caches.borders import BlockBorder, ChunkBorder, cache_from, chunk_border_of
+from headrace.model.caches.prefixes import Prefixes, PromptReader
 from headrace.model.caches.tiered_cache import cache_of
 from headrace.model.seats.seats import Seat, Seated
 from headrace.store.copied_files import WeightFiles
 from headrace.store.prefix_files import PrefixFiles
 from headrace.terms.errors import ConfigError
 
-Borders = Prefixes[Border]
+Borders = Prefixes[ChunkBorder]
 
 
 class BordersOnDrive:
@@ -32,20 +32,20 @@ class BordersOnDrive:
     def __init__(self, files: PrefixFiles) -> None:
         self._files = files
 
-    def read(self, owner: Hashable, tokens: tuple[int, ...]) -> Border | None:
+    def read(self, owner: Hashable, tokens: tuple[int, ...]) -> ChunkBorder | None:
         """See `Drive`."""
         content = self._files.read(owner, tokens)
         return None if content is None else border_from(content)
 
-    def write(self, owner: Hashable, tokens: tuple[int, ...], kept: Border) -> None:
+    def write(self, owner: Hashable, tokens: tuple[int, ...], kept: ChunkBorder) -> None:
         """See `Drive`."""
-        self._files.write(owner, tokens, bytes_of(kept))
+        self._files.write(owner, tokens, bytes_of_border(kept))
 
 
 class PromptOnItsWay:
     """One prompt; `reader` is its place in the trees, whose chunks have `length` tokens. Close it."""
 
-    def __init__(self, reader: Reader[Border], length: int, blocks: int) -> None:
+    def __init__(self, reader: PromptReader[ChunkBorder], length: int, blocks: int) -> None:
         self.cached_tokens = len(reader.found) * length
         self._reader, self._length = reader, length
         self._read = len(reader.found)  # chunks before the running pass
@@ -59,7 +59,7 @@ class PromptOnItsWay:
         return cache_from(config, self.kept, device, plan.tiered_blocks, code)
 
     @property
-    def kept(self) -> Sequence[Border]:
+    def kept(self) -> Sequence[ChunkBorder]:
         """What was kept of its chunks."""
         return self._reader.kept
 
@@ -76,12 +76,12 @@ class PromptOnItsWay:
         if at < len(self._new):
             cache, before = cache_of(call), (self._read + number) * self._length
             layer = cache.layers[unit - 1] if cache is not None and unit <= len(cache.layers) else None
-            self._new[at][unit - 1] = border_of(layer, before, call.kept, memory)
+            self._new[at][unit - 1] = chunk_border_of(layer, before, call.kept, memory)
 
     def after_pass(self, chunks: int) -> bool:
         """Keep what this pass has read in so many chunks; return whether the prompt has been read as far as it is kept."""
         start = self._read - self.cached_tokens // self._length
-        self._reader.fill([Border(tuple(filter(None, blocks))) for blocks in self._new[start : start + chunks]])
+        self._reader.fill([ChunkBorder(tuple(filter(None, blocks))) for blocks in self._new[start : start + chunks]])
         self._read += chunks
         return start + chunks >= len(self._new)
 
@@ -110,7 +110,7 @@ class KeptPrompts:
             return
         drive, self._blocks = None, plan.num_blocks
         if asked.ssd_bytes:
-            files = PrefixFiles(directories[0], identity_of(model, plan), asked.ssd_bytes)
+            files = PrefixFiles(directories[0], identity_of_prefixes(model, plan), asked.ssd_bytes)
             self._files.callback(files.close)
             drive = BordersOnDrive(files)
         self.prefixes = Prefixes(asked.chunk, asked.chunk_bytes, asked.memory_bytes, drive)
@@ -130,7 +130,7 @@ class KeptPrompts:
         prompt.enter(seat)
         self.by_seat[seat] = prompt
 
-    def of(self, seat: Seated) -> Sequence[Border]:
+    def of(self, seat: Seated) -> Sequence[ChunkBorder]:
         """Return what was kept of the prompt of a seat that enters."""
         return self.by_seat[seat].kept if seat in self.by_seat else ()
 
@@ -152,7 +152,7 @@ class KeptPrompts:
         self._files.close()
 
 
-def identity_of(model: GenerationModel, plan: GenerationPlan) -> str:
+def identity_of_prefixes(model: GenerationModel, plan: GenerationPlan) -> str:
     """Return what decides the bits of keys and values, and the chat template.
 
     Raises:

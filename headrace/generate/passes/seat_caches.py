@@ -19,7 +19,7 @@ from headrace.generate.plan.plan import GenerationPlan
 from headrace.machine.host_memory import Bytes, huge_page_buffer
 from headrace.machine.protocol import Machine
 from headrace.model.blocks.taps import BlockCall
-from headrace.model.caches.borders import Border, tokens_of
+from headrace.model.caches.borders import ChunkBorder, tokens_between_borders
 from headrace.model.caches.stored_layer import RunBlock, StoredLayer
 from headrace.model.caches.tiered_cache import tier_layers
 from headrace.model.seats.attention_errors import AttentionErrors
@@ -120,7 +120,7 @@ class SeatCache:
         plan: GenerationPlan,
         buffers: CacheBuffers,
         file: CacheFile | None,
-        kept: Sequence[Border] = (),
+        kept: Sequence[ChunkBorder] = (),
     ) -> None:
         self.place, self._seat, self._plan, self._buffers, self._file = place, seat, plan, buffers, file
         away = [block - 1 for block in range(1, plan.num_blocks + 1) if plan.caches.home(block) != COMPUTE]
@@ -133,7 +133,7 @@ class SeatCache:
         self._away: dict[int, Away] = {}
         self._all_away = len(away) == len(self._layers)
         for block in self._layers if kept else ():
-            self._put(block, tokens_of(kept, block - 1))
+            self._put(block, tokens_between_borders(kept, block - 1))
 
     @property
     def attends(self) -> bool:

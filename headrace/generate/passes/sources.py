@@ -18,7 +18,7 @@ from headrace.generate.plan.plan import GenerationPlan
 from headrace.model import Chain, WeightMap
 from headrace.model.blocks.beside import StoredBeside
 from headrace.model.blocks.binding import Bound
-from headrace.model.directory.coded_unit import CodedUnit, as_coded
+from headrace.model.directory.coded_unit import UnitInCodes, as_coded
 from headrace.model.directory.in_place import StoredUnit, paths_of, stored_units
 from headrace.model.parts.banks import find_experts
 from headrace.model.seats.bank_check import why_no_banks
@@ -152,7 +152,7 @@ class ShardSource(FileSource):
         return InCodes(blocks, self._experts_in_codes(chain, experts, names, workspace) if experts else None, workspace)
 
     def _experts_in_codes(
-        self, chain: Chain, experts: Sequence[Sequence[CodedUnit]], names: frozenset[str], workspace: Workspace
+        self, chain: Chain, experts: Sequence[Sequence[UnitInCodes]], names: frozenset[str], workspace: Workspace
     ) -> ExpertSource:
         """Return single experts that stay in their codes, with the rest of their blocks."""
         stored, plain = self._stored_experts, self.by_experts
@@ -240,20 +240,20 @@ def _read_only(figures: UnitFigures) -> UnitFigures:
     return replace(figures, trained_elements=0, cuts=()) if figures.in_place else figures
 
 
-def _coded_blocks(units: Sequence[StoredUnit], chain: Chain, names: frozenset[str]) -> dict[int, CodedUnit]:
+def _coded_blocks(units: Sequence[StoredUnit], chain: Chain, names: frozenset[str]) -> dict[int, UnitInCodes]:
     found = {unit: as_coded(units[unit], chain.dtype, names) for unit in range(1, chain.num_blocks + 1)}
     return {unit: each for unit, each in found.items() if each is not None}
 
 
-def _stored(coded: Mapping[int, CodedUnit]) -> dict[int, StoredUnit]:
+def _stored(coded: Mapping[int, UnitInCodes]) -> dict[int, StoredUnit]:
     return {unit: each.stored for unit, each in coded.items()}
 
 
-def _bound(coded: Mapping[int, CodedUnit], workspace: Workspace) -> dict[int, Bound]:
+def _bound(coded: Mapping[int, UnitInCodes], workspace: Workspace) -> dict[int, Bound]:
     return {unit: partial(each.parameters, workspace=workspace) for unit, each in coded.items()}
 
 
-def _with_codes(every: Sequence[UnitFigures], coded: Mapping[int, CodedUnit], dtype: torch.dtype) -> tuple[UnitFigures, ...]:
+def _with_codes(every: Sequence[UnitFigures], coded: Mapping[int, UnitInCodes], dtype: torch.dtype) -> tuple[UnitFigures, ...]:
     """Return figures of units some of which stay in their codes."""
     changed = {
         unit: replace(
@@ -289,7 +289,7 @@ def _figures_of(index: int, unit: StoredUnit, chain: Chain, on_cpu: bool) -> Uni
     )
 
 
-def source_of(source: GenerationSource, plan: GenerationPlan) -> GenerationSource:
+def source_of_plan(source: GenerationSource, plan: GenerationPlan) -> GenerationSource:
     """Return the source that a plan brings weights from."""
     if plan.packed_rows:
         assert source.in_codes is not None, "it was planned for"

@@ -21,7 +21,7 @@ from headrace.generate.passes.sources import GenerationSource
 from headrace.generate.plan.plan import GenerationPlan
 from headrace.machine.protocol import Machine
 from headrace.model import Chain
-from headrace.model.seats.seats import Seat, Seated, parts_of
+from headrace.model.seats.seats import Seat, Seated, parts_of_prompt
 from headrace.terms.lanes import Lane
 from headrace.terms.program import Op, Pool, Program, Verb
 
@@ -115,7 +115,7 @@ def _forward(state: Pass, op: Op) -> None:
             cache.leave(op.unit)
             return
         with cache.together(op) if cache is not None else nullcontext():
-            for number, part in enumerate(parts_of(seat)):
+            for number, part in enumerate(parts_of_prompt(seat)):
                 assert part.hidden is not None, "a seat of a pass is parked"
                 with cache.lent(op, block) if cache is not None else nullcontext():
                     part.hidden = chain.block(op.unit - 1, part.hidden, part.calls[op.unit - 1]).hidden
@@ -127,7 +127,7 @@ def _forward(state: Pass, op: Op) -> None:
 def _note_passed(state: Pass, seat: Seated, unit: int, number: int = 0, memory: torch.Tensor | None = None) -> None:
     """Note that a chunk of a seat's prompt, of which something is kept, has passed a block; `memory` has its tokens."""
     if (prompt := state.prompts.get(seat)) is not None:
-        prompt.passed(unit, number, parts_of(seat)[number].calls[unit - 1], memory)
+        prompt.passed(unit, number, parts_of_prompt(seat)[number].calls[unit - 1], memory)
 
 
 def _recompute(state: Pass, op: Op) -> None:

@@ -1,14 +1,11 @@
 """What passes of a generation will take, as a value and in words."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.terms.machine.ceilings import NOMINAL
 from headrace.terms.plain_figures import plain_figure
 from headrace.terms.sizes import about_seconds, format_bytes, format_seconds, rough_figure
-
-if TYPE_CHECKING:
-    from headrace.generate.plan.plan import GenerationPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +42,14 @@ class FasterWay:
     forecast: PassForecast
 
 
-def explain_times(plan: "GenerationPlan", found: PassForecast) -> list[str]:
-    """Return what a token takes, then what comes before the first, and how all prompts fare. Guesses look like guesses."""
-    together, seconds = min(plan.prompts, plan.rows * plan.seats), about_seconds if found.is_guess else format_seconds
+def explain_times(
+    found: PassForecast, prompts: int, new_tokens: int, together: int, plain: PassForecast | None, plain_dtype: str
+) -> list[str]:
+    """Return what a token takes, then what comes before the first, and how all prompts fare. Guesses look like guesses.
+
+    So many prompts are answered `together`. `plain` is what decoded weights in `plain_dtype` would take, where anybody asked.
+    """
+    seconds = about_seconds if found.is_guess else format_seconds
     rate = together / found.pass_seconds
     speed = f"about {rough_figure(rate)}" if found.is_guess else plain_figure(rate)
     read = f"; {format_bytes(found.read_bytes)} read for each pass" if found.read_bytes else ""
@@ -56,19 +58,17 @@ def explain_times(plan: "GenerationPlan", found: PassForecast) -> list[str]:
         if found.cold_seconds > 0.01 * found.first_pass_seconds
         else ""
     )
-    all_seconds = found.cold_seconds + plan.prompts * plan.new_tokens / found.tokens_per_second
-    answers = f"all {plan.prompts} answers" if plan.prompts > 1 else "the whole answer"
+    all_seconds = found.cold_seconds + prompts * new_tokens / found.tokens_per_second
+    answers = f"all {prompts} answers" if prompts > 1 else "the whole answer"
     lines = [
         f"speed    {seconds(found.pass_seconds)} a token, {speed} tokens/s on {found.machine}; "
         f"limited by {found.limiting}{read}",
         f"first    {seconds(found.first_pass_seconds)} to the first token{cold}; {seconds(all_seconds)} for {answers}",
     ]
-    if (plain_weights := plan.uncoded) is not None:
-        times = plain_weights.pass_seconds / found.pass_seconds
+    if plain is not None:
+        times = plain.pass_seconds / found.pass_seconds
         how = f"{times:.2f} times as fast as" if times >= 1 else "slower than"
-        lines.append(
-            f"code     {how} plain {plan.compute_dtype}, which would take {seconds(plain_weights.pass_seconds)} a token"
-        )
+        lines.append(f"code     {how} plain {plain_dtype}, which would take {seconds(plain.pass_seconds)} a token")
     for each in found.instead:
         times = found.pass_seconds / each.forecast.pass_seconds
         lines.append(f"instead  {each.change}: {seconds(each.forecast.pass_seconds)} a token, {times:.1f} times as fast")

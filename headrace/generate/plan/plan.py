@@ -230,7 +230,9 @@ class GenerationPlan(Placement):
             *self.explain_memory(),
         ]
         if self.forecast is not None:
-            lines += explain_times(self, self.forecast)
+            together = min(self.prompts, self.rows * self.seats)
+            times = self.prompts, self.new_tokens, together, self.uncoded, self.compute_dtype
+            lines += explain_times(self.forecast, *times)
         lines += [f"note     {note}" for note in self.results.notes]
         return "\n".join(lines)
 

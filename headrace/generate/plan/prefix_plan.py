@@ -16,7 +16,7 @@ class PrefixPlan:
     """
 
     chunk: int
-    chunk_bytes: int
+    prefix_chunk_bytes: int
     memory_bytes: int
     ssd_bytes: int = 0
 
@@ -29,7 +29,7 @@ class PrefixPlan:
         return f"{of}: {format_bytes(self.memory_bytes)} of host memory, {format_bytes(self.chunk_bytes)} each{drive}"
 
 
-def chunk_bytes(costs: GenerationCosts, chunk: int) -> int:
+def prefix_chunk_bytes(costs: GenerationCosts, chunk: int) -> int:
     """Return the bytes of what a chunk of one row leaves: its tokens, and all that layers which do not grow so hold."""
     blocks = zip(costs.cache_bytes, costs.cache_token_bytes, costs.tiered, strict=True)
     return max(1, sum(chunk * token if grows else whole for whole, token, grows in blocks))

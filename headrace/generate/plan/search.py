@@ -44,14 +44,25 @@ _MOST_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewRowProducts:
+    """How few rows are multiplied: `in_codes` where weights are coded, None where that is faster. `units` and `experts` are
+    those with weights that stay in their codes; there may be none. `coded_rows` and `narrow_rows` are as in the plan.
+    """
+
+    in_codes: bool | None = False
+    units: tuple[UnitFigures, ...] = ()
+    experts: ExpertFigures | None = None
+    coded_rows: int = 0
+    narrow_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationQuestion:
     """What is asked: `prompts` prompts of up to `prompt_length` tokens, and up to `new_tokens` of each.
 
     `rows` and `seats` are fixed where they are given, `most_rows` bounds rows. `experts` are those of mixtures that may come
     by themselves. With `has_drives` keys and values may lie on the drives. `kept_copies` is as in the plan, and counted in
-    `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is given rows, and a chunk that is not 0. `packed`:
-    whether few rows are multiplied with weights in their codes; None: where that is faster. `coded_units` and `coded_experts`
-    are units and experts for that; there may be none. `narrow_rows` is as in the plan.
+    `costs_of`. `prefill_chunks` are tried, 0 for whole prompts: `costs_of` is given rows, and a chunk that is not 0.
     `attention`: which of attending on the host (true) and where blocks are computed are tried. Where `lengths` are those of
     prompts, and rows are not fixed, short prompts may have more rows; as shapes of seats they are fixed. `costs_of` is then
     given a length. `prefixes` are as in the plan.
@@ -73,11 +84,7 @@ class GenerationQuestion:
     has_drives: bool = False
     kept_copies: int = 0
     prefill_chunks: tuple[int, ...] = (0,)
-    packed: bool | None = False
-    packed_rows: int = 0
-    coded_units: tuple[UnitFigures, ...] = ()
-    coded_experts: ExpertFigures | None = None
-    narrow_rows: int = 0
+    few_rows: FewRowProducts = FewRowProducts()
     attention: tuple[bool, ...] = (False,)
     lengths: PromptLengths | SeatShapes | None = None
     prefixes: PrefixPlan | None = None
@@ -109,7 +116,7 @@ def make_generation_plan(question: GenerationQuestion) -> GenerationPlan:
     """
     question = _decoding_on(question, question.machine)
     fitting = [plan for plan in _all_placements(question, _seatings(question)) if plan.fits]
-    if not fitting and question.packed:
+    if not fitting and question.few_rows.in_codes:
         raise ConfigError(_NO_PACKED)
     if not fitting:
         raise _infeasible(question)
@@ -231,17 +238,16 @@ def _seating_of(question: GenerationQuestion, shapes: SeatShapes, chunk: int) ->
 
 def _all_placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> Iterator[GenerationPlan]:
     """Yield plans with decoded weights, and with weights in their codes, if these are asked for or have passes enough."""
-    seatings = list(seatings)
-    if not question.packed:
+    seatings, few = list(seatings), question.few_rows
+    if not few.in_codes:
         yield from _placements(question, seatings)
-    if question.packed is False or not (question.coded_units or question.coded_experts):
+    if few.in_codes is False or not (few.units or few.experts):
         return
-    in_codes = replace(
-        question, packed_rows=PACKED_ROWS, units=question.coded_units or question.units, experts=question.coded_experts
-    )
+    few_rows = replace(few, coded_rows=PACKED_ROWS)
+    in_codes = replace(question, few_rows=few_rows, units=few.units or question.units, experts=few.experts)
     for plan in _placements(in_codes, seatings):
         enough = rounds_of(plan) * (plan.new_tokens - 1) >= LEAST_PACKED_PASSES and plan.rows <= plan.packed_rows
-        if (question.packed or enough) and (question.coded_units or plan.experts is not None):
+        if (few.in_codes or enough) and (few.units or plan.experts is not None):
             yield plan
 
 
@@ -270,8 +276,8 @@ def _placements(question: GenerationQuestion, seatings: Iterable[_Seating]) -> I
                     prompt_length=question.prompt_length,
                     new_tokens=question.new_tokens,
                     kept_copies=question.kept_copies,
-                    packed_rows=question.packed_rows,
-                    narrow_rows=question.narrow_rows,
+                    packed_rows=question.few_rows.coded_rows,
+                    narrow_rows=question.few_rows.narrow_rows,
                     host_slots=min(prefetch + 1, question.num_blocks),
                     device_slots=min(prefetch + 1, question.num_blocks),
                     prefetch=min(prefetch, question.num_blocks - 1),

@@ -11,7 +11,7 @@ from headrace.plan.clock.endurance import endurance
 from headrace.plan.clock.rates import Rates
 from headrace.plan.clock.simulate import simulate, step_seconds_of
 from headrace.plan.schedules.ledger import Snapshot
-from headrace.terms.lanes import Lane, lane_words
+from headrace.terms.lanes import Lane, words_of_lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Program
 
@@ -34,7 +34,7 @@ def with_forecast(plan: GenerationPlan, ceilings: Ceilings) -> GenerationPlan:
         first_pass_seconds=cold,
         cold_seconds=cold - first,
         tokens_per_second=plan.prompts * plan.new_tokens / whole,
-        limiting=lane_words(timeline.bottleneck, has_device=ceilings.has_device),
+        limiting=words_of_lane(timeline.bottleneck, has_device=ceilings.has_device),
         read_bytes=read,
         written_bytes=(written := _written_bytes(plan)),
         wear=_wear(written, ceilings),

@@ -16,7 +16,7 @@ _LOGIT_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredTokens:
     """A token, its log-probability and rank (1 is the likeliest); `top`: the likeliest tokens with theirs. None for the first
     token of a prompt, which nothing predicts.
     """
@@ -45,8 +45,8 @@ class Scores:
     """What is noted of one row, whose prompt is `prompt`. `logits` makes logits (1, C, vocabulary) of ids and hidden states."""
 
     def __init__(self, steering: Steering, prompt: tuple[int, ...], logits: Callable[[Any, Any], torch.Tensor]) -> None:
-        self.tokens: list[Scored] = []
-        self.prompt: list[Scored] = [Scored(prompt[0], None)]
+        self.tokens: list[ScoredTokens] = []
+        self.prompt: list[ScoredTokens] = [ScoredTokens(prompt[0], None)]
         self._steering, self._prompt, self._logits = steering, prompt, logits
         self._at, self._raw = 0, torch.empty(0, dtype=torch.float32)
 
@@ -69,7 +69,7 @@ class Scores:
 
     def criteria(self) -> list[StoppingCriteria]:
         """Return what is asked after each token: it notes which one was taken."""
-        return [] if self._steering.top is None else [_Taken(self)]
+        return [] if self._steering.top is None else [_TakenRows(self)]
 
     def note(self, scores: torch.Tensor) -> None:
         """Keep the logits of a step until its token is known."""
@@ -102,7 +102,7 @@ class _Noting(LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-class _Taken(StoppingCriteria):  # type: ignore[misc]
+class _TakenRows(StoppingCriteria):  # type: ignore[misc]
     def __init__(self, scores: Scores) -> None:
         self._scores = scores
 
@@ -126,11 +126,11 @@ class _Steered(LogitsProcessor):  # type: ignore[misc]
         return found
 
 
-def _scored(logits: torch.Tensor, targets: Any, top: int) -> list[Scored]:
+def _scored(logits: torch.Tensor, targets: Any, top: int) -> list[ScoredTokens]:
     """Return the scores of `targets` (C) under logits (C, vocabulary)."""
     found = logits.float().log_softmax(dim=-1)
     own = found.gather(-1, torch.tensor(targets, device=found.device)[:, None])
     ranks = (found > own).sum(dim=-1) + 1
     best = found.topk(top, dim=-1)
     rows = zip(targets, own[:, 0].tolist(), ranks.tolist(), best.indices.tolist(), best.values.tolist(), strict=True)
-    return [Scored(token, value, rank, tuple(zip(ids, values, strict=True))) for token, value, rank, ids, values in rows]
+    return [ScoredTokens(token, value, rank, tuple(zip(ids, values, strict=True))) for token, value, rank, ids, values in rows]

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from headrace.codec.cache_codes import CACHE_CODES
-from headrace.model.caches.borders import BlockBorder, Border
-from headrace.model.caches.tiered_cache import Form, form_in
+from headrace.model.caches.borders import BlockBorder, ChunkBorder
+from headrace.model.caches.tiered_cache import StoredForm, form_in
 from headrace.terms.errors import ModelError
 
 _LENGTH_BYTES = 8
 _PLAIN = (type(None), bool, int, float, str)
 
 
-def bytes_of(border: Border) -> bytes:
+def bytes_of_border(border: ChunkBorder) -> bytes:
     """Return a border as bytes.
 
     Raises:
@@ -35,8 +35,8 @@ def bytes_of(border: Border) -> bytes:
     return b"".join([len(head).to_bytes(_LENGTH_BYTES, "little"), head, *flat])
 
 
-def border_from(content: bytes) -> Border:
-    """Return the border that `bytes_of` wrote."""
+def border_from(content: bytes) -> ChunkBorder:
+    """Return the border that `bytes_of_border` wrote."""
     start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
     head = json.loads(content[_LENGTH_BYTES:start])
     tensors = list[torch.Tensor]()
@@ -47,14 +47,14 @@ def border_from(content: bytes) -> Border:
         tensors.append(flat.view(shape))
         start = stop
     blocks = [BlockBorder(_form_from(form), *(_from(part, tensors) for part in parts)) for form, *parts in head["blocks"]]
-    return Border(tuple(blocks))
+    return ChunkBorder(tuple(blocks))
 
 
-def _form(form: Form | None) -> Any:
+def _form(form: StoredForm | None) -> Any:
     return None if form is None else [str(form.dtype).removeprefix("torch."), form.key, form.value, form.code_name]
 
 
-def _form_from(found: Any) -> Form | None:
+def _form_from(found: Any) -> StoredForm | None:
     if found is None:
         return None
     name, key, value, code = found

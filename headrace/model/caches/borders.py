@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 from headrace.codec.cache_codes import CacheCode
 from headrace.model.blocks.taps import Kept
-from headrace.model.caches.tiered_cache import Form, TieredLayer, form_of
+from headrace.model.caches.tiered_cache import StoredForm, TieredLayer, stored_form_of
 
 _Host = torch.device("cpu")
 
@@ -26,14 +26,14 @@ class BlockBorder:
     the block's modules keep.
     """
 
-    form: Form | None
+    form: StoredForm | None
     tokens: torch.Tensor | None
     state: dict[str, Any]
     modules: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class ChunkBorder:
     """All blocks' at one border."""
 
     blocks: tuple[BlockBorder, ...]
@@ -46,7 +46,7 @@ class Border:
         )
 
 
-def border_of(layer: Any, before: int, kept: Kept | None, memory: torch.Tensor | None = None) -> BlockBorder:
+def chunk_border_of(layer: Any, before: int, kept: Kept | None, memory: torch.Tensor | None = None) -> BlockBorder:
     """Return what a chunk leaves in a block, of whose cache `layer` is; `before` tokens lay before the chunk.
 
     `memory` has the tokens of a tiered layer. A block without a layer leaves what its modules keep.
@@ -58,7 +58,7 @@ def border_of(layer: Any, before: int, kept: Kept | None, memory: torch.Tensor |
         return BlockBorder(layer.form, on_host(memory[before * size : layer.length * size]), {}, modules)
     if type(layer) is DynamicLayer and layer.get_seq_length():
         new = layer.keys[:, :, before:], layer.values[:, :, before:]
-        form = form_of(new)
+        form = stored_form_of(new)
         tokens = torch.empty(new[0].shape[2] * form.token_bytes, dtype=torch.uint8, device=new[0].device)
         form.put(tokens, 0, new)
         return BlockBorder(form, tokens.cpu(), {}, modules)
@@ -66,11 +66,15 @@ def border_of(layer: Any, before: int, kept: Kept | None, memory: torch.Tensor |
 
 
 def cache_from(
-    config: Any, borders: Sequence[Border], device: torch.device, tiered: Collection[int] = (), code: CacheCode | None = None
+    config: Any,
+    borders: Sequence[ChunkBorder],
+    device: torch.device,
+    tiered: Collection[int] = (),
+    code: CacheCode | None = None,
 ) -> Cache:
     """Return the cache of a model of `config` behind the last of consecutive borders.
 
-    Blocks `tiered` (from 0) get layers without tokens, which lie as `tokens_of` says.
+    Blocks `tiered` (from 0) get layers without tokens, which lie as `tokens_between_borders` says.
     """
     cache = DynamicCache(config=config.get_text_config(decoder=True))
     for block, layer in enumerate(cache.layers):
@@ -78,7 +82,7 @@ def cache_from(
         if last.form is None:
             vars(layer).update(map_tensors(last.state, lambda each: each.to(device, copy=True)))
             continue
-        tokens, form = tokens_of(borders, block), last.form
+        tokens, form = tokens_between_borders(borders, block), last.form
         count = tokens.numel() // form.token_bytes
         if block in tiered:
             cache.layers[block] = layer = TieredLayer(code)
@@ -90,7 +94,7 @@ def cache_from(
     return cache
 
 
-def tokens_of(borders: Sequence[Border], block: int) -> torch.Tensor:
+def tokens_between_borders(borders: Sequence[ChunkBorder], block: int) -> torch.Tensor:
     """Return the tokens of a block (from 0) as they lie, uint8; none where its layer does not grow."""
     return torch.cat(
         [tokens for each in borders if (tokens := each.blocks[block].tokens) is not None] or [torch.empty(0, dtype=torch.uint8)]

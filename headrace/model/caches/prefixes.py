@@ -25,7 +25,7 @@ class Sized(Protocol):
 Kept = TypeVar("Kept", bound=Sized)
 
 
-class Drive(Protocol[Kept]):
+class PrefixDrive(Protocol[Kept]):
     """Where chunks go that have no room in memory."""
 
     def read(self, owner: Hashable, tokens: Tokens) -> Kept | None:
@@ -35,20 +35,20 @@ class Drive(Protocol[Kept]):
         """Keep it there."""
 
 
-class Chunk(Generic[Kept]):
+class PromptChunk(Generic[Kept]):
     """One chunk of a prompt behind its `parent`; `kept` None: a reader is at it. `key` are its tokens, of a root the owner."""
 
-    def __init__(self, parent: "Chunk[Kept] | None", key: Any, num_bytes: int) -> None:
+    def __init__(self, parent: "PromptChunk[Kept] | None", key: Any, num_bytes: int) -> None:
         self.parent, self.key, self.num_bytes = parent, key, num_bytes
-        self.children: dict[Tokens, Chunk[Kept]] = {}
+        self.children: dict[Tokens, PromptChunk[Kept]] = {}
         self.kept: Kept | None = None
         self.readers = 0
 
 
-class Reader(Generic[Kept]):
+class PromptReader(Generic[Kept]):
     """One prompt on its way: `found` are its chunks that were kept; it fills `missing`, in order. End it with `end`."""
 
-    def __init__(self, tree: "Prefixes[Kept]", found: list[Chunk[Kept]], missing: list[Chunk[Kept]]) -> None:
+    def __init__(self, tree: "Prefixes[Kept]", found: list[PromptChunk[Kept]], missing: list[PromptChunk[Kept]]) -> None:
         self.found, self.missing, self.filled = found, missing, 0
         self._tree = tree
 
@@ -78,13 +78,15 @@ class Prefixes(Generic[Kept]):
     What leaves goes to the `drive`, and comes from there when it is wanted.
     """
 
-    def __init__(self, length: int, chunk_bytes: int, most_bytes: int, drive: Drive[Kept] | None = None) -> None:
+    def __init__(self, length: int, chunk_bytes: int, most_bytes: int, drive: PrefixDrive[Kept] | None = None) -> None:
         self._drive = drive
         self.length, self.most_bytes, self.num_bytes = length, most_bytes, 0
         self.read_tokens = self.found_tokens = self.dropped = 0
         self._chunk_bytes = chunk_bytes
-        self._roots: dict[Hashable, Chunk[Kept]] = {}
-        self._by_use: OrderedDict[Chunk[Kept], None] = OrderedDict()  # the least used first: leaves before what they hang on
+        self._roots: dict[Hashable, PromptChunk[Kept]] = {}
+        self._by_use: OrderedDict[PromptChunk[Kept], None] = (
+            OrderedDict()
+        )  # the least used first: leaves before what they hang on
 
     @property
     def chunks(self) -> int:
@@ -95,14 +97,14 @@ class Prefixes(Generic[Kept]):
         """Return whether a reader is at a chunk that this prompt needs: it is worth waiting for."""
         return any(chunk.kept is None for chunk in self._path(owner, tokens))
 
-    def read(self, owner: Hashable, tokens: Tokens) -> Reader[Kept]:
+    def read(self, owner: Hashable, tokens: Tokens) -> PromptReader[Kept]:
         """Begin a prompt of `owner`. At least one of its tokens is left to be read."""
         path = self._from_drive(owner, tokens, list(self._path(owner, tokens)))
         found = path[: next((at for at, chunk in enumerate(path) if chunk.kept is None), len(path))]
         found = found[: (len(tokens) - 1) // self.length]
         for chunk in found:
             chunk.readers += 1
-        missing = list[Chunk[Kept]]()
+        missing = list[PromptChunk[Kept]]()
         if len(found) == len(path):  # else a chunk is there: as the prompt's last, or in other hands
             for key in self._keys(tokens)[len(found) :]:
                 if (added := self._added(owner, (missing or found)[-1:], key)) is None:
@@ -113,16 +115,16 @@ class Prefixes(Generic[Kept]):
             self._by_use.move_to_end(chunk)
         self.found_tokens += len(found) * self.length
         self.read_tokens += len(tokens) - len(found) * self.length
-        return Reader(self, found, missing)
+        return PromptReader(self, found, missing)
 
-    def complete(self, chunk: Chunk[Kept], kept: Kept) -> None:
+    def complete(self, chunk: PromptChunk[Kept], kept: Kept) -> None:
         """Keep what was read of a chunk; where that is more than expected, others make way."""
         self.num_bytes += kept.num_bytes - chunk.num_bytes
         chunk.kept, chunk.num_bytes = kept, kept.num_bytes
         while self.num_bytes > self.most_bytes and self._drop_least_used():
             pass
 
-    def drop(self, chunk: Chunk[Kept]) -> None:
+    def drop(self, chunk: PromptChunk[Kept]) -> None:
         """Forget a chunk that nothing hangs on."""
         assert chunk.parent is not None, "a root is no chunk"
         del chunk.parent.children[chunk.key], self._by_use[chunk]
@@ -136,7 +138,7 @@ class Prefixes(Generic[Kept]):
         for chunk in reversed(self._by_use) if self._drive is not None else ():
             self._write(chunk)
 
-    def _write(self, chunk: Chunk[Kept]) -> None:
+    def _write(self, chunk: PromptChunk[Kept]) -> None:
         if self._drive is None or chunk.kept is None:
             return
         keys, at = list[Tokens](), chunk
@@ -144,7 +146,7 @@ class Prefixes(Generic[Kept]):
             keys, at = [at.key, *keys], at.parent
         self._drive.write(at.key, tuple(token for key in keys for token in key), chunk.kept)
 
-    def _from_drive(self, owner: Hashable, tokens: Tokens, path: list[Chunk[Kept]]) -> list[Chunk[Kept]]:
+    def _from_drive(self, owner: Hashable, tokens: Tokens, path: list[PromptChunk[Kept]]) -> list[PromptChunk[Kept]]:
         """Return a prompt's chunks, with those behind `path` that the drive has and memory has room for."""
         if self._drive is None:
             return path
@@ -166,12 +168,12 @@ class Prefixes(Generic[Kept]):
             chunk.readers -= 1
         return path
 
-    def _added(self, owner: Hashable, behind: Sequence[Chunk[Kept]], key: Tokens) -> Chunk[Kept] | None:
+    def _added(self, owner: Hashable, behind: Sequence[PromptChunk[Kept]], key: Tokens) -> PromptChunk[Kept] | None:
         """Return a new chunk behind one, or at the beginning; None where there is no room."""
         if not self._make_room():
             return None
-        parent = behind[0] if behind else self._roots.setdefault(owner, Chunk(None, owner, 0))
-        parent.children[key] = chunk = Chunk(parent, key, self._chunk_bytes)
+        parent = behind[0] if behind else self._roots.setdefault(owner, PromptChunk(None, owner, 0))
+        parent.children[key] = chunk = PromptChunk(parent, key, self._chunk_bytes)
         self._by_use[chunk] = None
         self.num_bytes += chunk.num_bytes
         return chunk
@@ -190,7 +192,7 @@ class Prefixes(Generic[Kept]):
             self.dropped += 1
         return least is not None
 
-    def _path(self, owner: Hashable, tokens: Tokens) -> Iterator[Chunk[Kept]]:
+    def _path(self, owner: Hashable, tokens: Tokens) -> Iterator[PromptChunk[Kept]]:
         """Yield the chunks of a prompt that are there, from its beginning."""
         chunk = self._roots.get(owner)
         for key in self._keys(tokens):

@@ -33,7 +33,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StoredForm:
     """How one token lies: the keys of all rows, then the values. Shapes are (rows, heads, dimension)."""
 
     dtype: torch.dtype
@@ -73,7 +73,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class _CodedForm(Form):
+class _CodedForm(StoredForm):
     """How one token lies coded: the keys of a row after those of another, then the values."""
 
     code: CacheCode
@@ -121,15 +121,15 @@ class _CodedForm(Form):
         return torch.split(table, list(self._line_bytes), dim=1)
 
 
-def form_of(pair: Pair, code: CacheCode | None = None) -> Form:
+def stored_form_of(pair: Pair, code: CacheCode | None = None) -> StoredForm:
     """Return how tokens with such keys and values (rows, heads, tokens, dimension) lie."""
     keys, values = ((rows, heads, width) for rows, heads, _, width in (each.shape for each in pair))
     return form_in(pair[0].dtype, keys, values, code)
 
 
-def form_in(dtype: torch.dtype, key: Shape, value: Shape, code: CacheCode | None) -> Form:
+def form_in(dtype: torch.dtype, key: Shape, value: Shape, code: CacheCode | None) -> StoredForm:
     """Return how a token lies in a code, or as it is."""
-    return _CodedForm(dtype, key, value, code) if code else Form(dtype, key, value)
+    return _CodedForm(dtype, key, value, code) if code else StoredForm(dtype, key, value)
 
 
 class Elsewhere(Protocol):
@@ -149,7 +149,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.code = code
         self.length = self.before = 0
-        self._form: Form | None = None
+        self._form: StoredForm | None = None
         self._lent: torch.Tensor | None = None
         self._elsewhere: Elsewhere | None = None
 
@@ -213,7 +213,7 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
             ModelError: there is no room for them.
         """
         if self._form is None:
-            self.take_form(form_of((key_states, value_states), self.code), key_states.device)
+            self.take_form(stored_form_of((key_states, value_states), self.code), key_states.device)
         self.before, self.length = self.length, self.length + key_states.shape[-2]
         if self.num_bytes > memory.numel():
             raise ModelError(
@@ -222,12 +222,12 @@ class TieredLayer(DynamicLayer):  # type: ignore[misc]
             )
         self.form.put(memory, self.before, (key_states, value_states))
 
-    def take_form(self, form: Form, device: torch.device) -> None:
+    def take_form(self, form: StoredForm, device: torch.device) -> None:
         """Settle how its tokens lie."""
         self._form, self.dtype, self.device, self.is_initialized = form, form.dtype, device, True
 
     @property
-    def form(self) -> Form:
+    def form(self) -> StoredForm:
         """How its tokens lie; it has some."""
         assert self._form is not None, "it has tokens"
         return self._form

@@ -23,7 +23,7 @@ _MOST_MADE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class CodedUnit:
+class UnitInCodes:
     """`stored` has the layout of the bytes read, in the compute dtype. `views` lie there, `made` are placed or decoded."""
 
     stored: StoredUnit
@@ -73,7 +73,7 @@ class CodedUnit:
                 yield spec.name, made[spec.offset : spec.offset + spec.num_elements].view(spec.shape)
 
 
-def as_coded(unit: StoredUnit, dtype: torch.dtype, may_stay: Collection[str]) -> CodedUnit | None:
+def as_coded(unit: StoredUnit, dtype: torch.dtype, may_stay: Collection[str]) -> UnitInCodes | None:
     """Return how the matrices of `unit` stay in their codes, for compute in `dtype`; None where some cannot.
 
     `may_stay` are the names of those that an architecture only multiplies by.
@@ -106,7 +106,7 @@ def as_coded(unit: StoredUnit, dtype: torch.dtype, may_stay: Collection[str]) ->
     ]
     placed = [(each, shift) for each in unit.placements for start, stop, shift in shifts if start <= each.start < stop]
     decoded = [(each, shift) for each in unit.decodings for start, stop, shift in shifts if start <= each.start < stop]
-    return CodedUnit(
+    return UnitInCodes(
         StoredUnit(replace(unit.layout, num_elements=unit.num_bytes // dtype.itemsize), unit.num_bytes, unit.extents),
         tuple(views),
         StoredUnit(

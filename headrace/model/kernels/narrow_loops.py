@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from headrace.machine.jit import JIT_OPTIONS
-from headrace.machine.team import take
+from headrace.machine.team import take_team
 
 # What `multiply` is told as 64-bit numbers. First come the addresses of inputs, weights, bias (or 0) and results. Then it is
 # told how many rows, outputs and inputs there are, how many outputs a thread takes at a time, and how many are taken.
@@ -117,7 +117,7 @@ def multiply(words: Any) -> None:
         for i in range(half):
             evens[row, i] = _first(np.uint32(numbers[2 * i]))
             odds[row, i] = _first(np.uint32(numbers[2 * i + 1]))
-    begin = take(words, _TAKEN, step)
+    begin = take_team(words, _TAKEN, step)
     while begin < outputs:
         last = min(begin + step, outputs)
         while begin < last:
@@ -130,4 +130,4 @@ def multiply(words: Any) -> None:
                 else:
                     _one(even, odd, weights, bias, place, begin, end)
             begin = end
-        begin = take(words, _TAKEN, step)
+        begin = take_team(words, _TAKEN, step)

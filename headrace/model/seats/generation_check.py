@@ -94,7 +94,7 @@ def why_not_chunked(runner: Runner) -> str:
         differs = max(furthest(one, chunked[name]) for name, one in whole.items() if name != _TOKENS)
         return f"its logits then differ by {differs:.2g}" if differs > _CHUNKS_DIFFER else ""
 
-    whole, chunked = ((lambda way=way: [alone(runner.model, rows, way, 0)]) for way in (GREEDY, _CHUNKED))
+    whole, chunked = ((lambda way=way: [only_row(runner.model, rows, way, 0)]) for way in (GREEDY, _CHUNKED))
     return why_other(whole, chunked, differing, fails="its own generate raises {} then")
 
 
@@ -133,7 +133,7 @@ def _why_other_tokens(
 
     def own(way: Mapping[str, Any]) -> list[Found]:
         with arithmetic():
-            return [alone(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)]
+            return [only_row(runner.model, rows, way, seed) for rows, seed in zip(_micro_batches(runner), _SEEDS, strict=True)]
 
     def ours(way: Mapping[str, Any]) -> list[Found]:
         return _block_by_block(runner, way, tiered, attended, by_inputs, arithmetic)
@@ -175,7 +175,7 @@ def generated(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, An
     return {_TOKENS: out.sequences, **{f"logits {place}": logits for place, logits in enumerate(out.logits)}}
 
 
-def alone(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any], seed: int) -> Found:
+def only_row(model: Any, rows: Mapping[str, torch.Tensor], way: Mapping[str, Any], seed: int) -> Found:
     """Return what a fresh model generates by itself: rotary tables that grow stay large until a short row comes."""
     with torch.random.fork_rng(devices=[]), left_as_found(model.modules()):
         torch.manual_seed(seed)

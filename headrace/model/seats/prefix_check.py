@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from headrace.model.caches.border_bytes import border_from, bytes_of
-from headrace.model.caches.borders import BlockBorder, Border, border_of, cache_from
+from headrace.model.caches.border_bytes import border_from, bytes_of_border
+from headrace.model.caches.borders import BlockBorder, ChunkBorder, cache_from, chunk_border_of
 from headrace.model.caches.tiered_cache import cache_of
 from headrace.model.parts.runner import Runner
-from headrace.model.seats.generation_check import GREEDY, alone, generated, ready_to_generate, seat_taps
-from headrace.model.seats.seats import Seat, SeatTaps, parts_of
+from headrace.model.seats.generation_check import GREEDY, generated, only_row, ready_to_generate, seat_taps
+from headrace.model.seats.seats import Seat, SeatTaps, parts_of_prompt
 from headrace.model.trials.trial import Found, tried, unless_alike, why_other
 
 _CHUNK, _LENGTH = 4, 14  # which exceeds all counts of tokens before the last chunk
@@ -37,7 +37,7 @@ def why_not_prefixed(runner: Runner) -> str:
     for prompt, common in zip(prompts, _COMMON, strict=True):
         prompt[:, : common * _CHUNK] = prompts[0][:, : common * _CHUNK]
     return why_other(
-        lambda: [alone(runner.model, _rows(prompt), _WAY, 0) for prompt in prompts],
+        lambda: [only_row(runner.model, _rows(prompt), _WAY, 0) for prompt in prompts],
         partial(_continued, runner, prompts),
         unless_alike("its bits differ behind a beginning that was kept"),
         own_fails="its own generate raises {}",
@@ -52,16 +52,16 @@ def _rows(prompt: torch.Tensor) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def _continued(runner: Runner, prompts: Sequence[torch.Tensor]) -> list[Found]:
     """Return what the prompts give, each with what it has in common with the first."""
-    found, kept = list[Found](), list[Border]()
+    found, kept = list[Found](), list[ChunkBorder]()
     with seat_taps(runner, torch.no_grad) as taps:
         for prompt, common in zip(prompts, _COMMON, strict=True):
             result, borders = _one(runner, taps, prompt, kept[:common])
             found.append(result)
-            kept = kept or [border_from(bytes_of(border)) for border in borders]
+            kept = kept or [border_from(bytes_of_border(border)) for border in borders]
     return found
 
 
-def _one(runner: Runner, taps: SeatTaps, prompt: torch.Tensor, kept: Sequence[Border]) -> tuple[Found, list[Border]]:
+def _one(runner: Runner, taps: SeatTaps, prompt: torch.Tensor, kept: Sequence[ChunkBorder]) -> tuple[Found, list[ChunkBorder]]:
     """Return what one prompt behind `kept` gives, and the borders of the chunks that it reads."""
     way: dict[str, Any] = {**_WAY}
     if kept:
@@ -76,15 +76,15 @@ def _one(runner: Runner, taps: SeatTaps, prompt: torch.Tensor, kept: Sequence[Bo
         new: list[list[BlockBorder]] = [[] for _ in seat.earlier]
         while not seat.done:
             for index in range(len(runner.blocks)):
-                for number, part in enumerate(parts_of(seat)):
+                for number, part in enumerate(parts_of_prompt(seat)):
                     assert part.hidden is not None, "it is parked"
                     call = part.calls[index]
                     part.hidden = runner.block(index, part.hidden, call).hidden
                     if number < len(seat.earlier):
                         cache = cache_of(call)
                         layer = cache.layers[index] if cache is not None and index < len(cache.layers) else None
-                        new[number].append(border_of(layer, (len(kept) + number) * _CHUNK, call.kept))
+                        new[number].append(chunk_border_of(layer, (len(kept) + number) * _CHUNK, call.kept))
             seat.turn()
     finally:
         seat.close()
-    return seat.result, [Border(tuple(blocks)) for blocks in new]
+    return seat.result, [ChunkBorder(tuple(blocks)) for blocks in new]

@@ -18,7 +18,7 @@ from headrace.model.costs.cost_meter import CostMeter
 from headrace.model.costs.shape_costs import batch_on_shapes
 from headrace.model.parts.runner import left_as_found
 from headrace.model.seats.generation_costs import block_costs, ends_bound, experts_at_once
-from headrace.model.seats.seats import Part
+from headrace.model.seats.seats import PromptPart
 from headrace.terms.costs import GenerationCosts
 from headrace.terms.errors import refusing
 from headrace.terms.sizes import MIB
@@ -42,7 +42,7 @@ class ScoringSeat:
 
     def __init__(self, chain: Chain, batch: MicroBatch) -> None:
         self.calls: Sequence[BlockCall] = ()
-        self.earlier: Sequence[Part] = ()
+        self.earlier: Sequence[PromptPart] = ()
         self.hidden: torch.Tensor | None = None
         self.done, self.loss_sum = False, 0.0
         self._chain = chain

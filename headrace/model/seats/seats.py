@@ -43,7 +43,7 @@ class OnItsWay(Protocol):
 
 
 @dataclass(slots=True)
-class Part:
+class PromptPart:
     """A chunk of a prompt behind which others come."""
 
     hidden: torch.Tensor | None
@@ -56,7 +56,7 @@ class Seated(OnItsWay, Protocol):
     done: bool
 
     @property
-    def earlier(self) -> Sequence[Part]:
+    def earlier(self) -> Sequence[PromptPart]:
         """Chunks that pass each block before `hidden` does."""
 
     def turn(self) -> None:
@@ -66,14 +66,14 @@ class Seated(OnItsWay, Protocol):
         """End it where it is."""
 
 
-def parts_of(seat: Seated) -> Sequence[OnItsWay]:
+def parts_of_prompt(seat: Seated) -> Sequence[OnItsWay]:
     """Return what passes each block for a seat, in this order."""
     return (*seat.earlier, seat)
 
 
 def tokens_of_pass(seat: Seated) -> int:
     """Return how many tokens of a row a seat takes through the blocks."""
-    return sum(part.hidden.shape[1] for part in parts_of(seat) if part.hidden is not None)
+    return sum(part.hidden.shape[1] for part in parts_of_prompt(seat) if part.hidden is not None)
 
 
 class _Own(threading.local):
@@ -162,7 +162,7 @@ class Seat:
         passed: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.calls: list[BlockCall] = []
-        self.earlier: list[Part] = []
+        self.earlier: list[PromptPart] = []
         self._together, self._layers = together, dict[Any, list[Any]]()
         self.hidden: torch.Tensor | None = None
         self.result: Any = None
@@ -253,7 +253,7 @@ class Seat:
     def _one_of_many(self, hidden: torch.Tensor) -> torch.Tensor:
         """Note a chunk behind which others come, as if it had been read; nothing depends on what is returned."""
         assert self.hidden is not None, "the first block was called"
-        self.earlier.append(Part(self.hidden, self.calls))
+        self.earlier.append(PromptPart(self.hidden, self.calls))
         for cache in {id(found): found for call in self.calls if (found := cache_of(call)) is not None}.values():
             self._layers.setdefault(cache, cache.layers)
             cache.layers = [ahead(layer, hidden.shape[1]) for layer in cache.layers]

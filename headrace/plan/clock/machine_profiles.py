@@ -53,7 +53,7 @@ def load_profile(name_or_path: str | Path) -> Ceilings:
     return _compose(_parse(base.read_bytes(), where=base.name), name=name_or_path, num_drives=drives)
 
 
-def changed(machine: Ceilings, given: Mapping[str, float]) -> Ceilings:
+def with_changes(machine: Ceilings, given: Mapping[str, float]) -> Ceilings:
     """Return `machine` with the figures of `given`: some of `MACHINE_CHANGES`, rates in bytes a second, writable bytes in TB.
 
     The update's rate grows with memory's, a CPU's products with its cores. A drive's rate of both directions grows with theirs.

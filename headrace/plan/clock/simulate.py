@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from headrace.plan.clock.clock import Clock, LaneUse, settle, uses_of
 from headrace.plan.clock.rates import Rates
-from headrace.terms.lanes import Lane, lane_words, sharing_words
+from headrace.terms.lanes import Lane, sharing_words, words_of_lane
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.program import Op, Program
 
@@ -156,7 +156,7 @@ def _explain(
 ) -> tuple[Lane, str]:
     """Return the lane that limits the step, and why in words."""
     bottleneck = max(Lane, key=lambda lane: lanes[lane].utilisation)
-    share, words = lanes[bottleneck].utilisation, lane_words(bottleneck, has_device=rates.ceilings.has_device)
+    share, words = lanes[bottleneck].utilisation, words_of_lane(bottleneck, has_device=rates.ceilings.has_device)
     for shared, sharing in rates.shares.items():
         # Two directions that take turns keep busy what they share, though neither is always busy itself. Only their union shows
         # it.

@@ -22,7 +22,7 @@ _AUTO, _NONE, _REQUIRED = "auto", "none", "required"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AskedTools:
     """The text of a prompt, and what makes a reader of an answer to it; None: it is read as it is."""
 
     text: str
@@ -53,7 +53,7 @@ class Asking:
             return DIALECTS.get(self.named or "")
         return next((each for each in DIALECTS.values() if each.speaks(self.prompts.template.texts)), None)
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Mapping[str, Any]) -> AskedTools:
         """Return what a body asks.
 
         Raises:
@@ -80,12 +80,12 @@ class Asking:
         if template is None:
             if choice not in (_AUTO, _NONE):
                 raise DataError("tool_choice: it is not known how this model calls tools; serve with --tool-dialect NAME")
-            return Asked(text, None)
+            return AskedTools(text, None)
         make = partial(self._speech, template, prefix, tools, most_calls)
         if choice in (_AUTO, _NONE):
-            return Asked(text, make)
+            return AskedTools(text, make)
         begun = self._call_begun(choice, make().thinks)
-        return Asked(text + begun, lambda: _after(make(), begun))
+        return AskedTools(text + begun, lambda: _after(make(), begun))
 
     def _speech(self, template: Json, prefix: str, tools: Any, most_calls: int | None) -> Speech:
         parser = partial(self.prompts.tokenizer.get_response_parser, template, tools=tools)

@@ -9,7 +9,7 @@ from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.options.data_source import DataSource, SourceKind
 from headrace.terms.options.declared import Group, option, option_as
 from headrace.terms.options.local_options import LocalOptions
-from headrace.terms.options.option_kinds import Either, Listed, Number, PathOf, PlaceOrName, Rate, Size, Span, Whole
+from headrace.terms.options.option_kinds import Either, Flag, Listed, Number, PathOf, PlaceOrName, Rate, Size, Span, Whole
 from headrace.terms.options.run_options import RunOptions
 
 _cluster = partial(option, plan=True, group=Group.CLUSTER)
@@ -85,6 +85,14 @@ class PlanOptions(RunOptions):
         plan=True,
     )
     exchange_dtype: str = option_as(LocalOptions, "exchange_dtype", plan=True)
+    verbose: bool = option(
+        False,
+        Flag(),
+        "Print all that the plan says, not its first ten lines.",
+        row="print all that the plan says, not its first ten lines",
+        plan=True,
+        group=Group.OTHER,
+    )
     html: Path | None = option(
         None,
         PathOf(),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.model.caches.prefixes import Prefixes, Reader
+from headrace.model.caches.prefixes import Prefixes, PromptReader
 
 LENGTH, EXPECTED = 2, 10
 
@@ -31,7 +31,7 @@ class Walk:
     def __init__(self, room: int, actual: int) -> None:
         self.tree: Prefixes[Piece] = Prefixes(LENGTH, EXPECTED, room * EXPECTED)
         self.room, self.actual = room, actual
-        self.way: list[tuple[Prompt, Reader[Piece]]] = []
+        self.way: list[tuple[Prompt, PromptReader[Piece]]] = []
 
     def come(self, prompt: Prompt) -> None:
         owner, tokens = prompt

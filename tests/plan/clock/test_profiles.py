@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.plan.clock.machine_profiles import changed, load_profile, profile_names
+from headrace.plan.clock.machine_profiles import load_profile, profile_names, with_changes
 from headrace.terms.errors import ConfigError
 from headrace.terms.machine.ceilings import Ceilings
 from headrace.terms.machine.drives import Drive
@@ -78,7 +78,7 @@ def test_a_name_alone_stands_for_one_ssd():
 def test_a_changed_profile_has_the_given_figures_and_the_rest_of_its_own():
     desktop = load_profile("desktop-4090-2ssd")
     given = {"cores": 8, "ram": 128 << 30, "ram_rate": 40e9, "ssd_rate": 3e9, "ssd_write_rate": 1e9, "ssd_tbw": 600.0}
-    found = changed(desktop, given)
+    found = with_changes(desktop, given)
     drive = dataclasses.replace(
         desktop.drives[0],
         read_bytes_per_second=3e9,
@@ -98,9 +98,9 @@ def test_a_changed_profile_has_the_given_figures_and_the_rest_of_its_own():
         drives=(drive, drive),
     )
     with pytest.raises(ConfigError, match="read_bytes_per_second"):
-        changed(desktop, {"ssd_rate": 1e15})
+        with_changes(desktop, {"ssd_rate": 1e15})
     with pytest.raises(ConfigError, match="ssd_rate: 3000 bytes a second"):
-        changed(desktop, {"ssd_rate": 3000.0})
+        with_changes(desktop, {"ssd_rate": 3000.0})
 
 
 def test_the_node_of_luwu_has_what_its_paper_says():
