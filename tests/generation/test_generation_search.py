@@ -208,21 +208,21 @@ def coded(kind: str, ratio: float, by_experts: bool, device_bytes: int | None = 
 @pytest.mark.parametrize("by_experts", [False, True])
 @pytest.mark.parametrize("device", [None, 80 * MIB])
 def test_decoding_is_in_the_forecast(by_experts: bool, device: int | None) -> None:
-    """A core decodes 4e7 weights of NF4 a second: that is the pass; and a profile that knows better is believed."""
-    slow, fast = (coded(kind, 3.8, by_experts, device) for kind in ("nf4", "ternary"))
-    found = {kind: make_generation_plan(asked) for kind, asked in (("nf4", slow), ("ternary", fast))}
-    made = sum(unit.num_elements for unit in found["nf4"].units[1:-1]) / BLOCKS
-    rate = slow.machine.make_bytes_per_second / 144 if device else 4e7
-    assert found["nf4"].forecast is not None
+    """A core decodes 8e7 weights of NVFP4 a second: that is the pass; and a profile that knows better is believed."""
+    slow, fast = (coded(kind, 3.8, by_experts, device) for kind in ("nvfp4", "ternary"))
+    found = {kind: make_generation_plan(asked) for kind, asked in (("nvfp4", slow), ("ternary", fast))}
+    made = sum(unit.num_elements for unit in found["nvfp4"].units[1:-1]) / BLOCKS
+    rate = slow.machine.make_bytes_per_second / 96 if device else 8e7
+    assert found["nvfp4"].forecast is not None
     assert found["ternary"].forecast is not None
-    assert found["nf4"].forecast.pass_seconds > made / rate
-    assert found["ternary"].forecast.pass_seconds < 0.9 * found["nf4"].forecast.pass_seconds  # Python takes as long in both
-    better = replace(slow, machine=replace(slow.machine, decoded_per_second={"nf4": 3e9}))
+    assert found["nvfp4"].forecast.pass_seconds > made / rate
+    assert found["ternary"].forecast.pass_seconds < 0.9 * found["nvfp4"].forecast.pass_seconds  # Python takes as long in both
+    better = replace(slow, machine=replace(slow.machine, decoded_per_second={"nvfp4": 3e9}))
     again = make_generation_plan(better).forecast
     if device is None:
         assert again == make_generation_plan(replace(fast, machine=better.machine)).forecast, "as fast as another kind"
     else:
-        assert again == found["nf4"].forecast, "the device's own figures count"
+        assert again == found["nvfp4"].forecast, "the device's own figures count"
 
 
 @pytest.mark.wide
