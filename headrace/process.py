@@ -3,6 +3,7 @@
 Invariant: a user's own setting is never overruled. Call it before torch is imported, because OpenMP reads its settings once.
 """
 
+import atexit
 import gc
 import os
 import sys
@@ -67,6 +68,13 @@ def heavy_imports() -> Iterator[None]:
         yield
     gc.collect()
     gc.freeze()
+    atexit.register(_unfreeze)
+
+
+def _unfreeze() -> None:
+    """Let Python free what Triton has at the end: its library prints pages of what is left."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def launched() -> Launch | None:
