@@ -43,8 +43,9 @@ def test_where_codes_stay_their_sizes_follow_from_the_configuration(tmp_path: Pa
     assert not [note for note in coded.notes if "planned as decoded" in note]
     read = [each.planner.quick_plan(each.question).peak("ssd") for each in (coded, plain)]
     assert read[0] <= read[1]
+    trained = opened(tmp_path / "matrices", coded=True, train="matrices")
     with pytest.raises(ConfigError, match="cannot be trained in place"):
-        opened(tmp_path / "matrices", coded=True, train="matrices")
+        trained.planner.quick_plan(trained.question)
 
 
 def test_where_only_files_say_how_small_codes_are_they_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def extended(folder: Path, touched: set[str]) -> Path:
 def test_three_files_are_touched(extended: Path, touched: set[str]) -> None:
     assert sorted(Path(name).name for name in touched) == ["coded.py", "int8.py", "table.py"]
     found = run(extended, "-c", "from headrace.codec.table import *; print(code_to_write('to', 'int8').name, len(CODES))")
-    assert found.split() == ["int8", "10"]
+    assert found.split() == ["int8", "16"]
 
 
 @pytest.mark.wide
