@@ -218,7 +218,8 @@ def test_a_profile_that_is_kept_is_this_machines(model: Path, tmp_path: Path) ->
     kept.parent.mkdir(parents=True)
     values = load_profile("h100-1ssd").to_json() | {"name": "my rig", "has_device": False, "device_memory_bytes": 0}
     kept.write_text(json.dumps(values))
-    result = run("plan", model, "--ssd", tmp_path, "--host-memory", "8GiB", "--tokens-per-step", 512, "--sequence-length", 256)
+    sizes = ("--host-memory", "8GiB", "--tokens-per-step", 512, "--sequence-length", 256)
+    result = run("plan", model, "--ssd", tmp_path, *sizes, "--verbose")
     assert result.exit_code == 0, result.output
     assert "my rig" in result.stdout
     assert "device" not in result.stdout.split("\n\n")[1].splitlines()[0]

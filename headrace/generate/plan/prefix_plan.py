@@ -16,7 +16,7 @@ class PrefixPlan:
     """
 
     chunk: int
-    prefix_chunk_bytes: int
+    chunk_bytes: int
     memory_bytes: int
     ssd_bytes: int = 0
 
