@@ -157,7 +157,7 @@ def test_a_plan_is_that_of_the_run(model: str, request: pytest.FixtureRequest, c
     said = capfd.readouterr().out
     assert "codes    pack: " in said
     assert "decoded on the device, after they have crossed the link" in said
-    assert "plain bfloat16, which would give" in said
+    assert "plain bfloat16, which would take" in said
     called("plan", coded, "--generate", "--prompt-length", 9, "--new-tokens", 4, "--json")
     assert json.loads(capfd.readouterr().out)["uncoded"]["tokens_per_second"] > 0
 
