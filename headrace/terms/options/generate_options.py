@@ -173,8 +173,8 @@ class GenerateOptions(Declared):
         None,
         Flag(),
         "Multiply few rows with weights in their codes.",
-        row="multiply up to 8 rows with weights in their codes (int4, FP8, MXFP4, NF4, GGUF), which alone stay in memory. "
-        "Bits differ from those of decoded weights",
+        row="multiply up to 8 rows with weights in their codes (int4, FP8, MXFP4, NF4, GGUF), which stay in place of "
+        "decoded ones. Bits differ from those of decoded weights",
         words="where tokens come faster by it",
         fixed=False,
     )
